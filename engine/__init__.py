@@ -1,0 +1,49 @@
+"""Signalfire: a PyTorch training engine whose loop only emits events, and whose every feature is a handler."""
+
+if __name__ != "signalfire":
+    raise ImportError(
+        f"this package is installed as 'signalfire', but was imported as {__name__!r}; "
+        "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
+    )
+
+from .bus import Phase, Signal
+from .data import DataError
+from .engine import Attachment, Engine
+from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
+from .handler import Handler, on
+from .interval import Interval, check_every
+from .monitor import Monitor, as_number
+from .randomness import derived_seed, seed_everything, unchanged_random_state
+from .state import MetricStore, State
+from .update import Update, UpdateState, tensors_in
+from .wiring import Wiring
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnyEvent",
+    "Attachment",
+    "DataError",
+    "Engine",
+    "EventEnum",
+    "EventUnion",
+    "Events",
+    "FilteredEvent",
+    "Handler",
+    "Interval",
+    "MetricStore",
+    "Monitor",
+    "Phase",
+    "Signal",
+    "State",
+    "Update",
+    "UpdateState",
+    "Wiring",
+    "as_number",
+    "check_every",
+    "derived_seed",
+    "on",
+    "seed_everything",
+    "tensors_in",
+    "unchanged_random_state",
+]

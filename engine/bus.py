@@ -1,0 +1,305 @@
+"""The bus: blinker signals whose receivers run in an explicit order.
+
+Stock blinker keeps its receivers in a set of ids, so that their order depends on memory addresses and the same script can
+train two different models; it holds receivers weakly, so that lambdas vanish; and it works out anew on every send whom
+to call. A `Signal` here keeps blinker's interface and bookkeeping and adds phases, strong references and a plan that
+is worked out once for each change.
+"""
+
+from __future__ import annotations
+
+import inspect
+from bisect import insort
+from collections.abc import Callable, Generator
+from enum import IntEnum
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import blinker
+from blinker.base import ANY, make_id
+
+from .events import NEVER, EventEnum, Filter
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Bus", "Connection", "Phase", "Receiver", "Signal"]
+
+Receiver = Callable[..., Any]
+F = TypeVar("F", bound=Receiver)
+_connection_numbers = count()
+
+
+class Phase(IntEnum):
+    """When a receiver runs within its event: by phase, then rank, then order of connection.
+
+    PERSIST comes last because a checkpoint written before CONTROL would resume with the patience and the schedule one
+    step behind.
+    """
+
+    PREPARE = 0  # make the inputs of this event right: device, unscaled gradients, validation, so that metrics exist
+    CHANGE = 1  # the default: what changes training, and users' functions
+    FINALIZE = 2  # the last change before the act: scale the loss, veto a step
+    RECORD = 3  # read only: history, loggers, progress bar
+    CONTROL = 4  # decide: schedules, patience, stop; last of all, which checkpoints to keep
+    PERSIST = 5  # write to disk what was decided
+
+
+class Connection:
+    """One receiver under one filter, at its place in the order."""
+
+    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver")
+
+    def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
+        self.receiver = receiver
+        self.phase = phase
+        self.rank = rank
+        self.filter = filter
+        self.owner = owner
+        self.key = (int(phase), rank, next(_connection_numbers))
+        self.call = receiver if filter is None or filter.when is None else _guarded(receiver, filter.when)
+
+    def __repr__(self) -> str:
+        name = getattr(self.receiver, "__name__", type(self.receiver).__name__)
+        return name if self.owner is None else f"{self.owner}.{name}"
+
+    def same(self, other: Connection) -> bool:
+        return self.receiver == other.receiver and self.phase == other.phase and self.filter == other.filter
+
+
+def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
+    def call(engine: Engine, **kwargs: Any) -> Any:
+        return receiver(engine, **kwargs) if when(engine) else None
+
+    return call
+
+
+class Signal(blinker.NamedSignal):
+    """One event of one engine: a blinker signal with phases, strong references and a cached plan.
+
+    `connect`, `disconnect`, `connected_to`, `muted`, `receivers` and `send` are blinker's. The engine itself calls `emit`,
+    which does what `send` does without collecting results, and only when `due` says that somebody listens.
+
+    Attributes:
+        due: the smallest count at which a receiver may have to run; `NEVER` while nobody listens.
+        fired: how often the event was fired, for events that are counted by that.
+    """
+
+    def __init__(self, event: EventEnum) -> None:
+        self.event = event
+        self.fired = 0
+        self.due = NEVER
+        self._muted = False
+        self._connections: tuple[Connection, ...] = ()  # replaced, never changed: `emit` notices a change by identity
+        self._always: tuple[Connection, ...] = ()  # those whom no count filters
+        self._plan: tuple[Receiver, ...] = ()  # the calls of _always
+        self._filtered_due = NEVER
+        super().__init__(event.label)
+
+    # ---- connecting -----------------------------------------------------------------------------------------------
+
+    def connect(  # type: ignore[override]
+        self,
+        receiver: F,
+        sender: Any = ANY,
+        weak: bool = False,
+        *,
+        phase: Phase = Phase.CHANGE,
+        rank: int = 0,
+        filter: Filter | None = None,
+        owner: str | None = None,
+    ) -> F:
+        """Call ``receiver(engine)`` at this event. Connecting it again with the same phase and filter changes nothing.
+
+        Raises:
+            TypeError: for a coroutine or generator function, or one that cannot be called with the engine alone.
+            ValueError: for a weak connection or one to a certain sender.
+        """
+        if sender is not ANY:
+            raise ValueError(f"{self.event}: sender={sender!r}: every engine has signals of its own, so that there is no "
+                             "sender to choose; connect to that engine's signal")
+        if weak:
+            raise ValueError(f"{self.event}: weak=True: receivers are held strongly, since a lambda or closure would "
+                             "vanish at once; disconnect the receiver when it is not wanted any more")
+        check_receiver(receiver, str(self.event))
+        connection = Connection(receiver, Phase(phase), rank, filter, owner)
+        if not any(connection.same(other) for other in self._connections):
+            self.add(connection)
+        return receiver
+
+    def add(self, connection: Connection) -> None:
+        ordered = list(self._connections)
+        insort(ordered, connection, key=lambda one: one.key)
+        self._replan(tuple(ordered))
+        super().connect(connection.receiver, weak=False)
+
+    def remove(self, connection: Connection) -> None:
+        """Undo one `add`; the receiver may stay connected under another filter or phase."""
+        self._replan(tuple(one for one in self._connections if one is not connection))
+        if not any(one.receiver == connection.receiver for one in self._connections):
+            super().disconnect(connection.receiver)
+
+    def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
+        """Never call ``receiver`` at this event again, under none of its filters and phases."""
+        if sender is not ANY:
+            raise ValueError(f"{self.event}: sender={sender!r}: there is no sender to choose; leave it out")
+        self._replan(tuple(one for one in self._connections if make_id(one.receiver) != make_id(receiver)))
+        super().disconnect(receiver)
+
+    def _clear_state(self) -> None:
+        super()._clear_state()
+        self._replan(())
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The connections in the order in which they run."""
+        return self._connections
+
+    @property  # type: ignore[override]
+    def is_muted(self) -> bool:
+        """Whether nobody is called; blinker's ``muted()`` sets it."""
+        return self._muted
+
+    @is_muted.setter
+    def is_muted(self, muted: bool) -> None:
+        self._muted = muted
+        self._replan(self._connections)
+
+    def _replan(self, connections: tuple[Connection, ...]) -> None:
+        self._connections = tuple(connections)
+        active = () if self._muted else self._connections
+        self._always = tuple(one for one in active if one.filter is None or not one.filter.counts)
+        self._plan = tuple(one.call for one in self._always)
+        # 0: whatever the next count is, `_select` looks at it and works out the following one.
+        self._filtered_due = 0 if len(active) > len(self._always) else NEVER
+        self.due = 0 if active else NEVER
+
+    def rewind(self, engine: Engine) -> None:
+        """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
+        self._replan(self._connections)
+        for connection in self._connections:
+            restart = getattr(connection.filter and connection.filter.when, "restart", None)
+            if restart is not None:
+                restart(engine)
+
+    # ---- sending --------------------------------------------------------------------------------------------------
+
+    def emit(self, engine: Engine, count: int) -> None:
+        """Call the receivers in order. The first error stops the others and leaves, saying whose it was."""
+        if count < self._filtered_due:
+            plan, chosen = self._plan, self._always
+        else:
+            chosen = self._select(count)
+            plan = tuple(connection.call for connection in chosen)
+        before = self._connections
+        remaining = iter(plan)
+        try:
+            for receiver in remaining:
+                receiver(engine)
+                if self._connections is not before:
+                    self._emit_still_connected(engine, chosen[len(plan) - remaining.__length_hint__():], remaining)
+                    return
+        except BaseException as error:
+            self._blame(error, chosen[len(plan) - remaining.__length_hint__() - 1], engine)
+            raise
+
+    def _emit_still_connected(self, engine: Engine, rest: tuple[Connection, ...], remaining: Any) -> None:
+        # Whoever was disconnected by an earlier receiver does not run any more; whoever was added waits for the next time.
+        for connection in rest:
+            next(remaining)
+            if connection in self._connections and not self._muted:
+                connection.call(engine)
+
+    def emit_to_all(self, engine: Engine) -> list[BaseException]:
+        """Call every receiver, also after an error, and return the errors: for cleaning up."""
+        errors: list[BaseException] = []
+        for connection in self._select(0):
+            try:
+                connection.call(engine)
+            except BaseException as error:
+                self._blame(error, connection, engine)
+                errors.append(error)
+        return errors
+
+    def send(self, sender: Any = None, /, *, _async_wrapper: Any = None, **kwargs: Any) -> list[tuple[Receiver, Any]]:
+        """Call the receivers in order and return (receiver, result) pairs, as blinker does.
+
+        Counts are read from the engine that is the sender; filters hold as they do in a run.
+        """
+        chosen = self._select(self.count(sender)) if self._connections else ()
+        return [(one.receiver, one.call(sender, **kwargs)) for one in chosen]
+
+    def receivers_for(self, sender: Any) -> Generator[Receiver, None, None]:
+        for connection in () if self._muted else self._connections:
+            yield connection.receiver
+
+    def count(self, engine: Engine) -> int:
+        """The count that the event's filters are compared with."""
+        counter = self.event.counter
+        if callable(counter):
+            return counter(engine)
+        if counter == "fired":
+            return self.fired
+        return 0 if counter is None else int(getattr(engine.state, counter))
+
+    def _select(self, count: int) -> tuple[Connection, ...]:
+        """Who has to run at this count; also works out when a filter passes next."""
+        if self._muted:
+            return ()
+        chosen, following = [], NEVER
+        for connection in self._connections:
+            if connection.filter is not None and connection.filter.counts:
+                due = connection.filter.next_due(count)
+                # A count may be emitted more than once (micro-batches), so that one that passes stays due for itself.
+                following = min(following, due)
+                if due > count:
+                    continue
+            chosen.append(connection)
+        self._filtered_due = following
+        self.due = 0 if self._always else following
+        return tuple(chosen)
+
+    def _blame(self, error: BaseException, connection: Connection, engine: Engine) -> None:
+        state = engine.state
+        error.add_note(f"raised by {connection!r} at {self.event}, epoch {state.epoch}, iteration {state.iteration}")
+
+
+class Bus(blinker.Namespace):
+    """The signals of one engine, by name; a blinker namespace."""
+
+    def of(self, event: EventEnum) -> Signal:
+        """The signal of an event; it is made when it is first asked for."""
+        name = f"{type(event).__name__}.{event.name}"
+        if name not in self:
+            self[name] = Signal(event)
+        signal = self[name]
+        assert isinstance(signal, Signal)
+        return signal
+
+    def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
+        """The signal with this name. Signals belong to events: they are not made from a name."""
+        if name not in self:
+            raise KeyError(f"no signal is named {name!r}: an event's signal is engine.signal(event)")
+        return self[name]
+
+
+def check_receiver(receiver: object, where: str) -> None:
+    """Refuse what could not be called as ``receiver(engine)`` when the event comes."""
+    if not callable(receiver):
+        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
+    for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
+                            "give a plain function, and start asynchronous work from it")
+        if inspect.isgeneratorfunction(function):
+            raise TypeError(f"{where}: {receiver!r} is a generator function, whose body would never run; "
+                            "give a plain function")
+    try:
+        signature = inspect.signature(receiver)
+    except ValueError:  # a built-in that does not tell its signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
+                        f"{error}; bind further arguments with functools.partial") from None

@@ -1,0 +1,1107 @@
+"""The engine: a loop that only emits events. What it emits, and when, stands in `Events`; what it performs, in `run_update`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .bus import Bus, Connection, Phase, Receiver, Signal, check_receiver
+from .data import END, DataError, Source
+from .events import AnyEvent, EventEnum, Events, resolve
+from .handler import Handler
+from .interval import Interval, event_of
+from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
+from .state import State
+from .update import UPDATE_EVENTS, Update, UpdateState, close_regions, run_update
+from .wiring import Wiring
+
+__all__ = ["Attachment", "Engine"]
+
+F = TypeVar("F", bound=Receiver)
+T = TypeVar("T")
+
+_SETUP = (Events.MODEL_SETUP, Events.OPTIMIZER_SETUP)
+_ACTS = ("window", "gradients", "step")
+
+
+class Engine:
+    """Runs updates over data and emits an event at every step of the way; every feature is a handler of those events.
+
+    Training, evaluation and prediction are engines alike: one whose updates have no optimizer evaluates, that is, it runs in
+    eval mode without gradients, and every run of it starts anew.
+
+    Args:
+        update: what to do in every iteration, or several of them in order.
+        model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if the update's
+            functions need none.
+        seed: from which the handlers' random draws derive; torch's initial seed by default. It does not seed the global
+            generators: `Seeding` does.
+        training: whether to train; by default, if any update has an optimizer.
+
+    Attributes:
+        state: where the run stands.
+        model: what the forward calls, perhaps wrapped or sharded.
+        modules: the bare modules by name, for state, averages and optimizers.
+        updates: the updates at work.
+        handlers: the attached handlers by name.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> model = torch.nn.Linear(2, 1)
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> trainer = Engine(update, model=model, seed=0)
+        >>> trainer.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3).iteration
+        3
+    """
+
+    def __init__(
+        self,
+        update: Update | Sequence[Update],
+        *,
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        seed: int | None = None,
+        training: bool | None = None,
+    ) -> None:
+        specs = [update] if isinstance(update, Update) else list(update) if isinstance(update, Sequence) else []
+        if not specs or not all(isinstance(spec, Update) for spec in specs):
+            raise TypeError(f"Engine: update={update!r} has to be an Update or a sequence of them; "
+                            "for a single function use Update.from_function(function, optimizer=...)")
+        names = [spec.name for spec in specs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"Engine: the updates' names {names} have to differ; give Update(..., name=)")
+        if seed is not None:
+            check_seed("Engine", seed)
+        self.modules = _named_modules(model)
+        self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
+        self.training = any(spec.optimizer is not None for spec in specs) if training is None else training
+        if self.training and any(spec.optimizer is None for spec in specs):
+            raise ValueError("Engine: to train, every update needs an optimizer; "
+                             f"{next(spec.name for spec in specs if spec.optimizer is None)!r} has none")
+        self.seed: int = torch.initial_seed() if seed is None else seed
+        self.updates = tuple(UpdateState(spec) for spec in specs)
+        self.state = State(self.updates[0])
+        self.handlers: dict[str, Handler] = {}
+        self.signals = Bus()
+        self.update_signals = tuple(self.signals.of(event) for event in UPDATE_EVENTS)
+        self.regions: list[AbstractContextManager[Any]] = []
+        self.replaced_gradients: Callable[..., None] | None = None
+        self.replaced_step: Callable[..., None] | None = None
+        self.has_data = False
+        self.running = False
+        self._catalogues: set[type[EventEnum]] = {Events}
+        self._replacers: dict[str, str] = {}
+        self._connected: dict[str, list[tuple[Signal, Connection]]] = {}
+        self._initial: dict[str, dict[str, Any]] = {}
+        self._pending: list[Handler] = []  # toggled inside the run: looked at again at the next boundary
+        self._leaving: set[str] = set()
+        self._stops: dict[str, str] = {}
+        self._epoch_stop: str | None = None
+        self._attention = False  # something to look at once this iteration is complete
+        self._updating = False
+        self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
+        self._allowed: frozenset[str] = frozenset()
+        self._was_loaded = False
+        self._snapshot: dict[str, Any] | None = None
+        self._source: Source | None = None
+        self._position: dict[str, Any] | None = None  # where the data of an earlier run stood
+        self._deadline: float | None = None
+        self._stopped_bounds: list[int | None] | None = None
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def _loop(self, source: Source) -> None:
+        """The whole loop. A signal's ``due`` is the next count at which somebody may listen: the guard costs a comparison."""
+        state, updates = self.state, self.updates
+        get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
+            self.signal(event)
+            for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
+                          Events.ITERATION_COMPLETED)
+        )  # fmt: skip
+        while not self._bound_reached():
+            iterator, epoch_end = self._begin_epoch(source)
+            iteration = state.iteration
+            while iteration < epoch_end:
+                iteration += 1
+                if get_batch_started.due <= iteration:
+                    get_batch_started.emit(self, iteration)
+                batch = next(iterator, END)
+                if batch is END:
+                    iterator, batch = self._data_ended(source)
+                    if batch is END:
+                        break
+                state.iteration = iteration
+                state.batch = batch
+                if get_batch_completed.due <= iteration:
+                    get_batch_completed.emit(self, iteration)
+                plan: Sequence[UpdateState] = updates
+                if iteration_started.due <= iteration:
+                    state.plan = updates
+                    iteration_started.emit(self, iteration)
+                    plan = state.plan
+                self._updating = True
+                for update in plan:
+                    run_update(self, update)
+                self._updating = False
+                if iteration_completed.due <= iteration:
+                    iteration_completed.emit(self, iteration)
+                if self._attention and self._attend():
+                    break
+            if self._epoch_is_over(source):
+                state.epoch_open = False
+                self._emit(Events.EPOCH_COMPLETED)
+                if self._attention:
+                    self._attend()
+
+    def run(
+        self,
+        data: Iterable[Any] | None = None,
+        *,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        max_steps: int | None = None,
+        max_time: str | Interval | None = None,
+        min_epochs: int = 0,
+        min_iters: int = 0,
+        epoch_length: int | None = None,
+    ) -> State:
+        """Run up to the given bounds, whichever is reached first; called again with larger ones, it continues.
+
+        Args:
+            data: an iterable of batches: a DataLoader, a list, a generator function's result. None for a run without data.
+                A batch of None is skipped.
+            max_epochs: up to this epoch. An engine that evaluates runs one epoch unless told otherwise.
+            max_iters: up to this iteration over all epochs.
+            max_steps: up to this many optimizer steps of the first update.
+            max_time: up to this much wall-clock time in this call, such as "15min".
+            min_epochs: a stop asked for with `terminate` is held back until this many epochs are complete.
+            min_iters: likewise for iterations.
+            epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
+                the data goes on across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
+
+        Returns:
+            The state. An error always leaves: with the handler, event, epoch and iteration in its notes, after
+            EXCEPTION_RAISED (or INTERRUPTED) and ENDED.
+
+        Raises:
+            ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
+        """
+        if self.running:
+            raise RuntimeError("run() was called on an engine that is running; evaluate with another engine: "
+                               "engine.evaluate(evaluator, data)")
+        self._set_bounds(data, max_epochs, max_iters, max_steps, max_time, min_epochs, min_iters, epoch_length)
+        source = Source(data, epoch_length, self.seed)
+        self.state.epoch_length = source.epoch_length
+        self.has_data = data is not None
+        if not self.training:
+            self.state.restart()
+        modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
+        error: BaseException | None = None
+        self.running = True
+        try:
+            with torch.set_grad_enabled(self.training):
+                self._start(source)
+                self._loop(source)
+                self._finish()
+        except BaseException as caught:
+            error = caught
+            self._report(caught)
+            raise
+        finally:
+            problems = self.signal(Events.ENDED).emit_to_all(self)
+            try:
+                close_regions(self.regions, 0, error)
+            except BaseException as problem:
+                problems.append(problem)
+            for module, mode in modes:
+                module.training = mode
+            self.running = self._updating = self._attention = False
+            self._settle()
+            self.state.exception = self.state.batch = None
+            note_problems(problems, error)
+            del error, problems
+        return self.state
+
+    # ---- the parts of the loop ------------------------------------------------------------------------------------
+
+    def _start(self, source: Source) -> None:
+        if self._source is not None and self.training:
+            self._position = self._source.state_dict()
+        self._source = source
+        for root in self.modules.values():
+            root.train(self.training)
+        self._rewind()
+        self._emit(Events.MODEL_SETUP)
+        self._emit(Events.OPTIMIZER_SETUP)
+        self._build_optimizers()
+        for update in self.updates:
+            if update.filled == 0:
+                update.discard()
+        self._emit(Events.STARTED)
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._position = self._apply(loaded)
+            self._rewind()
+        self._reconsider_stop()
+        if self._bound_reached():
+            warnings.warn(self._nothing_to_run(), stacklevel=4)
+        if self._was_loaded:
+            self._was_loaded = False
+            self._emit(Events.CHECKPOINT_LOADED)
+        if self._attention:
+            self._attend()
+
+    def _begin_epoch(self, source: Source) -> tuple[Iterator[Any], int]:
+        """Enter the next epoch, or go on in an open one; the batches to come, and the iteration at which they end."""
+        state = self.state
+        position, self._position = self._position, None
+        resumed = state.epoch_open
+        if not resumed:
+            state.epoch += 1
+            state.epoch_start = state.iteration
+            state.epoch_open = True
+        for update in self.updates:
+            update.window = 1 if update.window_of is None else update.window_of(state.epoch)
+        if not resumed:
+            self._emit(Events.EPOCH_STARTED)
+        if position is not None and position and (resumed or source.continues):
+            with unchanged_random_state():
+                iterator = source.resume(position, state.iteration)
+        elif source.iterator is None or not source.continues:
+            if position:
+                source.go_on(position)
+            iterator = source.begin(state.iteration, ahead=any(update.window > 1 for update in self.updates))
+        else:
+            iterator = source.iterator
+        if self._attention and self._attend():
+            return iterator, state.iteration
+        ends = [state.epoch_start + source.epoch_length] if source.epoch_length is not None else []
+        if state.max_iters is not None:
+            ends.append(state.max_iters)
+        return iterator, min(ends, default=sys.maxsize)
+
+    def _data_ended(self, source: Source) -> tuple[Iterator[Any], Any]:
+        """The data gave no more batches: the end of an unsized epoch, a new start, or an error."""
+        state = self.state
+        kind = type(source.data).__name__
+        in_epoch = state.iteration - state.epoch_start
+        taken = state.iteration - source.started_at
+        if source.epoch_length is None:
+            if in_epoch == 0:
+                again = "" if state.epoch == 1 else (f"; it gave batches in epoch 1 but cannot be iterated again in epoch "
+                                                     f"{state.epoch}: give an iterable, not an iterator")  # fmt: skip
+                raise DataError(f"the data ({kind}) is empty: it gave no batch{again}")
+            assert source.iterator is not None
+            return source.iterator, END
+        if taken == 0:
+            raise DataError(f"the data ({kind}) is empty: it gave no batch, or cannot be iterated again")
+        if source.length is not None and taken != source.length:
+            raise DataError(f"the data ({kind}) says that its length is {source.length} but ended after {taken} batches")
+        if not source.continues:
+            raise DataError(f"the data ({kind}) ended after {in_epoch} of the epoch's {source.epoch_length} batches")
+        self._emit(Events.DATA_EXHAUSTED)
+        iterator = source.begin(state.iteration, ahead=False)
+        batch = next(iterator, END)
+        return self._data_ended(source) if batch is END else (iterator, batch)
+
+    def on_last_batch(self) -> bool:
+        """Whether the current batch is the epoch's last; for unsized data, one batch is read ahead to know."""
+        source = self._source
+        assert source is not None
+        if source.epoch_length is not None:
+            return self.state.epoch_iteration >= source.epoch_length
+        return source.last()
+
+    def _epoch_is_over(self, source: Source) -> bool:
+        if self.state.stop_reason is not None:
+            return False
+        if self._epoch_stop is not None:
+            self._epoch_stop = None
+            return True
+        if source.epoch_length is not None:
+            return self.state.epoch_iteration >= source.epoch_length
+        return source.last()
+
+    def _attend(self) -> bool:
+        """What had to wait for the end of the iteration: toggles, stops, bounds. True if the epoch does not go on."""
+        state = self.state
+        self._snapshot = None
+        self._attention = self._deadline is not None or state.max_steps is not None
+        if self._pending:
+            if any(update.filled for update in self.updates):
+                self._attention = True
+            else:
+                self._settle()
+        if self._stops:
+            if state.epoch - state.epoch_open >= state.min_epochs and state.iteration >= state.min_iters:
+                state.stop_reason = self._stops[min(self._stops)]
+                self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
+                self._stops.clear()
+                self._discard_windows()
+                return True
+            self._attention = True
+        if self._epoch_stop is not None:
+            self._discard_windows()
+            return True
+        return self._attention and self._bound_reached()
+
+    def _bound_reached(self) -> bool:
+        state = self.state
+        return (
+            state.stop_reason is not None
+            or (state.max_epochs is not None and state.epoch - state.epoch_open >= state.max_epochs)
+            or (state.max_iters is not None and state.iteration >= state.max_iters and not self._epoch_to_be_told())
+            or (state.max_steps is not None and self.updates[0].steps >= state.max_steps)
+            or (self._deadline is not None and time.monotonic() >= self._deadline)
+        )
+
+    def _epoch_to_be_told(self) -> bool:
+        """Whether every batch of the epoch was taken while its end was not told; a saved run may stop just there."""
+        length = self.state.epoch_length
+        return self.state.epoch_open and length is not None and self.state.epoch_iteration >= length
+
+    def _finish(self) -> None:
+        if self.state.stop_reason is not None:
+            self._emit(Events.TERMINATED)
+        self._emit(Events.COMPLETED)
+
+    def _report(self, error: BaseException) -> None:
+        self._discard_windows()
+        state = self.state
+        if not getattr(error, "__notes__", None):
+            error.add_note(f"in epoch {state.epoch}, after iteration {state.iteration} had begun")
+        state.exception = error
+        event = Events.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Events.EXCEPTION_RAISED
+        note_problems(self.signal(event).emit_to_all(self), error)
+
+    def _discard_windows(self) -> None:
+        for update in self.updates:
+            update.discard()
+            update.filled = 0
+
+    def _set_bounds(
+        self,
+        data: Any,
+        max_epochs: int | None,
+        max_iters: int | None,
+        max_steps: int | None,
+        max_time: str | Interval | None,
+        min_epochs: int,
+        min_iters: int,
+        epoch_length: int | None,
+    ) -> None:
+        numbers = {"max_epochs": max_epochs, "max_iters": max_iters, "max_steps": max_steps, "epoch_length": epoch_length}
+        for name, number in numbers.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"run({name}={number!r}): it has to be an int of 1 or more, or None")
+        for name, number, largest in (("min_epochs", min_epochs, max_epochs), ("min_iters", min_iters, max_iters)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"run({name}={number!r}): it has to be an int of 0 or more")
+            if largest is not None and number > largest:
+                raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
+        seconds = None if max_time is None else Interval.parse(max_time).time("run(max_time)")
+        if data is None and epoch_length is None:
+            if max_iters is None:
+                raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
+        if max_epochs is max_iters is max_steps is seconds is None:
+            if self.training:
+                raise ValueError("run(): give at least one of max_epochs, max_iters, max_steps and max_time")
+            max_epochs = 1
+        if not self.training and max_steps is not None:
+            raise ValueError("run(max_steps=): an engine that evaluates makes no optimizer steps")
+        state = self.state
+        state.max_epochs, state.max_iters, state.max_steps, state.max_seconds = max_epochs, max_iters, max_steps, seconds
+        state.min_epochs, state.min_iters = min_epochs, min_iters
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._attention = seconds is not None or max_steps is not None
+        self._stops.clear()
+        self._epoch_stop = None
+
+    def _reconsider_stop(self) -> None:
+        """A stopped run goes on if it is now given larger bounds than those it was stopped under."""
+        state = self.state
+        if state.stop_reason is None:
+            return
+        now = [state.max_epochs, state.max_iters, state.max_steps]
+        for new, old in zip(now, self._stopped_bounds or now, strict=True):
+            if old is not None and (new is None or new > old):
+                state.stop_reason = None
+
+    def _nothing_to_run(self) -> str:
+        state = self.state
+        why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
+        return (f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
+                "Give larger bounds to continue, or call engine.reset() to begin anew")
+
+    def _build_optimizers(self) -> None:
+        for update in self.updates if self.training else ():
+            spec = update.spec
+            where = f"update {spec.name!r}"
+            if update.optimizer is None:
+                assert spec.optimizer is not None
+                assert not isinstance(spec.optimizer, Optimizer)
+                if spec.parameters is not None:
+                    parameters = list(spec.parameters(self))
+                else:
+                    parameters = list(dict.fromkeys(p for root in self.modules.values() for p in root.parameters()))
+                if not parameters:
+                    raise ValueError(f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
+                                     "or the Update parameters=")
+                update.optimizer = spec.optimizer(parameters)
+                if not isinstance(update.optimizer, Optimizer):
+                    made, update.optimizer = update.optimizer, None
+                    raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
+            optimizer = update.optimizer
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise NotImplementedError(f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
+                                          "which this version does not support; choose another optimizer")
+            known = {p for root in self.modules.values() for p in root.parameters()}
+            if known and not any(p in known for p in update.parameters):
+                raise ValueError(f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
+                                 "for another model, or the model's parameters were replaced since: give a factory instead, "
+                                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)")
+        for name, root in self.modules.items():
+            meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
+            if meta is not None:
+                raise ValueError(f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
+                                 "values; materialise it first: model.to_empty(device=...) and initialise it")
+
+    # ---- events ---------------------------------------------------------------------------------------------------
+
+    def signal(self, event: EventEnum) -> Signal:
+        """The blinker signal of an event.
+
+        Raises:
+            TypeError, ValueError: for what is no event, or one whose catalogue was not registered.
+        """
+        if not isinstance(event, EventEnum):
+            resolve(event)
+            raise TypeError(f"{event} is filtered; an unfiltered event has a signal")
+        if type(event) not in self._catalogues:
+            raise ValueError(f"{event} is not known to this engine: engine.register_events({type(event).__name__}) first")
+        return self.signals.of(event)
+
+    def register_events(self, *catalogues: type[EventEnum]) -> None:
+        """Make events of your own known, so that receivers may be connected to them and `fire` may fire them."""
+        for catalogue in catalogues:
+            if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
+                raise TypeError(f"register_events({catalogue!r}): it has to be a subclass of EventEnum")
+            self._catalogues.add(catalogue)
+
+    def fire(self, event: EventEnum) -> None:
+        """Fire an event of your own: its receivers run now, in the order of phases."""
+        if type(event) is Events:
+            raise ValueError(f"fire({event}): the engine fires its own events; for one of yours subclass EventEnum")
+        self._emit(event)
+
+    def _emit(self, event: EventEnum) -> None:
+        signal = self.signal(event)
+        signal.fired += 1
+        if signal.receivers:
+            signal.emit(self, signal.count(self))
+
+    def _rewind(self) -> None:
+        for signal in self.signals.values():
+            assert isinstance(signal, Signal)
+            signal.rewind(self)
+
+    def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
+        """Call ``receiver(engine)`` at an event; the handle takes it off again, also as a context manager."""
+        pairs = [(self.signal(one), chosen) for one, chosen in resolve(event)]
+        check_receiver(receiver, f"connect({event})")
+        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        for signal, connection in made:
+            if any(connection.same(other) for other in signal.connections):
+                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+        for signal, connection in made:
+            self._connect(signal, connection)
+
+        def disconnect() -> None:
+            for signal, connection in made:
+                signal.remove(connection)
+
+        return Attachment(disconnect)
+
+    def _connect(self, signal: Signal, connection: Connection) -> None:
+        signal.add(connection)
+        restart = getattr(connection.filter and connection.filter.when, "restart", None)
+        if restart is not None:
+            restart(self)
+
+    def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
+        """Decorate a function to be called as ``function(engine)`` at an event.
+
+        Example:
+            >>> from signalfire import Engine, Events, Update
+            >>> engine = Engine(Update.from_function(lambda engine, batch: None))
+            >>> @engine.on(Events.ITERATION_COMPLETED(every=2))
+            ... def show(engine):
+            ...     print(engine.state.iteration)
+            >>> _ = engine.run(max_iters=4)
+            2
+            4
+        """
+
+        def decorate(function: F) -> F:
+            self.connect(event, function, phase=phase, rank=rank)
+            return function
+
+        return decorate
+
+    def enter(self, region: AbstractContextManager[T]) -> T:
+        """Enter a context manager that is left at the end of the innermost open region, also when something raises.
+
+        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
+        """
+        if not self.running and not self.regions:
+            raise RuntimeError(f"enter({region!r}): no region is open outside a run")
+        value = region.__enter__()
+        self.regions.append(region)
+        return value
+
+    # ---- handlers -------------------------------------------------------------------------------------------------
+
+    def attach(self, *handlers: Handler) -> Attachment:
+        """Attach handlers; in which order never matters for the ones that come with Signalfire.
+
+        Returns:
+            A handle: ``handle.detach()`` takes them off again, and it works as a context manager.
+
+        Raises:
+            TypeError, ValueError: for what is no handler, or a name that is taken; then none of them is attached.
+        """
+        done: list[Handler] = []
+        try:
+            for handler in handlers:
+                self._attach(handler)
+                done.append(handler)
+        except BaseException:
+            for handler in done:
+                self.detach(handler)
+            raise
+        return Attachment(lambda: [self.detach(handler) for handler in done if handler.engine is self])
+
+    def _attach(self, handler: Handler) -> None:
+        if not isinstance(handler, Handler):
+            hint = f"give an instance: {handler.__name__}(...)" if isinstance(handler, type) else (
+                "for a plain function use engine.on(event) or engine.connect(event, function)")
+            raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
+        other = self.handlers.get(handler.name)
+        if other is handler:
+            raise ValueError(f"{handler!r} is attached already")
+        if other is not None:
+            raise ValueError(f"{handler!r}: the name is taken by {other!r}; give it another: "
+                             f"{type(handler).__name__}(..., name='...')")
+        if handler.engine is not None:
+            raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
+        if handler.trains and not self.training:
+            raise ValueError(f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer")
+        if self.running:
+            self._refuse_setup(handler)
+        handler._engine = weakref.ref(self)
+        self.handlers[handler.name] = handler
+        self._initial[handler.name] = copy.deepcopy(handler.state_dict())
+        try:
+            self._settle_later(handler)
+        except BaseException:
+            self._forget(handler)
+            raise
+
+    def detach(self, handler: Handler | str | Receiver) -> None:
+        """Take off a handler, by itself or by name, or a function from all of its events.
+
+        Raises:
+            KeyError, ValueError: if there is no such handler or function.
+        """
+        if callable(handler) and not isinstance(handler, Handler):
+            connected = [signal for signal in self.signals.values() if handler in signal.receivers_for(self)]
+            if not connected:
+                raise ValueError(f"detach({handler!r}): this function is not connected")
+            for signal in connected:
+                signal.disconnect(handler)
+            return
+        found = self._find(handler)
+        self._leaving.add(found.name)
+        self._settle_later(found)
+
+    def has(self, handler: Handler | str | Receiver, event: EventEnum | None = None) -> bool:
+        """Whether a handler, by itself or by name, or a function is attached (at this event, if one is given)."""
+        if isinstance(handler, str):
+            if handler not in self.handlers:
+                return False
+            handler = self.handlers[handler]
+        signals = [self.signal(event)] if event is not None else list(self.signals.values())
+        if isinstance(handler, Handler):
+            mine = {id(connection) for _, connection in self._connected.get(handler.name, ())}
+            attached = self.handlers.get(handler.name) is handler
+            return attached and (event is None or any(id(one) in mine for one in signals[0].connections))  # type: ignore[union-attr]
+        return any(handler in signal.receivers_for(self) for signal in signals)
+
+    @contextmanager
+    def without(self, *names: str) -> Iterator[None]:
+        """Do without these handlers inside the ``with`` block, as if they had never been attached."""
+        found = [self._find(name) for name in names]
+        off = [handler for handler in found if handler.enabled]
+        with ExitStack() as stack:
+            for handler in off:
+                handler.enabled = False
+                stack.callback(setattr, handler, "enabled", True)
+            yield
+
+    def toggle(self, handler: Handler) -> None:
+        """Make what is connected agree with ``handler.enabled``; setting that calls this."""
+        if self.running:
+            self._refuse_setup(handler)
+        self._settle_later(handler)
+
+    def replace(self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None) -> None:
+        """Perform an act of the loop with a function of the handler's own, until the handler is detached.
+
+        The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
+        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute(engine, update)`` is
+        what it replaces; "step", ``function(engine, update, step)`` likewise.
+
+        Raises:
+            ValueError: if another handler replaces the same act, naming both.
+        """
+        if act not in _ACTS:
+            raise ValueError(f"{by!r} replaces {act!r}; it has to be one of {', '.join(_ACTS)}")
+        targets = self.updates if update is None else (self.find_update(update),)
+        keys = [f"{act} of {target.name}" for target in targets] if act == "window" else [act]
+        for key in keys:
+            if (other := self._replacers.get(key)) is not None:
+                raise ValueError(f"both {other!r} and {by.name!r} replace the act {act!r}; detach one of the two")
+        for key in keys:
+            self._replacers[key] = by.name
+        if act == "gradients":
+            self.replaced_gradients = function
+        elif act == "step":
+            self.replaced_step = function
+        else:
+            for target in targets:
+                target.window_of = function
+                if self.running and self.state.epoch:
+                    target.window = function(self.state.epoch)
+
+    def _restore_acts(self, handler: Handler) -> None:
+        for key in [key for key, name in self._replacers.items() if name == handler.name]:
+            del self._replacers[key]
+            if key == "gradients":
+                self.replaced_gradients = None
+            elif key == "step":
+                self.replaced_step = None
+            else:
+                target = self.find_update(key.removeprefix("window of "))
+                target.window_of = None
+                target.window = 1
+
+    def _find(self, handler: Handler | str) -> Handler:
+        name = handler if isinstance(handler, str) else handler.name
+        found = self.handlers.get(name)
+        if found is None or (isinstance(handler, Handler) and found is not handler):
+            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self.handlers) or 'none'}")
+        return found
+
+    def find_update(self, name: str | None = None) -> UpdateState:
+        """The update with this name; the first without one."""
+        for update in self.updates:
+            if name is None or update.name == name:
+                return update
+        raise KeyError(f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}")
+
+    def _refuse_setup(self, handler: Handler) -> None:
+        for subscription in handler.subscriptions:
+            if not isinstance(subscription.event, str) and any(event in _SETUP for event, _ in resolve(subscription.event)):
+                raise RuntimeError(f"{handler!r} sets the model or the optimizers up before a run, and cannot join or leave a "
+                                   "running one; attach, detach or toggle it between two runs")
+
+    def _settle_later(self, handler: Handler) -> None:
+        self._pending.append(handler)
+        if self.running:
+            self._attention = True
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Connect and disconnect what was attached, detached or toggled."""
+        pending, self._pending = list(dict.fromkeys(self._pending)), []
+        for handler in pending:
+            name = handler.name
+            if self.handlers.get(name) is not handler:
+                continue
+            wanted = handler.enabled and name not in self._leaving
+            if wanted and name not in self._connected:
+                self._join(handler)
+            elif not wanted and name in self._connected:
+                self._leave(handler)
+            if name in self._leaving:
+                self._forget(handler)
+
+    def _join(self, handler: Handler) -> None:
+        connections: list[tuple[Signal, Connection]] = []
+        for subscription in handler.subscriptions:
+            method = getattr(handler, subscription.method)
+            event = subscription.event
+            if isinstance(event, str):
+                if (every := getattr(handler, event)) is None:
+                    continue
+                event = event_of(every)
+            check_receiver(method, f"{type(handler).__name__}.{subscription.method} at {event}")
+            for one, chosen in resolve(event):
+                connection = Connection(method, subscription.phase, subscription.rank, chosen, handler.name)
+                connections.append((self.signal(one), connection))
+        self._connected[handler.name] = connections
+        try:
+            handler.attached(self)
+        except BaseException:
+            del self._connected[handler.name]
+            self._restore_acts(handler)
+            raise
+        for signal, connection in connections:
+            self._connect(signal, connection)
+        if self.running:
+            self._tell(handler, Events.STARTED)
+            if self.state.epoch_open:
+                self._tell(handler, Events.EPOCH_STARTED)
+
+    def _leave(self, handler: Handler) -> None:
+        if self.running:
+            self._tell(handler, Events.ENDED)
+        for signal, connection in self._connected.pop(handler.name):
+            signal.remove(connection)
+        self._restore_acts(handler)
+        self._stops.pop(handler.name, None)
+        self.state.metrics.withdraw(handler.name)
+        handler.detached(self)
+
+    def _tell(self, handler: Handler, event: EventEnum) -> None:
+        for connection in self.signal(event).connections:
+            if connection.owner == handler.name:
+                connection.call(self)
+
+    def _forget(self, handler: Handler) -> None:
+        self._leaving.discard(handler.name)
+        self.handlers.pop(handler.name, None)
+        self._initial.pop(handler.name, None)
+        handler._engine = None
+
+    # ---- what handlers ask for ------------------------------------------------------------------------------------
+
+    def terminate(self, reason: str, *, by: str = "user") -> None:
+        """Stop the run once all receivers of this event have run. An open window is discarded; COMPLETED still comes.
+
+        Args:
+            reason: told in ``state.stop_reason``.
+            by: who asks; the same name may take it back with `withdraw_termination` while ``min_epochs`` or ``min_iters``
+                hold it back.
+        """
+        if not self.running:
+            raise RuntimeError(f"terminate({reason!r}): the engine is not running")
+        self._stops.setdefault(by, reason)
+        self._attention = True
+
+    def withdraw_termination(self, by: str = "user") -> None:
+        """Take back a stop that was asked for and has not taken effect."""
+        self._stops.pop(by, None)
+
+    def terminate_epoch(self, reason: str) -> None:
+        """End the epoch once all receivers of this event have run; EPOCH_COMPLETED comes, and then the next epoch."""
+        if not self.running:
+            raise RuntimeError(f"terminate_epoch({reason!r}): the engine is not running")
+        self._epoch_stop = reason
+        self._attention = True
+
+    def evaluate(self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any) -> dict[str, Any]:
+        """Run another engine inside this one; what it measures lands in this engine's metrics.
+
+        It changes no random stream, no gradient, no module's train or eval flag. What receivers of EVALUATION_STARTED `enter`
+        is left as soon as the other run has ended.
+
+        Args:
+            evaluator: an engine that evaluates.
+            data: its data.
+            prefix: put before the names of its metrics.
+            bounds: for ``evaluator.run``.
+
+        Returns:
+            The metrics under their names here.
+        """
+        if not isinstance(evaluator, Engine) or evaluator.training:
+            raise ValueError(f"evaluate({evaluator!r}): it has to be an Engine that does not train; give its Update no "
+                             "optimizer: Update.evaluation() makes such a one")
+        outside = len(self.regions)
+        try:
+            self._emit(Events.EVALUATION_STARTED)
+            with unchanged_random_state():
+                evaluator.run(data, **bounds)
+        except BaseException as error:
+            close_regions(self.regions, outside, error)
+            raise
+        close_regions(self.regions, outside)
+        measured = {prefix + name: value for name, value in evaluator.state.metrics.items()}
+        self.state.metrics.update(measured)
+        self._emit(Events.EVALUATION_COMPLETED)
+        return measured
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is; the CPU without a model."""
+        for root in self.modules.values():
+            for parameter in root.parameters():
+                return parameter.device
+        return torch.device("cpu")
+
+    def total_steps(self, update: UpdateState) -> int | None:
+        """The optimizer steps that an update makes from the beginning up to this run's bounds; None if nobody can know."""
+        state = self.state
+        length, epochs, iterations = state.epoch_length, state.max_epochs, state.max_iters
+        window_of = update.window_of or (lambda epoch: 1)
+        steps = 0
+        if length is None:
+            if iterations is None:
+                return state.max_steps
+            if epochs is not None or update.window_of is not None:
+                return state.max_steps  # how many epochs these iterations are is not known
+            steps = iterations
+        elif epochs is None and iterations is None:
+            return state.max_steps
+        else:
+            left = iterations if iterations is not None else epochs * length  # type: ignore[operator]
+            epoch = 1
+            while left >= length and (epochs is None or epoch <= epochs):
+                steps += -(-length // window_of(epoch))
+                left -= length
+                epoch += 1
+            if epochs is None or epoch <= epochs:
+                steps += left // window_of(epoch)
+        return steps if state.max_steps is None else min(steps, state.max_steps)
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is needed to go on: position, modules, optimizers, handlers, random states; all copied.
+
+        Raises:
+            RuntimeError: inside an update, where half a step would be saved.
+        """
+        if self._updating:
+            raise RuntimeError("state_dict(): not inside an update; take it at ITERATION_COMPLETED or later")
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        state = self.state
+        return {
+            "format": 1,
+            "engine": {
+                "epoch": state.epoch,
+                "iteration": state.iteration,
+                "epoch_start": state.epoch_start,
+                "epoch_open": state.epoch_open,
+                "stop_reason": state.stop_reason,
+                "stopped_bounds": self._stopped_bounds,
+                "seed": self.seed,
+                "fired": {name: signal.fired for name, signal in self._counted_signals()},
+                "metrics": copied(state.metrics.state_dict()),
+            },
+            "modules": {name: copied(root.state_dict()) for name, root in self.modules.items()},
+            "updates": {update.name: self._update_state(update) for update in self.updates},
+            "handlers": {name: copied(handler.state_dict()) for name, handler in self.handlers.items()},
+            "data": None if self._source is None else copied(self._source.state_dict()),
+            "random": random_state(),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST."""
+        if self._snapshot is None:
+            self._snapshot = self.state_dict()
+            self._attention = self._attention or self.running
+        return self._snapshot
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
+        """Continue from a saved state at the next `run`, once the receivers of STARTED have run.
+
+        Args:
+            state: what `state_dict` returned, perhaps saved and loaded in between.
+            allow: names of handlers that may be in only one of the saved run and this one.
+
+        Raises:
+            ValueError: for what is not such a state. What does not fit this engine is an error at the next run, before
+                anything is changed.
+        """
+        if self.running:
+            raise RuntimeError("load_state_dict(): not inside a run; load before run()")
+        if not isinstance(state, Mapping) or state.get("format") != 1:
+            raise ValueError("load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives")
+        self._loaded = dict(state)
+        self._allowed = frozenset(allow)
+        self._was_loaded = True
+
+    def reset(self) -> None:
+        """Begin anew: counters and handlers as new, optimizers built by factories anew, weights kept.
+
+        An optimizer that was given built keeps its state: there is no knowing how to build it.
+        """
+        if self.running:
+            raise RuntimeError("reset(): not inside a run")
+        self._loaded = self._source = self._position = self._stopped_bounds = None
+        self.state.restart()
+        self.state.metrics.clear()
+        for signal in self.signals.values():
+            signal.fired = 0  # type: ignore[attr-defined]
+        for update in self.updates:
+            if not isinstance(update.spec.optimizer, Optimizer):
+                update.optimizer = None
+            update.restart()
+        for name, handler in self.handlers.items():
+            handler.load_state_dict(copy.deepcopy(self._initial[name]))
+
+    def _update_state(self, update: UpdateState) -> dict[str, Any]:
+        optimizer = update.optimizer
+        names = {p: f"{root}.{key}" for root, module in self.modules.items() for key, p in module.named_parameters()}
+        window = None
+        if update.filled:
+            gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+            window = {"filled": update.filled, "weight_sum": copied(update.weight_sum), "gradients": gradients,
+                      "contributions": update.contributions}  # fmt: skip
+        return {
+            "steps": update.steps,
+            "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
+            "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
+            "window": window,
+        }
+
+    def _apply(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Put a loaded state in place; returns the position of its data."""
+        self._check_fit(saved)
+        for name, root in self.modules.items():
+            root.load_state_dict(saved["modules"][name])
+        for update in self.updates:
+            part = saved["updates"][update.name]
+            update.steps = part["steps"]
+            if update.optimizer is not None and part["optimizer"] is not None:
+                update.optimizer.load_state_dict(copied(part["optimizer"]))
+            update.discard()
+            update.filled = 0
+            if (window := part["window"]) is not None:
+                update.filled, update.contributions = window["filled"], window["contributions"]
+                update.weight_sum = copied(window["weight_sum"])
+                for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
+                    parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+        for name, handler in self.handlers.items():
+            if name in saved["handlers"]:
+                handler.load_state_dict(copied(saved["handlers"][name]))
+        position = saved["engine"]
+        state = self.state
+        state.epoch, state.iteration = position["epoch"], position["iteration"]
+        state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
+        state.stop_reason, self._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
+        self.seed = position["seed"]
+        state.metrics.load_state_dict(copied(position["metrics"]))
+        for name, signal in self._counted_signals():
+            signal.fired = position["fired"].get(name, 0)
+        set_random_state(saved["random"])
+        data: dict[str, Any] | None = saved["data"]
+        return data
+
+    def _check_fit(self, saved: Mapping[str, Any]) -> None:
+        own: dict[str, set[str]] = {"modules": set(self.modules), "updates": {update.name for update in self.updates}}
+        there = {part: set(saved[part]) for part in own}
+        with_state = {name for name, handler in self.handlers.items() if handler.state_dict()}
+        own["handlers"] = with_state - self._allowed
+        there["handlers"] = {name for name, state in saved["handlers"].items() if state} - self._allowed
+        for part in own:
+            # A handler may have had nothing to save when it was saved, and the other way round.
+            missing = own[part] - set(saved[part])
+            unknown = there[part] - (set(self.handlers) if part == "handlers" else own[part])
+            if missing or unknown:
+                told = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
+                told += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
+                way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
+                raise ValueError(f"the loaded state does not fit: {part} {'; '.join(told)}{way_out}")
+        for update in self.updates:
+            part_names = saved["updates"][update.name]["parameters"]
+            names = self._update_state(update)["parameters"]
+            if part_names != names and update.optimizer is not None:
+                raise ValueError(f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
+                                 f"and here it optimizes {names}")
+
+    def _counted_signals(self) -> list[tuple[str, Signal]]:
+        found = [(name, signal) for name, signal in self.signals.items() if isinstance(signal, Signal)]
+        return [(name, signal) for name, signal in found if signal.event.counter == "fired"]
+
+    # ---- seeing it ------------------------------------------------------------------------------------------------
+
+    def wiring(self) -> Wiring:
+        """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
+        return Wiring(self)
+
+    def __str__(self) -> str:
+        return str(self.wiring())
+
+    def __repr__(self) -> str:
+        kind = "trains" if self.training else "evaluates"
+        return f"<Engine {kind} {', '.join(update.name for update in self.updates)}; {len(self.handlers)} handlers>"
+
+
+class Attachment:
+    """What `Engine.attach` and `Engine.connect` return: detaches by call, or at the end of a ``with`` block."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo: Callable[[], object] | None = undo
+
+    def detach(self) -> None:
+        """Take off what was attached; a second call does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.detach()
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state that shares no tensor with what it was taken from."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
+    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself."""
+    if not problems:
+        return
+    leaving, others = (problems[0], problems[1:]) if error is None else (error, problems)
+    for problem in others:
+        leaving.add_note(f"besides, {type(problem).__name__}: {problem} ({'; '.join(getattr(problem, '__notes__', ()))})")
+    if error is None:
+        raise leaving
+
+
+def _named_modules(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module]:
+    if model is None:
+        return {}
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
+        raise TypeError(f"Engine: model={model!r} has to be a torch module, or a mapping from names to modules")
+    return dict(model)

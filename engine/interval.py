@@ -1,0 +1,141 @@
+"""Intervals and amounts of training as one small type: ``"10ep"``, ``"500it"``, ``"2000st"``, ``"15min"``."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Interval"]
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_COUNTED = ("ep", "it", "st")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An amount of training, written as a number and a unit.
+
+    The units are ``ep`` (epochs), ``it`` (iterations), ``st`` (optimizer steps that really happened, of the first update),
+    and ``s``, ``min``, ``h`` (wall-clock time). Used as ``every=``, it means the events at which a handler acts: the
+    completion of every n-th epoch or iteration, or the first completed iteration after n more steps or that much more time.
+
+    Example:
+        >>> Interval.parse("500it")
+        Interval(value=500, unit='it')
+        >>> Interval.parse("2ep").event()
+        Events.EPOCH_COMPLETED(every=2)
+    """
+
+    value: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in (*_COUNTED, *_SECONDS):
+            raise ValueError(f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of ep, it, st, s, min, h")
+        if self.value <= 0:
+            raise ValueError(f"{self.value:g}{self.unit}: an interval has to be greater than zero")
+        if self.unit in _COUNTED and not isinstance(self.value, int):
+            raise ValueError(f"{self.value:g}{self.unit}: {self.unit} are counted in whole numbers")
+
+    @classmethod
+    def parse(cls, text: str | Interval) -> Interval:
+        """Read ``"10ep"`` and the like; an Interval is returned as it is.
+
+        Raises:
+            TypeError, ValueError: naming what was given and the forms that are possible.
+        """
+        if isinstance(text, Interval):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000st', "
+                            "'15min'")
+        match = _FORM.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000st', "
+                             "'15min'")
+        number, unit = match.groups()
+        return cls(float(number) if "." in number or unit in _SECONDS else int(number), unit)
+
+    def time(self, where: str) -> float:
+        """The wall-clock time in seconds; ``where`` is named in the error for a unit that is no time."""
+        if self.unit not in _SECONDS:
+            raise ValueError(f"{where}: {self} is no time; write seconds, minutes or hours: '90s', '15min', '2h'")
+        return self.value * _SECONDS[self.unit]
+
+    def event(self) -> AnyEvent:
+        """The filtered event at which a handler with this interval acts."""
+        if self.unit == "ep":
+            return Events.EPOCH_COMPLETED(every=int(self.value))
+        if self.unit == "it":
+            return Events.ITERATION_COMPLETED(every=int(self.value))
+        if self.unit == "st":
+            return Events.ITERATION_COMPLETED(when=_Steps(int(self.value)))
+        return Events.ITERATION_COMPLETED(when=_Clock(self.time("every")))
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit}"
+
+
+def event_of(every: str | Interval | AnyEvent) -> AnyEvent:
+    """The event meant by an ``every=`` option, which may be an interval or an event itself."""
+    return every if isinstance(every, EventEnum | FilteredEvent | EventUnion) else Interval.parse(every).event()
+
+
+def check_every(handler: object, every: str | Interval | AnyEvent) -> Interval | AnyEvent:
+    """Check an ``every=`` option where it is given; the handler is named in the error."""
+    if isinstance(every, EventEnum | FilteredEvent | EventUnion):
+        return every
+    try:
+        return Interval.parse(every)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{type(handler).__name__}(every={every!r}): {error}") from None
+
+
+class _Steps:
+    """True in the first iteration that reaches the next multiple of n optimizer steps."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.reached = 0
+
+    def restart(self, engine: Engine) -> None:
+        self.reached = engine.updates[0].steps // self.n
+
+    def __call__(self, engine: Engine) -> bool:
+        reached = engine.updates[0].steps // self.n
+        if reached == self.reached:
+            return False
+        self.reached = reached
+        return True
+
+    def __repr__(self) -> str:
+        return f"every {self.n} optimizer steps"
+
+
+class _Clock:
+    """True in the first iteration that ends after another so many seconds of wall-clock time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.next = time.monotonic() + seconds
+
+    def restart(self, engine: Engine) -> None:
+        self.next = time.monotonic() + self.seconds
+
+    def __call__(self, engine: Engine) -> bool:
+        now = time.monotonic()
+        if now < self.next:
+            return False
+        self.next = now + self.seconds
+        return True
+
+    def __repr__(self) -> str:
+        return f"every {self.seconds:g} s"

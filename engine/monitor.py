@@ -1,0 +1,102 @@
+"""A monitored metric: noticing each new value once, and telling whether it is better."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Monitor", "as_number"]
+
+Mode = Literal["min", "max"]
+
+
+class Monitor:
+    """Watches one metric for a handler that decides by it.
+
+    Every new value is told once, however often and at whichever event the handler looks. NaN is never better than
+    anything; equal is not better.
+
+    Args:
+        handler: the handler's class name, for errors.
+        metric: the metric's name in ``state.metrics``.
+        mode: "min" if smaller is better, "max" if greater is.
+        min_delta: how much better a value has to be to count; in units of the metric, or with ``relative`` as a share of the
+            best value's magnitude, so that it also works for negative scores.
+        relative: see min_delta.
+    """
+
+    def __init__(self, handler: str, metric: str, mode: Mode, *, min_delta: float = 0.0, relative: bool = False) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise TypeError(f"{handler}: the monitored metric {metric!r} has to be a name, such as 'accuracy'")
+        if mode not in ("min", "max"):
+            raise ValueError(f"{handler}: mode={mode!r} has to be 'min' or 'max'")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+            raise ValueError(f"{handler}: min_delta={min_delta!r} has to be a finite number and not negative")
+        self.handler = handler
+        self.metric = metric
+        self.mode = mode
+        self.min_delta = float(min_delta)
+        self.relative = relative
+        self.serial = 0  # of the whole store, when it was last looked at: one comparison tells that nothing is new
+        self.seen = 0  # the serial of the metric's value that was last told
+
+    def new_value(self, engine: Engine) -> float | None:
+        """The metric's value if it is new since the last call, else None."""
+        metrics = engine.state.metrics
+        if metrics.serial == self.serial:
+            return None
+        self.serial = metrics.serial
+        serial = metrics.serials.get(self.metric, 0)
+        if serial == self.seen:
+            return None
+        self.seen = serial
+        return as_number(self.handler, self.metric, metrics[self.metric])
+
+    def require(self, engine: Engine) -> None:
+        """Refuse a metric that nobody announced and that does not exist, now that an epoch's values are there."""
+        metrics = engine.state.metrics
+        if self.metric in metrics or self.metric in metrics.owners:
+            return
+        there = sorted(set(metrics) | set(metrics.owners))
+        close = difflib.get_close_matches(self.metric, there, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise KeyError(
+            f"{self.handler} monitors {self.metric!r}, but no such metric was produced. "
+            f"There are: {', '.join(there) or 'none; attach Metrics or Validation'}{hint}"
+        )
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether ``value`` is better than ``best`` by more than min_delta; anything but NaN is better than None."""
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        if self.min_delta == 0.0 or math.isinf(best):
+            return value < best if self.mode == "min" else value > best
+        margin = self.min_delta * abs(best) if self.relative else self.min_delta
+        return value < best - margin if self.mode == "min" else value > best + margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+        self.serial = -1  # look again
+
+
+def as_number(handler: str, metric: str, value: Any) -> float:
+    """A metric's value as a float; synchronises if it is a tensor on a device.
+
+    Raises:
+        TypeError: naming the metric, if it is not one number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise TypeError(f"{handler}: the metric {metric!r} is a {type(value).__name__}{shape}; it has to be one number") from None

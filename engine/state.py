@@ -1,0 +1,125 @@
+"""What a run knows about itself: its position, its bounds, its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .update import UpdateState
+
+__all__ = ["MetricStore", "State"]
+
+
+class MetricStore(dict[str, Any]):
+    """The latest value of every metric by name, and when it was new.
+
+    It is a dict: ``state.metrics["accuracy"] = 0.9`` is all that a user's function has to do. Handlers that produce metrics
+    announce their names, so that two of them never write the same one, and a misspelt name is noticed.
+
+    Attributes:
+        serial: a number that grows with every value written.
+        serials: for each metric, the `serial` of its latest value.
+        running: functions that give a metric's value so far within the epoch, for displays; each call may synchronise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serial = 0
+        self.serials: dict[str, int] = {}
+        self.owners: dict[str, str] = {}
+        self.running: dict[str, Callable[[], float]] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.serial += 1
+        self.serials[name] = self.serial
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def announce(self, owner: str, names: Iterable[str]) -> None:
+        """Say that ``owner`` will write these metrics.
+
+        Raises:
+            ValueError: if somebody else writes one of them.
+        """
+        for name in names:
+            other = self.owners.setdefault(name, owner)
+            if other != owner:
+                raise ValueError(f"both {other!r} and {owner!r} write the metric {name!r}; rename one of the two, "
+                                 "for example with Validation(prefix='val_')")
+
+    def withdraw(self, owner: str) -> None:
+        """Take back what ``owner`` announced."""
+        self.owners = {name: other for name, other in self.owners.items() if other != owner}
+
+    def clear(self) -> None:
+        super().clear()
+        self.serial = 0
+        self.serials = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self), "serials": dict(self.serials), "serial": self.serial}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.clear()
+        super().update(state["values"])
+        self.serials = dict(state["serials"])
+        self.serial = state["serial"]
+
+
+class State:
+    """Where a run stands. Handlers read it; the engine moves it.
+
+    Attributes:
+        epoch: the current epoch, counted from 1; 0 before the first.
+        iteration: the current iteration over all epochs, counted from 1; 0 before the first.
+        batch: the current batch; None if the run has no data, or if the batch is to be skipped.
+        update: the update at work, with its output, loss and skipped.
+        plan: the updates of this iteration; a receiver of ITERATION_STARTED may replace it.
+        metrics: the latest value of every metric.
+        epoch_length: iterations in an epoch; None while it is not known (unsized data).
+        max_epochs, max_iters, max_steps, max_seconds: the bounds of this run; None where there is none.
+        min_epochs, min_iters: a stop is held back until both are reached.
+        stop_reason: why the run was stopped before its bounds; None if it was not.
+        exception: the error that is leaving the run, for the receivers of EXCEPTION_RAISED; None otherwise.
+    """
+
+    __slots__ = (
+        "batch", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs", "max_iters",
+        "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "stop_reason", "update",
+    )  # fmt: skip
+
+    def __init__(self, first: UpdateState) -> None:
+        self.metrics = MetricStore()
+        self.update = first
+        self.plan: Sequence[UpdateState] = ()
+        self.batch: Any = None
+        self.exception: BaseException | None = None
+        self.epoch_length: int | None = None
+        self.max_epochs: int | None = None
+        self.max_iters: int | None = None
+        self.max_steps: int | None = None
+        self.max_seconds: float | None = None
+        self.min_epochs = 0
+        self.min_iters = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to before the first epoch."""
+        self.epoch = 0
+        self.iteration = 0
+        self.epoch_start = 0  # the iterations that were completed when this epoch began
+        self.epoch_open = False  # whether EPOCH_STARTED was told and EPOCH_COMPLETED not yet
+        self.stop_reason: str | None = None
+
+    @property
+    def epoch_iteration(self) -> int:
+        """The current iteration within the epoch, counted from 1."""
+        return self.iteration - self.epoch_start
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name}={value}" for name, value in self.metrics.items())
+        return f"State(epoch={self.epoch}, iteration={self.iteration}, metrics={{{metrics}}})"

@@ -1,0 +1,391 @@
+"""What is trained: an update's forward, loss and optimizer, and the one function that performs it.
+
+`run_update` is the whole training step. It acts; handlers change how: they wrap its regions, transform its values, skip its
+step, or replace the gradient computation or the step (`Engine.replace`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .events import Events
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Update", "UpdateState"]
+
+Forward = Callable[["Engine", Any], Any]
+Loss = Callable[["Engine", Any, Any], Tensor | None]
+OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One training step to be made in every iteration: a forward, a loss, and an optimizer.
+
+    Supervised learning has one update, a GAN two. An update without an optimizer only evaluates. The object holds nothing
+    that changes, so that one may serve several engines.
+
+    Args:
+        forward: called as ``forward(engine, batch)``; returns the output.
+        loss: called as ``loss(engine, output, batch)``; returns a scalar tensor, the mean over the batch, or None for
+            "nothing to learn from this batch". None instead of a function for an update that only predicts.
+        optimizer: a factory that is called with the parameters once the model is set up, such as
+            ``partial(torch.optim.Adam, lr=1e-2)``; or an optimizer that is already built.
+        name: by which the update is found, and its optimizer saved.
+        parameters: for a factory, called as ``parameters(engine)``: the parameters or parameter groups to be optimized;
+            all of the engine's modules' by default.
+        function: instead of forward and loss, one function ``function(engine, batch) -> loss``; see `from_function`.
+
+    Example:
+        >>> def forward(engine, batch):
+        ...     return engine.model(batch[0])
+        >>> def loss(engine, output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch[1])
+        >>> from functools import partial
+        >>> Update(forward, loss, partial(torch.optim.SGD, lr=0.1)).name
+        'main'
+    """
+
+    forward: Forward | None = None
+    loss: Loss | None = None
+    optimizer: Optimizer | OptimizerFactory | None = None
+    name: str = "main"
+    parameters: Callable[[Engine], Iterable[Any]] | None = None
+    function: Callable[[Engine, Any], Tensor | None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.forward is None) == (self.function is None):
+            raise TypeError(f"Update {self.name!r}: give either forward= (and loss=) or function=")
+        if self.function is not None and self.loss is not None:
+            raise TypeError(f"Update {self.name!r}: function= returns the loss itself; leave out loss=")
+        for argument in ("forward", "loss", "optimizer", "parameters", "function"):
+            value = getattr(self, argument)
+            if value is not None and not callable(value) and not isinstance(value, Optimizer):
+                raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable")
+        for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
+            if (value := getattr(self, argument)) is not None:
+                _check_signature(f"Update {self.name!r}: {argument}", value, places)
+        if self.optimizer is not None and self.loss is None and self.function is None:
+            raise TypeError(f"Update {self.name!r}: an optimizer needs a loss to work on; give loss=")
+        if isinstance(self.optimizer, type):
+            _check_signature(f"Update {self.name!r}: optimizer", self.optimizer, 1)
+        if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
+            raise TypeError(f"Update {self.name!r}: parameters= goes with an optimizer factory; this one is built already")
+
+    @classmethod
+    def supervised(
+        cls,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: Optimizer | OptimizerFactory | None = None,
+        *,
+        name: str = "main",
+        parameters: Callable[[Engine], Iterable[Any]] | None = None,
+    ) -> Update:
+        """Batches of (input, target): the loss is ``loss(model(input), target)``.
+
+        Example:
+            >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD).name
+            'main'
+        """
+        _check_signature(f"Update {name!r}: loss", loss, 2)
+
+        def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
+            return loss(output, batch[1])
+
+        return cls(_model_of_input, supervised_loss, optimizer, name, parameters)
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[[Engine, Any], Tensor | None],
+        optimizer: Optimizer | OptimizerFactory | None = None,
+        *,
+        name: str = "main",
+        parameters: Callable[[Engine], Iterable[Any]] | None = None,
+    ) -> Update:
+        """A single function ``(engine, batch) -> loss``. It emits no FORWARD_COMPLETED, as there is no output to see."""
+        return cls(None, None, optimizer, name, parameters, function)
+
+    @classmethod
+    def prediction(cls, forward: Forward | None = None, *, name: str = "main") -> Update:
+        """A forward alone, ``model(batch[0])`` by default: no loss, no gradient."""
+        return cls(forward or _model_of_input, None, None, name)
+
+    def evaluation(self) -> Update:
+        """The same forward and loss without the optimizer, for an engine that evaluates."""
+        return replace(self, optimizer=None, parameters=None)
+
+
+def _model_of_input(engine: Engine, batch: Any) -> Any:
+    return engine.model(batch[0])
+
+
+def _check_signature(where: str, function: Callable[..., Any], places: int) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{where}={function!r} is a coroutine function; give a plain one")
+    try:
+        inspect.signature(function).bind(*[None] * places)
+    except ValueError:  # a built-in that does not tell its signature
+        return
+    except TypeError as error:
+        wanted = {1: "(parameters)", 2: "two arguments", 3: "(engine, output, batch)"}[places]
+        raise TypeError(f"{where}={function!r} has to accept {wanted}: {error}") from None
+
+
+class UpdateState:
+    """One update at work in one engine; ``engine.state.update`` is the one whose turn it is.
+
+    Attributes:
+        name: the update's name.
+        optimizer: the optimizer; None before OPTIMIZER_SETUP, and when only evaluating.
+        output: what the forward returned, perhaps transformed at FORWARD_COMPLETED.
+        backward_loss: what the backward starts from, perhaps scaled or with penalties added at LOSS_COMPUTED.
+        weight: how much this loss counts in its window, such as its number of tokens; set it at LOSS_COMPUTED.
+        skipped: why the step is skipped, or None.
+        steps: the optimizer steps that really happened.
+        window: over how many would-be steps gradients are accumulated in this epoch.
+        filled: how many would-be steps of the open window were made.
+    """
+
+    __slots__ = (
+        "_parameters", "_parameters_of", "backward_loss", "contributions", "evaluation", "filled", "forward", "function",
+        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "weight", "weight_sum",
+        "window", "window_of",
+    )  # fmt: skip
+
+    def __init__(self, spec: Update) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.forward: Any = spec.forward
+        self.loss_function: Any = spec.loss
+        self.function: Any = spec.function
+        self.optimizer = spec.optimizer if isinstance(spec.optimizer, Optimizer) else None
+        self.window = 1
+        self.window_of: Callable[[int], int] | None = None  # the window's length in an epoch; see Engine.replace
+        self._parameters: list[Tensor] = []
+        self._parameters_of: list[int] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.output: Any = None
+        self.raw_loss: Tensor | None = None
+        self.backward_loss: Any = None
+        self.weight: float | Tensor = 1
+        self.skipped: str | None = None
+        self.evaluation = 0
+        self.steps = 0
+        self.discard()
+        self.filled = 0
+
+    def discard(self) -> None:
+        """Forget what the open window holds."""
+        self.weight_sum: float | Tensor = 0
+        self.contributions = 0
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss to be reported, detached: neither divided by the window's length, nor weighted, nor scaled."""
+        return None if self.raw_loss is None else self.raw_loss.detach()
+
+    @loss.setter
+    def loss(self, value: Tensor | None) -> None:
+        self.raw_loss = value
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The optimizer's parameters, over all of its groups."""
+        if self.optimizer is None:
+            return []
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != self._parameters_of:  # a group was added, as gradual unfreezing does
+            self._parameters_of = sizes
+            self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self._parameters
+
+    def skip(self, reason: str) -> None:
+        """Do without the step, or without the whole update if its forward was not made yet; the first reason stays.
+
+        What the window holds is discarded. Schedules, averages and step counters do not move.
+        """
+        if self.skipped is None:
+            self.skipped = reason
+
+    def __repr__(self) -> str:
+        return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"
+
+
+def run_update(engine: Engine, update: UpdateState) -> None:
+    """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
+    (started, _, _, _, _, _, gradients_ready, step_started, step_completed, completed) = engine.update_signals
+    iteration = engine.state.iteration
+    engine.state.update = update
+    update.skipped = update.output = update.raw_loss = update.backward_loss = None
+    regions = engine.regions
+    outside = len(regions)
+    try:
+        if started.due <= iteration:
+            started.emit(engine, iteration)
+        training = engine.training
+        if training:
+            update.filled = filled = update.filled + 1
+            window_complete = filled >= update.window or (update.window > 1 and engine.on_last_batch())
+        if update.skipped is None:
+            if engine.replaced_gradients is None:
+                compute_gradients(engine, update)
+            else:
+                engine.replaced_gradients(engine, update, compute_gradients)
+        if training:
+            if update.skipped is not None:
+                update.discard()
+            if window_complete:
+                update.filled = 0
+                if update.contributions:
+                    _average(update)
+                    if gradients_ready.due <= iteration:
+                        gradients_ready.emit(engine, iteration)
+                else:
+                    update.skip("the window holds no gradient")
+                if step_started.due <= iteration:
+                    step_started.emit(engine, iteration)
+                if update.skipped is None:
+                    if engine.replaced_step is None:
+                        take_step(engine, update)
+                    else:
+                        engine.replaced_step(engine, update, take_step)
+                    update.steps += 1
+                if step_completed.due <= iteration:
+                    step_completed.emit(engine, iteration)
+                update.discard()
+        if completed.due <= iteration:
+            completed.emit(engine, iteration)
+    except BaseException as error:
+        close_regions(regions, outside, error)
+        raise
+    if len(regions) > outside:
+        close_regions(regions, outside)
+
+
+def compute_gradients(engine: Engine, update: UpdateState) -> None:
+    """Forward, loss and backward of ``state.batch``; the gradients are added to those that the window holds."""
+    (_, forward_started, forward_completed, loss_computed, backward_started, backward_completed, *_) = engine.update_signals
+    state = engine.state
+    iteration = state.iteration
+    batch = state.batch
+    if batch is None and engine.has_data:
+        return
+    update.weight = 1
+    regions = engine.regions
+    outside = len(regions)
+    act = "forward"
+    try:
+        if forward_started.due <= iteration:
+            forward_started.emit(engine, iteration)
+        if update.forward is None:
+            loss = update.function(engine, batch)
+        else:
+            update.output = output = update.forward(engine, batch)
+            if forward_completed.due <= iteration:
+                forward_completed.emit(engine, iteration)
+                output = update.output
+            act = "loss"
+            loss = None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
+        if loss is not None:
+            update.raw_loss = update.backward_loss = loss
+            if loss_computed.due <= iteration:
+                loss_computed.emit(engine, iteration)
+        if len(regions) > outside:
+            close_regions(regions, outside)
+        if loss is None or update.skipped is not None or not engine.training:
+            return
+        act = "backward"
+        if backward_started.due <= iteration:
+            backward_started.emit(engine, iteration)
+        loss, weight = update.backward_loss, update.weight
+        if weight is not ONE:
+            loss = loss * weight
+        loss.backward()
+        update.backward_loss = None
+        update.weight_sum = update.weight_sum + weight
+        update.contributions += 1
+        if backward_completed.due <= iteration:
+            backward_completed.emit(engine, iteration)
+    except BaseException as error:
+        close_regions(regions, outside, error)
+        error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
+        if isinstance(error, Exception):
+            _explain(error, act, engine, update)
+        raise
+
+
+ONE = 1  # CPython's small ints are single objects, so that `weight is not ONE` costs no comparison with a tensor
+
+
+def take_step(engine: Engine, update: UpdateState) -> None:
+    """The optimizer's step on the gradients of a complete window."""
+    assert update.optimizer is not None
+    update.optimizer.step()
+
+
+def _average(update: UpdateState) -> None:
+    # The gradients are those of the weighted sum of the window's losses. Dividing them once is exact for every window,
+    # also for a short last one and for weights that were not known before.
+    total = update.weight_sum
+    if isinstance(total, Tensor) or total != 1:
+        torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
+
+
+def close_regions(regions: list[Any], outside: int, error: BaseException | None = None) -> None:
+    """Leave the context managers that were entered since ``regions`` had this length: last in, first out, every one."""
+    stack = ExitStack()
+    for region in regions[outside:]:
+        stack.push(region)
+    del regions[outside:]
+    # What a region answers is not asked: an error always leaves.
+    stack.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+
+
+def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) -> None:
+    """Add to an error of torch what it means here."""
+    loss = update.backward_loss
+    if act == "backward":
+        if not isinstance(loss, Tensor):
+            error.add_note(f"the loss of update {update.name!r} is {loss!r}; it has to be a scalar tensor or None")
+        elif loss.dim() > 0 and loss.numel() != 1:
+            error.add_note(f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; it has to be a scalar: "
+                           "take its mean")
+        elif not loss.requires_grad:
+            error.add_note(f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient")
+    devices = {str(t.device) for t in tensors_in(engine.state.batch)}
+    places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
+    if devices and places and devices != places:
+        error.add_note(f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
+                       "attach DeviceTransfer() to bring them together")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a batch: a tensor, or tuples, lists and dicts of them, nested."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
+
+
+UPDATE_EVENTS = (
+    Events.UPDATE_STARTED, Events.FORWARD_STARTED, Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED,
+    Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED, Events.OPTIMIZER_STEP_COMPLETED,
+    Events.UPDATE_COMPLETED,
+)  # fmt: skip
+"""In the order in which `run_update` and `compute_gradients` take their signals apart."""

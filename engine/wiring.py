@@ -1,0 +1,81 @@
+"""The wiring of an engine: which receivers run at which event, in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .bus import Connection, Phase, Signal
+from .events import EventEnum, Events
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Wiring"]
+
+
+class Wiring:
+    """A picture of who listens to what, taken when it is made.
+
+    Example:
+        >>> from signalfire import Engine, Events, Update
+        >>> engine = Engine(Update.from_function(lambda engine, batch: None))
+        >>> @engine.on(Events.ITERATION_COMPLETED(every=100))
+        ... def show(engine):
+        ...     print(engine.state.iteration)
+        >>> print(engine.wiring())
+        ITERATION_COMPLETED
+          CHANGE    show (every=100)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        signals = [signal for signal in engine.signals.values() if isinstance(signal, Signal) and signal.connections]
+        place = {event: number for number, event in enumerate(Events)}
+        signals.sort(key=lambda signal: place.get(signal.event, len(place)))  # type: ignore[call-overload]
+        self.rows: list[tuple[EventEnum, tuple[Connection, ...]]] = [(one.event, one.connections) for one in signals]
+        self.disabled = [name for name, handler in engine.handlers.items() if not handler.enabled]
+
+    def __str__(self) -> str:
+        lines = []
+        for event, connections in self.rows:
+            lines.append(event.name if type(event) is Events else str(event))
+            lines += [f"  {one.phase.name:<9} {describe(one)}" for one in connections]
+        if self.disabled:
+            lines.append(f"disabled: {', '.join(self.disabled)}")
+        return "\n".join(lines) or "nothing is attached"
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the wiring into a picture: a row for each event in the order of the loop, a column for each phase.
+
+        Args:
+            path: where to write it; the ending chooses the format, such as ``.png`` or ``.svg``.
+
+        Raises:
+            ImportError: without matplotlib, which the extra ``examples`` brings.
+        """
+        from matplotlib.figure import Figure
+
+        heights = [max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in self.rows]
+        total = sum(heights) + 1
+        figure = Figure(figsize=(18, 0.32 * total + 0.8), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set(xlim=(-0.55, 6), ylim=(total, 0))
+        axes.axis("off")
+        for phase in Phase:
+            axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=10)
+        y = 1.0
+        for number, ((event, connections), height) in enumerate(zip(self.rows, heights, strict=True)):
+            if number % 2 == 0:
+                axes.axhspan(y, y + height, color="#f2f2f2", lw=0)
+            axes.text(-0.5, y + 0.5, event.name, va="center", size=8, weight="bold")
+            for phase in Phase:
+                for row, one in enumerate(one for one in connections if one.phase is phase):
+                    axes.text(phase + 0.5, y + row + 0.5, describe(one), ha="center", va="center", size=7,
+                              bbox={"boxstyle": "round,pad=0.25", "fc": f"C{phase}", "alpha": 0.25, "lw": 0})  # fmt: skip
+            y += height
+        figure.savefig(path, dpi=120)
+
+
+def describe(connection: Connection) -> str:
+    """The receiver with its filter: ``checkpoint.save (every=2)``."""
+    return f"{connection!r}" if connection.filter is None else f"{connection!r} ({connection.filter})"

@@ -1,0 +1,1 @@
+"""The handlers that come with Signalfire: one feature, one file."""
