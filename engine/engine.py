@@ -24,7 +24,7 @@ from .handler import Handler
 from .interval import Interval, event_of
 from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .state import State
-from .update import UPDATE_EVENTS, Update, UpdateState, close_regions, run_update
+from .update import Update, UpdateSignals, UpdateState, close_regions, run_update
 from .wiring import Wiring
 
 __all__ = ["Attachment", "Engine"]
@@ -68,6 +68,14 @@ class Engine:
         3
     """
 
+    # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
+    __slots__ = (
+        "_allowed", "_attention", "_catalogues", "_connected", "_deadline", "_epoch_stop", "_initial", "_leaving",
+        "_loaded", "_pending", "_position", "_replacers", "_snapshot", "_source", "_stopped_bounds", "_stops", "_updating",
+        "_was_loaded", "handlers", "has_data", "model", "modules", "regions", "replaced_gradients", "replaced_step",
+        "running", "seed", "signals", "state", "training", "update_signals", "updates", "__dict__", "__weakref__",
+    )  # fmt: skip
+
     def __init__(
         self,
         update: Update | Sequence[Update],
@@ -92,11 +100,11 @@ class Engine:
             raise ValueError("Engine: to train, every update needs an optimizer; "
                              f"{next(spec.name for spec in specs if spec.optimizer is None)!r} has none")
         self.seed: int = torch.initial_seed() if seed is None else seed
-        self.updates = tuple(UpdateState(spec) for spec in specs)
+        self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
         self.handlers: dict[str, Handler] = {}
         self.signals = Bus()
-        self.update_signals = tuple(self.signals.of(event) for event in UPDATE_EVENTS)
+        self.update_signals = UpdateSignals(self.signals)
         self.regions: list[AbstractContextManager[Any]] = []
         self.replaced_gradients: Callable[..., None] | None = None
         self.replaced_step: Callable[..., None] | None = None
@@ -974,8 +982,8 @@ class Engine:
         window = None
         if update.filled:
             gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
-            window = {"filled": update.filled, "weight_sum": copied(update.weight_sum), "gradients": gradients,
-                      "contributions": update.contributions}  # fmt: skip
+            window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
+                      "gradients": gradients}  # fmt: skip
         return {
             "steps": update.steps,
             "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
@@ -996,8 +1004,8 @@ class Engine:
             update.discard()
             update.filled = 0
             if (window := part["window"]) is not None:
-                update.filled, update.contributions = window["filled"], window["contributions"]
-                update.weight_sum = copied(window["weight_sum"])
+                update.filled, update.held = window["filled"], window["held"]
+                update.extra_weight = copied(window["extra_weight"])
                 for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
                     parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
         for name, handler in self.handlers.items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .bus import Bus, SignalGroup
 from .events import Events
 
 if TYPE_CHECKING:
@@ -155,21 +156,22 @@ class UpdateState:
         steps: the optimizer steps that really happened.
         window: over how many would-be steps gradients are accumulated in this epoch.
         filled: how many would-be steps of the open window were made.
+        held: how many of them gave a gradient.
     """
 
     __slots__ = (
-        "_parameters", "_parameters_of", "backward_loss", "contributions", "evaluation", "filled", "forward", "function",
-        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "weight", "weight_sum",
-        "window", "window_of",
+        "_parameters", "_parameters_of", "backward_loss", "evaluation", "extra_weight", "filled", "forward", "function", "held",
+        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "weight", "window",
+        "window_of",
     )  # fmt: skip
 
-    def __init__(self, spec: Update) -> None:
+    def __init__(self, spec: Update, *, training: bool) -> None:
         self.spec = spec
         self.name = spec.name
         self.forward: Any = spec.forward
         self.loss_function: Any = spec.loss
         self.function: Any = spec.function
-        self.optimizer = spec.optimizer if isinstance(spec.optimizer, Optimizer) else None
+        self.optimizer = spec.optimizer if training and isinstance(spec.optimizer, Optimizer) else None
         self.window = 1
         self.window_of: Callable[[int], int] | None = None  # the window's length in an epoch; see Engine.replace
         self._parameters: list[Tensor] = []
@@ -180,7 +182,7 @@ class UpdateState:
         self.output: Any = None
         self.raw_loss: Tensor | None = None
         self.backward_loss: Any = None
-        self.weight: float | Tensor = 1
+        self.weight: Any = ONE
         self.skipped: str | None = None
         self.evaluation = 0
         self.steps = 0
@@ -189,10 +191,18 @@ class UpdateState:
 
     def discard(self) -> None:
         """Forget what the open window holds."""
-        self.weight_sum: float | Tensor = 0
-        self.contributions = 0
+        self.held = 0
+        self.extra_weight: Any = ZERO  # by how much the sum of the window's weights exceeds `held`
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+
+    def fill(self, engine: Engine) -> bool:
+        """Count one more would-be step; whether it completes the window, which is known before its forward."""
+        self.filled += 1
+        if self.filled < self.window and not engine.on_last_batch():
+            return False
+        self.filled = 0
+        return True
 
     @property
     def loss(self) -> Tensor | None:
@@ -228,48 +238,49 @@ class UpdateState:
 
 def run_update(engine: Engine, update: UpdateState) -> None:
     """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
-    (started, _, _, _, _, _, gradients_ready, step_started, step_completed, completed) = engine.update_signals
-    iteration = engine.state.iteration
-    engine.state.update = update
-    update.skipped = update.output = update.raw_loss = update.backward_loss = None
+    state = engine.state
+    iteration = state.iteration
+    # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
+    listened = engine.update_signals.due <= iteration
+    signals = engine.update_signals
+    state.update = update
+    update.skipped = None
+    optimizer = update.optimizer
     regions = engine.regions
     outside = len(regions)
     try:
-        if started.due <= iteration:
-            started.emit(engine, iteration)
-        training = engine.training
-        if training:
-            update.filled = filled = update.filled + 1
-            window_complete = filled >= update.window or (update.window > 1 and engine.on_last_batch())
+        if listened and signals.started.due <= iteration:
+            signals.started.emit(engine, iteration)
+        window_complete = update.window == 1 or update.fill(engine)
         if update.skipped is None:
             if engine.replaced_gradients is None:
                 compute_gradients(engine, update)
             else:
                 engine.replaced_gradients(engine, update, compute_gradients)
-        if training:
+        if optimizer is not None:
             if update.skipped is not None:
                 update.discard()
             if window_complete:
-                update.filled = 0
-                if update.contributions:
-                    _average(update)
-                    if gradients_ready.due <= iteration:
-                        gradients_ready.emit(engine, iteration)
-                else:
+                if update.held == 0:
                     update.skip("the window holds no gradient")
-                if step_started.due <= iteration:
-                    step_started.emit(engine, iteration)
+                else:
+                    if update.held != 1 or update.extra_weight is not ZERO:
+                        _average(update)
+                    if listened and signals.gradients_ready.due <= iteration:
+                        signals.gradients_ready.emit(engine, iteration)
+                if listened and signals.step_started.due <= iteration:
+                    signals.step_started.emit(engine, iteration)
                 if update.skipped is None:
                     if engine.replaced_step is None:
-                        take_step(engine, update)
+                        optimizer.step()
                     else:
-                        engine.replaced_step(engine, update, take_step)
+                        engine.replaced_step(engine, update, optimizer.step)
                     update.steps += 1
-                if step_completed.due <= iteration:
-                    step_completed.emit(engine, iteration)
+                if listened and signals.step_completed.due <= iteration:
+                    signals.step_completed.emit(engine, iteration)
                 update.discard()
-        if completed.due <= iteration:
-            completed.emit(engine, iteration)
+        if listened and signals.completed.due <= iteration:
+            signals.completed.emit(engine, iteration)
     except BaseException as error:
         close_regions(regions, outside, error)
         raise
@@ -279,48 +290,48 @@ def run_update(engine: Engine, update: UpdateState) -> None:
 
 def compute_gradients(engine: Engine, update: UpdateState) -> None:
     """Forward, loss and backward of ``state.batch``; the gradients are added to those that the window holds."""
-    (_, forward_started, forward_completed, loss_computed, backward_started, backward_completed, *_) = engine.update_signals
     state = engine.state
     iteration = state.iteration
+    signals = engine.update_signals
+    listened = signals.due <= iteration
     batch = state.batch
     if batch is None and engine.has_data:
+        update.output = update.raw_loss = None
         return
-    update.weight = 1
     regions = engine.regions
     outside = len(regions)
     act = "forward"
     try:
-        if forward_started.due <= iteration:
-            forward_started.emit(engine, iteration)
+        if listened and signals.forward_started.due <= iteration:
+            signals.forward_started.emit(engine, iteration)
         if update.forward is None:
             loss = update.function(engine, batch)
         else:
             update.output = output = update.forward(engine, batch)
-            if forward_completed.due <= iteration:
-                forward_completed.emit(engine, iteration)
+            if listened and signals.forward_completed.due <= iteration:
+                signals.forward_completed.emit(engine, iteration)
                 output = update.output
             act = "loss"
             loss = None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
-        if loss is not None:
-            update.raw_loss = update.backward_loss = loss
-            if loss_computed.due <= iteration:
-                loss_computed.emit(engine, iteration)
+        update.raw_loss = update.backward_loss = loss
+        if loss is not None and listened and signals.loss_computed.due <= iteration:
+            signals.loss_computed.emit(engine, iteration)
         if len(regions) > outside:
             close_regions(regions, outside)
-        if loss is None or update.skipped is not None or not engine.training:
+        if loss is None or update.skipped is not None or update.optimizer is None:
             return
         act = "backward"
-        if backward_started.due <= iteration:
-            backward_started.emit(engine, iteration)
-        loss, weight = update.backward_loss, update.weight
-        if weight is not ONE:
-            loss = loss * weight
-        loss.backward()
-        update.backward_loss = None
-        update.weight_sum = update.weight_sum + weight
-        update.contributions += 1
-        if backward_completed.due <= iteration:
-            backward_completed.emit(engine, iteration)
+        if listened and signals.backward_started.due <= iteration:
+            signals.backward_started.emit(engine, iteration)
+        if update.weight is ONE:
+            update.backward_loss.backward()
+        else:
+            (update.backward_loss * update.weight).backward()
+            update.extra_weight = update.extra_weight + (update.weight - 1)
+            update.weight = ONE
+        update.held += 1
+        if listened and signals.backward_completed.due <= iteration:
+            signals.backward_completed.emit(engine, iteration)
     except BaseException as error:
         close_regions(regions, outside, error)
         error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
@@ -329,21 +340,15 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
         raise
 
 
-ONE = 1  # CPython's small ints are single objects, so that `weight is not ONE` costs no comparison with a tensor
-
-
-def take_step(engine: Engine, update: UpdateState) -> None:
-    """The optimizer's step on the gradients of a complete window."""
-    assert update.optimizer is not None
-    update.optimizer.step()
+# CPython's small ints are single objects: `is` tells the usual case without comparing a tensor, which would synchronise.
+ZERO, ONE = 0, 1
 
 
 def _average(update: UpdateState) -> None:
     # The gradients are those of the weighted sum of the window's losses. Dividing them once is exact for every window,
     # also for a short last one and for weights that were not known before.
-    total = update.weight_sum
-    if isinstance(total, Tensor) or total != 1:
-        torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
+    total = update.held + update.extra_weight
+    torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
 
 
 def close_regions(regions: list[Any], outside: int, error: BaseException | None = None) -> None:
@@ -383,9 +388,23 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
-UPDATE_EVENTS = (
-    Events.UPDATE_STARTED, Events.FORWARD_STARTED, Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED,
-    Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED, Events.OPTIMIZER_STEP_COMPLETED,
-    Events.UPDATE_COMPLETED,
-)  # fmt: skip
-"""In the order in which `run_update` and `compute_gradients` take their signals apart."""
+class UpdateSignals(SignalGroup):
+    """The signals of an update's events."""
+
+    __slots__ = (
+        "backward_completed", "backward_started", "completed", "forward_completed", "forward_started", "gradients_ready",
+        "loss_computed", "started", "step_completed", "step_started",
+    )  # fmt: skip
+
+    def __init__(self, bus: Bus) -> None:
+        self.started = bus.of(Events.UPDATE_STARTED)
+        self.forward_started = bus.of(Events.FORWARD_STARTED)
+        self.forward_completed = bus.of(Events.FORWARD_COMPLETED)
+        self.loss_computed = bus.of(Events.LOSS_COMPUTED)
+        self.backward_started = bus.of(Events.BACKWARD_STARTED)
+        self.backward_completed = bus.of(Events.BACKWARD_COMPLETED)
+        self.gradients_ready = bus.of(Events.GRADIENTS_READY)
+        self.step_started = bus.of(Events.OPTIMIZER_STEP_STARTED)
+        self.step_completed = bus.of(Events.OPTIMIZER_STEP_COMPLETED)
+        self.completed = bus.of(Events.UPDATE_COMPLETED)
+        super().__init__(*(getattr(self, name) for name in self.__slots__))
