@@ -11,7 +11,7 @@ from .data import DataError
 from .engine import Attachment, Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
-from .interval import Interval, check_every
+from .interval import Interval, check_every, unfiltered
 from .monitor import Monitor, as_number
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .state import MetricStore, State
@@ -46,4 +46,5 @@ __all__ = [
     "seed_everything",
     "tensors_in",
     "unchanged_random_state",
+    "unfiltered",
 ]

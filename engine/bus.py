@@ -9,6 +9,7 @@ is worked out once for each change.
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from bisect import insort
 from collections.abc import Callable, Generator
@@ -17,7 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import blinker
-from blinker.base import ANY, make_id
+from blinker import ANY
 
 from .events import NEVER, EventEnum, Filter
 
@@ -65,7 +66,7 @@ class Connection:
         return name if self.owner is None else f"{self.owner}.{name}"
 
     def same(self, other: Connection) -> bool:
-        return self.receiver == other.receiver and self.phase == other.phase and self.filter == other.filter
+        return _is(self.receiver, other.receiver) and self.phase == other.phase and self.filter == other.filter
 
 
 def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
@@ -125,7 +126,7 @@ class Signal(blinker.NamedSignal):
 
     # ---- connecting -----------------------------------------------------------------------------------------------
 
-    def connect(  # type: ignore[override]
+    def connect(
         self,
         receiver: F,
         sender: Any = ANY,
@@ -143,11 +144,15 @@ class Signal(blinker.NamedSignal):
             ValueError: for a weak connection or one to a certain sender.
         """
         if sender is not ANY:
-            raise ValueError(f"{self.event}: sender={sender!r}: every engine has signals of its own, so that there is no "
-                             "sender to choose; connect to that engine's signal")
+            raise ValueError(
+                f"{self.event}: sender={sender!r}: every engine has signals of its own, so that there is no "
+                "sender to choose; connect to that engine's signal"
+            )
         if weak:
-            raise ValueError(f"{self.event}: weak=True: receivers are held strongly, since a lambda or closure would "
-                             "vanish at once; disconnect the receiver when it is not wanted any more")
+            raise ValueError(
+                f"{self.event}: weak=True: receivers are held strongly, since a lambda or closure would "
+                "vanish at once; disconnect the receiver when it is not wanted any more"
+            )
         check_receiver(receiver, str(self.event))
         connection = Connection(receiver, Phase(phase), rank, filter, owner)
         if not any(connection.same(other) for other in self._connections):
@@ -163,14 +168,14 @@ class Signal(blinker.NamedSignal):
     def remove(self, connection: Connection) -> None:
         """Undo one `add`; the receiver may stay connected under another filter or phase."""
         self._replan(tuple(one for one in self._connections if one is not connection))
-        if not any(one.receiver == connection.receiver for one in self._connections):
+        if not any(_is(one.receiver, connection.receiver) for one in self._connections):
             super().disconnect(connection.receiver)
 
     def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
         """Never call ``receiver`` at this event again, under none of its filters and phases."""
         if sender is not ANY:
             raise ValueError(f"{self.event}: sender={sender!r}: there is no sender to choose; leave it out")
-        self._replan(tuple(one for one in self._connections if make_id(one.receiver) != make_id(receiver)))
+        self._replan(tuple(one for one in self._connections if not _is(one.receiver, receiver)))
         super().disconnect(receiver)
 
     def _clear_state(self) -> None:
@@ -182,7 +187,7 @@ class Signal(blinker.NamedSignal):
         """The connections in the order in which they run."""
         return self._connections
 
-    @property  # type: ignore[override]
+    @property
     def is_muted(self) -> bool:
         """Whether nobody is called; blinker's ``muted()`` sets it."""
         return self._muted
@@ -227,7 +232,7 @@ class Signal(blinker.NamedSignal):
             for receiver in remaining:
                 receiver(engine)
         except BaseException as error:
-            self._blame(error, plan.connections[len(plan) - remaining.__length_hint__() - 1], engine)
+            self._blame(error, plan.connections[len(plan) - operator.length_hint(remaining) - 1], engine)
             raise
 
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
@@ -283,6 +288,11 @@ class Signal(blinker.NamedSignal):
         error.add_note(f"raised by {connection!r} at {self.event}, epoch {state.epoch}, iteration {state.iteration}")
 
 
+def _is(one: Receiver, other: Receiver) -> bool:
+    # A bound method is a new object each time it is looked up; anything else is known by identity, as blinker has it.
+    return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
+
+
 class SignalGroup:
     """Signals of which most are silent most of the time: one comparison with ``due`` spares the comparisons with each.
 
@@ -327,11 +337,14 @@ def check_receiver(receiver: object, where: str) -> None:
         raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
-                            "give a plain function, and start asynchronous work from it")
+            raise TypeError(
+                f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
+                "give a plain function, and start asynchronous work from it"
+            )
         if inspect.isgeneratorfunction(function):
-            raise TypeError(f"{where}: {receiver!r} is a generator function, whose body would never run; "
-                            "give a plain function")
+            raise TypeError(
+                f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
+            )
     try:
         signature = inspect.signature(receiver)
     except ValueError:  # a built-in that does not tell its signature
@@ -339,5 +352,7 @@ def check_receiver(receiver: object, where: str) -> None:
     try:
         signature.bind(None)
     except TypeError as error:
-        raise TypeError(f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
-                        f"{error}; bind further arguments with functools.partial") from None
+        raise TypeError(
+            f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
+            f"{error}; bind further arguments with functools.partial"
+        ) from None

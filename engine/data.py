@@ -52,7 +52,12 @@ class Source:
         """Iterate the data anew; with ``ahead``, unsized data is read one batch ahead of its use."""
         self.started_at = iteration
         # What the order was drawn from, so that a resumed run can draw it again.
-        self.saved = {"started_at": iteration, "ahead": ahead, "random": random_state(), "generator": self._generator_state()}
+        self.saved = {
+            "started_at": iteration,
+            "ahead": ahead,
+            "random": random_state(),
+            "generator": self._generator_state(),
+        }
         if self.data is None:
             iterator: Iterator[Any] = repeat(None)
         elif self.epoch_length is None:
@@ -70,8 +75,10 @@ class Source:
         wanted = iteration - self.started_at
         for taken in range(wanted):
             if next(iterator, END) is END:
-                raise DataError(f"the run had taken {wanted} batches when it stopped, but this data ends after {taken}; "
-                                "go on with the data of that run")
+                raise DataError(
+                    f"the run had taken {wanted} batches when it stopped, but this data ends after {taken}; "
+                    "go on with the data of that run"
+                )
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,8 +148,10 @@ def _length_of(data: Any) -> int | None:
     except AttributeError:
         iter_ = getattr(type(data), "__getitem__", None)
     if iter_ is None:
-        raise TypeError(f"the data {data!r} cannot be iterated: give a DataLoader, a list of batches or another iterable, "
-                        "or None with epoch_length= for a run without data")
+        raise TypeError(
+            f"the data {data!r} cannot be iterated: give a DataLoader, a list of batches or another iterable, "
+            "or None with epoch_length= for a run without data"
+        )
     try:
         length = len(data)
     except (TypeError, NotImplementedError):  # an IterableDataset's loader has __len__ but refuses to tell

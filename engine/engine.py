@@ -70,10 +70,11 @@ class Engine:
 
     # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
     __slots__ = (
+        "__dict__", "__weakref__",
         "_allowed", "_attention", "_catalogues", "_connected", "_deadline", "_epoch_stop", "_initial", "_leaving",
         "_loaded", "_pending", "_position", "_replacers", "_snapshot", "_source", "_stopped_bounds", "_stops", "_updating",
         "_was_loaded", "handlers", "has_data", "model", "modules", "regions", "replaced_gradients", "replaced_step",
-        "running", "seed", "signals", "state", "training", "update_signals", "updates", "__dict__", "__weakref__",
+        "running", "seed", "signals", "state", "training", "update_signals", "updates",
     )  # fmt: skip
 
     def __init__(
@@ -86,8 +87,10 @@ class Engine:
     ) -> None:
         specs = [update] if isinstance(update, Update) else list(update) if isinstance(update, Sequence) else []
         if not specs or not all(isinstance(spec, Update) for spec in specs):
-            raise TypeError(f"Engine: update={update!r} has to be an Update or a sequence of them; "
-                            "for a single function use Update.from_function(function, optimizer=...)")
+            raise TypeError(
+                f"Engine: update={update!r} has to be an Update or a sequence of them; "
+                "for a single function use Update.from_function(function, optimizer=...)"
+            )
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             raise ValueError(f"Engine: the updates' names {names} have to differ; give Update(..., name=)")
@@ -97,8 +100,10 @@ class Engine:
         self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
         self.training = any(spec.optimizer is not None for spec in specs) if training is None else training
         if self.training and any(spec.optimizer is None for spec in specs):
-            raise ValueError("Engine: to train, every update needs an optimizer; "
-                             f"{next(spec.name for spec in specs if spec.optimizer is None)!r} has none")
+            raise ValueError(
+                "Engine: to train, every update needs an optimizer; "
+                f"{next(spec.name for spec in specs if spec.optimizer is None)!r} has none"
+            )
         self.seed: int = torch.initial_seed() if seed is None else seed
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
@@ -208,8 +213,10 @@ class Engine:
             ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
         """
         if self.running:
-            raise RuntimeError("run() was called on an engine that is running; evaluate with another engine: "
-                               "engine.evaluate(evaluator, data)")
+            raise RuntimeError(
+                "run() was called on an engine that is running; evaluate with another engine: "
+                "engine.evaluate(evaluator, data)"
+            )
         self._set_bounds(data, max_epochs, max_iters, max_steps, max_time, min_epochs, min_iters, epoch_length)
         source = Source(data, epoch_length, self.seed)
         self.state.epoch_length = source.epoch_length
@@ -317,7 +324,9 @@ class Engine:
         if taken == 0:
             raise DataError(f"the data ({kind}) is empty: it gave no batch, or cannot be iterated again")
         if source.length is not None and taken != source.length:
-            raise DataError(f"the data ({kind}) says that its length is {source.length} but ended after {taken} batches")
+            raise DataError(
+                f"the data ({kind}) says that its length is {source.length} but ended after {taken} batches"
+            )
         if not source.continues:
             raise DataError(f"the data ({kind}) ended after {in_epoch} of the epoch's {source.epoch_length} batches")
         self._emit(Events.DATA_EXHAUSTED)
@@ -411,7 +420,12 @@ class Engine:
         min_iters: int,
         epoch_length: int | None,
     ) -> None:
-        numbers = {"max_epochs": max_epochs, "max_iters": max_iters, "max_steps": max_steps, "epoch_length": epoch_length}
+        numbers = {
+            "max_epochs": max_epochs,
+            "max_iters": max_iters,
+            "max_steps": max_steps,
+            "epoch_length": epoch_length,
+        }
         for name, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ValueError(f"run({name}={number!r}): it has to be an int of 1 or more, or None")
@@ -421,9 +435,8 @@ class Engine:
             if largest is not None and number > largest:
                 raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
         seconds = None if max_time is None else Interval.parse(max_time).time("run(max_time)")
-        if data is None and epoch_length is None:
-            if max_iters is None:
-                raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
+        if data is None and epoch_length is None and max_iters is None:
+            raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
         if max_epochs is max_iters is max_steps is seconds is None:
             if self.training:
                 raise ValueError("run(): give at least one of max_epochs, max_iters, max_steps and max_time")
@@ -431,7 +444,12 @@ class Engine:
         if not self.training and max_steps is not None:
             raise ValueError("run(max_steps=): an engine that evaluates makes no optimizer steps")
         state = self.state
-        state.max_epochs, state.max_iters, state.max_steps, state.max_seconds = max_epochs, max_iters, max_steps, seconds
+        state.max_epochs, state.max_iters, state.max_steps, state.max_seconds = (
+            max_epochs,
+            max_iters,
+            max_steps,
+            seconds,
+        )
         state.min_epochs, state.min_iters = min_epochs, min_iters
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._attention = seconds is not None or max_steps is not None
@@ -451,8 +469,10 @@ class Engine:
     def _nothing_to_run(self) -> str:
         state = self.state
         why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
-        return (f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
-                "Give larger bounds to continue, or call engine.reset() to begin anew")
+        return (
+            f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
+            "Give larger bounds to continue, or call engine.reset() to begin anew"
+        )
 
     def _build_optimizers(self) -> None:
         for update in self.updates if self.training else ():
@@ -466,8 +486,10 @@ class Engine:
                 else:
                     parameters = list(dict.fromkeys(p for root in self.modules.values() for p in root.parameters()))
                 if not parameters:
-                    raise ValueError(f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
-                                     "or the Update parameters=")
+                    raise ValueError(
+                        f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
+                        "or the Update parameters="
+                    )
                 update.optimizer = spec.optimizer(parameters)
                 if not isinstance(update.optimizer, Optimizer):
                     made, update.optimizer = update.optimizer, None
@@ -475,18 +497,24 @@ class Engine:
             optimizer = update.optimizer
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
-                raise NotImplementedError(f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
-                                          "which this version does not support; choose another optimizer")
+                raise NotImplementedError(
+                    f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
+                    "which this version does not support; choose another optimizer"
+                )
             known = {p for root in self.modules.values() for p in root.parameters()}
             if known and not any(p in known for p in update.parameters):
-                raise ValueError(f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
-                                 "for another model, or the model's parameters were replaced since: give a factory instead, "
-                                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)")
+                raise ValueError(
+                    f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
+                    "for another model, or the model's parameters were replaced since: give a factory instead, "
+                    f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
+                )
         for name, root in self.modules.items():
             meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
             if meta is not None:
-                raise ValueError(f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
-                                 "values; materialise it first: model.to_empty(device=...) and initialise it")
+                raise ValueError(
+                    f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
+                    "values; materialise it first: model.to_empty(device=...) and initialise it"
+                )
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -500,7 +528,9 @@ class Engine:
             resolve(event)
             raise TypeError(f"{event} is filtered; an unfiltered event has a signal")
         if type(event) not in self._catalogues:
-            raise ValueError(f"{event} is not known to this engine: engine.register_events({type(event).__name__}) first")
+            raise ValueError(
+                f"{event} is not known to this engine: engine.register_events({type(event).__name__}) first"
+            )
         return self.signals.of(event)
 
     def register_events(self, *catalogues: type[EventEnum]) -> None:
@@ -601,23 +631,36 @@ class Engine:
             for handler in done:
                 self.detach(handler)
             raise
-        return Attachment(lambda: [self.detach(handler) for handler in done if handler.engine is self])
+
+        def detach() -> None:
+            for handler in done:
+                if handler.engine is self:
+                    self.detach(handler)
+
+        return Attachment(detach)
 
     def _attach(self, handler: Handler) -> None:
         if not isinstance(handler, Handler):
-            hint = f"give an instance: {handler.__name__}(...)" if isinstance(handler, type) else (
-                "for a plain function use engine.on(event) or engine.connect(event, function)")
+            hint = (
+                f"give an instance: {handler.__name__}(...)"
+                if isinstance(handler, type)
+                else ("for a plain function use engine.on(event) or engine.connect(event, function)")
+            )
             raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
         other = self.handlers.get(handler.name)
         if other is handler:
             raise ValueError(f"{handler!r} is attached already")
         if other is not None:
-            raise ValueError(f"{handler!r}: the name is taken by {other!r}; give it another: "
-                             f"{type(handler).__name__}(..., name='...')")
+            raise ValueError(
+                f"{handler!r}: the name is taken by {other!r}; give it another: "
+                f"{type(handler).__name__}(..., name='...')"
+            )
         if handler.engine is not None:
             raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
         if handler.trains and not self.training:
-            raise ValueError(f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer")
+            raise ValueError(
+                f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
+            )
         if self.running:
             self._refuse_setup(handler)
         handler._engine = weakref.ref(self)
@@ -652,11 +695,11 @@ class Engine:
             if handler not in self.handlers:
                 return False
             handler = self.handlers[handler]
-        signals = [self.signal(event)] if event is not None else list(self.signals.values())
         if isinstance(handler, Handler):
-            mine = {id(connection) for _, connection in self._connected.get(handler.name, ())}
+            connected = self._connected.get(handler.name, [])
             attached = self.handlers.get(handler.name) is handler
-            return attached and (event is None or any(id(one) in mine for one in signals[0].connections))  # type: ignore[union-attr]
+            return attached and (event is None or any(signal.event is event for signal, _ in connected))
+        signals = self.signals.values() if event is None else [self.signal(event)]
         return any(handler in signal.receivers_for(self) for signal in signals)
 
     @contextmanager
@@ -705,7 +748,10 @@ class Engine:
                 if self.running and self.state.epoch:
                     target.window = function(self.state.epoch)
 
-    def _restore_acts(self, handler: Handler) -> None:
+    def _restore(self, handler: Handler) -> None:
+        """Take back what the handler asked of the engine."""
+        self._stops.pop(handler.name, None)
+        self.state.metrics.withdraw(handler.name)
         for key in [key for key, name in self._replacers.items() if name == handler.name]:
             del self._replacers[key]
             if key == "gradients":
@@ -733,9 +779,13 @@ class Engine:
 
     def _refuse_setup(self, handler: Handler) -> None:
         for subscription in handler.subscriptions:
-            if not isinstance(subscription.event, str) and any(event in _SETUP for event, _ in resolve(subscription.event)):
-                raise RuntimeError(f"{handler!r} sets the model or the optimizers up before a run, and cannot join or leave a "
-                                   "running one; attach, detach or toggle it between two runs")
+            if not isinstance(subscription.event, str) and any(
+                event in _SETUP for event, _ in resolve(subscription.event)
+            ):
+                raise RuntimeError(
+                    f"{handler!r} sets the model or the optimizers up before a run, and cannot join or leave a "
+                    "running one; attach, detach or toggle it between two runs"
+                )
 
     def _settle_later(self, handler: Handler) -> None:
         self._pending.append(handler)
@@ -761,24 +811,23 @@ class Engine:
 
     def _join(self, handler: Handler) -> None:
         connections: list[tuple[Signal, Connection]] = []
-        for subscription in handler.subscriptions:
-            method = getattr(handler, subscription.method)
-            event = subscription.event
-            if isinstance(event, str):
-                if (every := getattr(handler, event)) is None:
-                    continue
-                event = event_of(every)
-            check_receiver(method, f"{type(handler).__name__}.{subscription.method} at {event}")
-            for one, chosen in resolve(event):
-                connection = Connection(method, subscription.phase, subscription.rank, chosen, handler.name)
-                connections.append((self.signal(one), connection))
-        self._connected[handler.name] = connections
         try:
             handler.attached(self)
+            for subscription in handler.subscriptions:
+                method = getattr(handler, subscription.method)
+                event = subscription.event
+                if isinstance(event, str):
+                    if (every := getattr(handler, event)) is None:
+                        continue
+                    event = event_of(every)
+                check_receiver(method, f"{type(handler).__name__}.{subscription.method} at {event}")
+                for one, chosen in resolve(event):
+                    connection = Connection(method, subscription.phase, subscription.rank, chosen, handler.name)
+                    connections.append((self.signal(one), connection))
         except BaseException:
-            del self._connected[handler.name]
-            self._restore_acts(handler)
+            self._restore(handler)
             raise
+        self._connected[handler.name] = connections
         for signal, connection in connections:
             self._connect(signal, connection)
         if self.running:
@@ -791,9 +840,7 @@ class Engine:
             self._tell(handler, Events.ENDED)
         for signal, connection in self._connected.pop(handler.name):
             signal.remove(connection)
-        self._restore_acts(handler)
-        self._stops.pop(handler.name, None)
-        self.state.metrics.withdraw(handler.name)
+        self._restore(handler)
         handler.detached(self)
 
     def _tell(self, handler: Handler, event: EventEnum) -> None:
@@ -833,7 +880,9 @@ class Engine:
         self._epoch_stop = reason
         self._attention = True
 
-    def evaluate(self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any) -> dict[str, Any]:
+    def evaluate(
+        self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any
+    ) -> dict[str, Any]:
         """Run another engine inside this one; what it measures lands in this engine's metrics.
 
         It changes no random stream, no gradient, no module's train or eval flag. What receivers of EVALUATION_STARTED `enter`
@@ -849,8 +898,10 @@ class Engine:
             The metrics under their names here.
         """
         if not isinstance(evaluator, Engine) or evaluator.training:
-            raise ValueError(f"evaluate({evaluator!r}): it has to be an Engine that does not train; give its Update no "
-                             "optimizer: Update.evaluation() makes such a one")
+            raise ValueError(
+                f"evaluate({evaluator!r}): it has to be an Engine that does not train; give its Update no "
+                "optimizer: Update.evaluation() makes such a one"
+            )
         outside = len(self.regions)
         try:
             self._emit(Events.EVALUATION_STARTED)
@@ -921,12 +972,12 @@ class Engine:
                 "stop_reason": state.stop_reason,
                 "stopped_bounds": self._stopped_bounds,
                 "seed": self.seed,
-                "fired": {name: signal.fired for name, signal in self._counted_signals()},
+                "fired": {name: signal.fired for name, signal in self._counted_signals() if signal.fired},
                 "metrics": copied(state.metrics.state_dict()),
             },
             "modules": {name: copied(root.state_dict()) for name, root in self.modules.items()},
             "updates": {update.name: self._update_state(update) for update in self.updates},
-            "handlers": {name: copied(handler.state_dict()) for name, handler in self.handlers.items()},
+            "handlers": {name: copied(handler.state_dict()) for name, handler in sorted(self.handlers.items())},
             "data": None if self._source is None else copied(self._source.state_dict()),
             "random": random_state(),
         }
@@ -952,7 +1003,9 @@ class Engine:
         if self.running:
             raise RuntimeError("load_state_dict(): not inside a run; load before run()")
         if not isinstance(state, Mapping) or state.get("format") != 1:
-            raise ValueError("load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives")
+            raise ValueError(
+                "load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives"
+            )
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
         self._was_loaded = True
@@ -1043,11 +1096,13 @@ class Engine:
             part_names = saved["updates"][update.name]["parameters"]
             names = self._update_state(update)["parameters"]
             if part_names != names and update.optimizer is not None:
-                raise ValueError(f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
-                                 f"and here it optimizes {names}")
+                raise ValueError(
+                    f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
+                    f"and here it optimizes {names}"
+                )
 
     def _counted_signals(self) -> list[tuple[str, Signal]]:
-        found = [(name, signal) for name, signal in self.signals.items() if isinstance(signal, Signal)]
+        found = [(name, signal) for name, signal in sorted(self.signals.items()) if isinstance(signal, Signal)]
         return [(name, signal) for name, signal in found if signal.event.counter == "fired"]
 
     # ---- seeing it ------------------------------------------------------------------------------------------------
@@ -1079,7 +1134,9 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.detach()
 
 
@@ -1087,8 +1144,11 @@ def copied(value: Any) -> Any:
     """A copy of a state that shares no tensor with what it was taken from."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
+        for key, item in value.items():
+            same[key] = copied(item)
+        return same
     if isinstance(value, list | tuple):
         return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
     return copy.deepcopy(value)
@@ -1100,7 +1160,9 @@ def note_problems(problems: list[BaseException], error: BaseException | None) ->
         return
     leaving, others = (problems[0], problems[1:]) if error is None else (error, problems)
     for problem in others:
-        leaving.add_note(f"besides, {type(problem).__name__}: {problem} ({'; '.join(getattr(problem, '__notes__', ()))})")
+        leaving.add_note(
+            f"besides, {type(problem).__name__}: {problem} ({'; '.join(getattr(problem, '__notes__', ()))})"
+        )
     if error is None:
         raise leaving
 

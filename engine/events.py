@@ -49,7 +49,9 @@ class Filter:
         return NEVER if self.before is not None and due >= self.before else due
 
     def __str__(self) -> str:
-        parts = [f"{name}={value}" for name in ("every", "after", "before") if (value := getattr(self, name)) is not None]
+        parts = [
+            f"{name}={value}" for name in ("every", "after", "before") if (value := getattr(self, name)) is not None
+        ]
         if self.once is not None:
             parts.append(f"once={min(self.once) if len(self.once) == 1 else sorted(self.once)}")
         if self.when is not None:
@@ -75,8 +77,10 @@ class EventEnum(Enum):
         self.label = label
         self.counter = counter
         if not callable(counter) and counter not in ("iteration", "epoch", "fired", None):
-            raise ValueError(f"{type(self).__name__}: the counter of {label!r} is {counter!r}; it has to be "
-                             "'iteration', 'epoch', 'fired', a function of the engine, or None")
+            raise ValueError(
+                f"{type(self).__name__}: the counter of {label!r} is {counter!r}; it has to be "
+                "'iteration', 'epoch', 'fired', a function of the engine, or None"
+            )
 
     def __call__(
         self,
@@ -99,7 +103,9 @@ class EventEnum(Enum):
         if isinstance(once, int):
             once = [once]
         once = None if once is None else list(once)
-        numbers = {"every": every, "after": after, "before": before} | {f"once[{i}]": n for i, n in enumerate(once or ())}
+        numbers = {"every": every, "after": after, "before": before} | {
+            f"once[{i}]": n for i, n in enumerate(once or ())
+        }
         for argument, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 refuse(TypeError, f"{argument}={number!r} has to be an int")
@@ -175,8 +181,10 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event.event, event.filter)]
     if isinstance(event, EventEnum):
         return [(event, None)]
-    raise TypeError(f"{event!r} is not an event: give a member of Events or of an EventEnum of your own, "
-                    "such as Events.ITERATION_COMPLETED")
+    raise TypeError(
+        f"{event!r} is not an event: give a member of Events or of an EventEnum of your own, "
+        "such as Events.ITERATION_COMPLETED"
+    )
 
 
 class Events(EventEnum):

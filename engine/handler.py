@@ -87,13 +87,17 @@ class Handler:
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
-            raise ValueError(f"{type(self).__name__}: name={name!r} has to consist of letters, digits, '_', '-' and '.'")
+            raise ValueError(
+                f"{type(self).__name__}: name={name!r} has to consist of letters, digits, '_', '-' and '.'"
+            )
         self._name = name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         declared: dict[str, list[tuple[AnyEvent | str, Phase, int]]] = {}
-        for base in reversed(cls.__mro__):  # a method that overrides a subscribed one stays subscribed, unless it says anew
+        for base in reversed(
+            cls.__mro__
+        ):  # a method that overrides a subscribed one stays subscribed, unless it says anew
             for method, function in vars(base).items():
                 if isinstance(own := getattr(function, "_signalfire_subscriptions", None), list):
                     declared[method] = own
@@ -102,7 +106,9 @@ class Handler:
     @property
     def name(self) -> str:
         """By which the handler is found, toggled and saved; the class's name in snake case unless given."""
-        return self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        return (
+            self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        )
 
     @property
     def enabled(self) -> bool:
@@ -137,9 +143,13 @@ class Handler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         if state:
-            raise ValueError(f"{self.name!r} ({type(self).__name__}) has no state to load, but was given {sorted(state)}")
+            raise ValueError(
+                f"{self.name!r} ({type(self).__name__}) has no state to load, but was given {sorted(state)}"
+            )
 
-    def generator(self, engine: Engine, device: torch.device | str = "cpu", *, of_rank: int | None = None) -> torch.Generator:
+    def generator(
+        self, engine: Engine, device: torch.device | str = "cpu", *, of_rank: int | None = None
+    ) -> torch.Generator:
         """A generator for this handler's draws in this iteration.
 
         Its seed depends on the run's seed, the handler's name and the iteration (and the rank, if given) alone, so that

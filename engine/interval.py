@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
+from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent, resolve
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -55,12 +55,14 @@ class Interval:
         if isinstance(text, Interval):
             return text
         if not isinstance(text, str):
-            raise TypeError(f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000st', "
-                            "'15min'")
+            raise TypeError(
+                f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000st', '15min'"
+            )
         match = _FORM.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000st', "
-                             "'15min'")
+            raise ValueError(
+                f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000st', '15min'"
+            )
         number, unit = match.groups()
         return cls(float(number) if "." in number or unit in _SECONDS else int(number), unit)
 
@@ -87,6 +89,11 @@ class Interval:
 def event_of(every: str | Interval | AnyEvent) -> AnyEvent:
     """The event meant by an ``every=`` option, which may be an interval or an event itself."""
     return every if isinstance(every, EventEnum | FilteredEvent | EventUnion) else Interval.parse(every).event()
+
+
+def unfiltered(every: str | Interval | AnyEvent) -> AnyEvent:
+    """The events, without their filters, at which an ``every=`` option may act."""
+    return EventUnion.of(*(event for event, _ in resolve(event_of(every))))
 
 
 def check_every(handler: object, every: str | Interval | AnyEvent) -> Interval | AnyEvent:

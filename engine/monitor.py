@@ -30,7 +30,9 @@ class Monitor:
         relative: see min_delta.
     """
 
-    def __init__(self, handler: str, metric: str, mode: Mode, *, min_delta: float = 0.0, relative: bool = False) -> None:
+    def __init__(
+        self, handler: str, metric: str, mode: Mode, *, min_delta: float = 0.0, relative: bool = False
+    ) -> None:
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"{handler}: the monitored metric {metric!r} has to be a name, such as 'accuracy'")
         if mode not in ("min", "max"):
@@ -99,4 +101,6 @@ def as_number(handler: str, metric: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        raise TypeError(f"{handler}: the metric {metric!r} is a {type(value).__name__}{shape}; it has to be one number") from None
+        raise TypeError(
+            f"{handler}: the metric {metric!r} is a {type(value).__name__}{shape}; it has to be one number"
+        ) from None

@@ -12,14 +12,15 @@ __all__ = ["MetricStore", "State"]
 
 
 class MetricStore(dict[str, Any]):
-    """The latest value of every metric by name, and when it was new.
+    """The latest value of every metric by name, and how often it was new.
 
     It is a dict: ``state.metrics["accuracy"] = 0.9`` is all that a user's function has to do. Handlers that produce metrics
     announce their names, so that two of them never write the same one, and a misspelt name is noticed.
 
     Attributes:
-        serial: a number that grows with every value written.
-        serials: for each metric, the `serial` of its latest value.
+        serial: how many values were written altogether.
+        serials: how many values of each metric were written; no order of writing shows in it.
+        owners: the metrics that were announced, and who writes them.
         running: functions that give a metric's value so far within the epoch, for displays; each call may synchronise.
     """
 
@@ -32,12 +33,16 @@ class MetricStore(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.serial += 1
-        self.serials[name] = self.serial
+        self.serials[name] = self.serials.get(name, 0) + 1
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
+
+    def new_since(self, seen: Mapping[str, int]) -> dict[str, Any]:
+        """The metrics, in the order of their names, that were written since ``serials`` was what ``seen`` is."""
+        return {name: self[name] for name in sorted(self) if self.serials[name] > seen.get(name, 0)}
 
     def announce(self, owner: str, names: Iterable[str]) -> None:
         """Say that ``owner`` will write these metrics.
@@ -48,8 +53,10 @@ class MetricStore(dict[str, Any]):
         for name in names:
             other = self.owners.setdefault(name, owner)
             if other != owner:
-                raise ValueError(f"both {other!r} and {owner!r} write the metric {name!r}; rename one of the two, "
-                                 "for example with Validation(prefix='val_')")
+                raise ValueError(
+                    f"both {other!r} and {owner!r} write the metric {name!r}; rename one of the two, "
+                    "for example with Validation(prefix='val_')"
+                )
 
     def withdraw(self, owner: str) -> None:
         """Take back what ``owner`` announced."""
@@ -61,7 +68,11 @@ class MetricStore(dict[str, Any]):
         self.serials = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": dict(self), "serials": dict(self.serials), "serial": self.serial}
+        return {
+            "values": dict(sorted(self.items())),
+            "serials": dict(sorted(self.serials.items())),
+            "serial": self.serial,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()

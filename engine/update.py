@@ -81,7 +81,9 @@ class Update:
         if isinstance(self.optimizer, type):
             _check_signature(f"Update {self.name!r}: optimizer", self.optimizer, 1)
         if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
-            raise TypeError(f"Update {self.name!r}: parameters= goes with an optimizer factory; this one is built already")
+            raise TypeError(
+                f"Update {self.name!r}: parameters= goes with an optimizer factory; this one is built already"
+            )
 
     @classmethod
     def supervised(
@@ -312,7 +314,9 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
                 signals.forward_completed.emit(engine, iteration)
                 output = update.output
             act = "loss"
-            loss = None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
+            loss = (
+                None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
+            )
         update.raw_loss = update.backward_loss = loss
         if loss is not None and listened and signals.loss_computed.due <= iteration:
             signals.loss_computed.emit(engine, iteration)
@@ -368,15 +372,21 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
         if not isinstance(loss, Tensor):
             error.add_note(f"the loss of update {update.name!r} is {loss!r}; it has to be a scalar tensor or None")
         elif loss.dim() > 0 and loss.numel() != 1:
-            error.add_note(f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; it has to be a scalar: "
-                           "take its mean")
+            error.add_note(
+                f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; it has to be a scalar: "
+                "take its mean"
+            )
         elif not loss.requires_grad:
-            error.add_note(f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient")
+            error.add_note(
+                f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient"
+            )
     devices = {str(t.device) for t in tensors_in(engine.state.batch)}
     places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
     if devices and places and devices != places:
-        error.add_note(f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
-                       "attach DeviceTransfer() to bring them together")
+        error.add_note(
+            f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
+            "attach DeviceTransfer() to bring them together"
+        )
 
 
 def tensors_in(value: Any) -> list[Tensor]:

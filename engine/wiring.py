@@ -55,7 +55,9 @@ class Wiring:
         """
         from matplotlib.figure import Figure
 
-        heights = [max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in self.rows]
+        heights = [
+            max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in self.rows
+        ]
         total = sum(heights) + 1
         figure = Figure(figsize=(18, 0.32 * total + 0.8), layout="constrained")
         axes = figure.add_subplot()

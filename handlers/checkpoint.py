@@ -1,0 +1,161 @@
+"""Checkpoints on disk: the last ones, or the best by a metric."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Monitor, Phase, check_every, on, unfiltered
+
+from .ranks import DECIDE_CHECKPOINTS
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(Handler):
+    """Writes the engine's whole state to a file, and keeps the last ones, or the best by a metric.
+
+    Every file holds everything that is needed to go on (`Engine.state_dict`), and several Checkpoints share one snapshot. A
+    new file is written aside, synced, and renamed into place before an old one goes, so that a crash at any moment
+    leaves the old ones whole. The names are ``<name>-epoch0003-iter00000120.pt``.
+
+    The best are chosen once for each new value of the metric: NaN is never kept, and of equal values the earlier one stays.
+
+    Args:
+        folder: where to write; made if it is not there.
+        monitor: the metric by which the best are kept; without it the last ones are kept.
+        mode: "min" if smaller is better, "max" if greater is.
+        keep: how many files are kept.
+        every: without monitor, the interval.
+
+    Attributes:
+        kept: the files that are kept, with their values: the best first, or the oldest first.
+
+    Example:
+        >>> import tempfile
+        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", mode="max", keep=3, name="best").keep
+        3
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep: int = 1,
+        every: str | Interval | AnyEvent | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"Checkpoint(keep={keep!r}): it has to be an int of 1 or more")
+        if monitor is not None and every is not None:
+            raise ValueError(
+                f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are chosen at each new value of the "
+                "metric; leave out every="
+            )
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"Checkpoint(folder={str(folder)!r}): it exists and is no folder")
+        self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
+        self.keep = keep
+        self.every = check_every(self, every or "1ep") if monitor is None else None
+        self.watching = None if monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        self.requiring = None if monitor is None else Events.EPOCH_COMPLETED
+        self.saving = self.watching or unfiltered(self.every or "1ep")
+        self.kept: list[tuple[str, float | None]] = []
+        self._due: str | None = None  # the file that was decided on in CONTROL and is written in PERSIST
+        self._superseded: list[str] = []
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a checkpoint for ``engine.load_state_dict``. Nothing in the file can run code."""
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    @on(Events.STARTED, phase=Phase.PREPARE)
+    def open(self, engine: Engine) -> None:
+        """Make the folder, so that a place that cannot be written shows before the first batch."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise PermissionError(f"{self.name!r}: the folder {str(self.folder)!r} cannot be written")
+
+    @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
+    def decide(self, engine: Engine) -> None:
+        """Decide to write, and which file goes for it."""
+        file = self._file(engine)
+        self.kept = [kept for kept in self.kept if kept[0] != file] + [(file, None)]
+        self._keep(file, self.kept[-self.keep :])
+
+    @on("watching", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
+    def decide_by_metric(self, engine: Engine) -> None:
+        """Decide to write if the metric's new value is one of the best."""
+        assert self.monitor is not None
+        value = self.monitor.new_value(engine)
+        if value is None:
+            return
+        place = next((i for i, (_, other) in enumerate(self.kept) if self.monitor.better(value, other)), len(self.kept))
+        if place < self.keep and value == value:
+            file = self._file(engine)
+            self._keep(file, [*self.kept[:place], (file, value), *self.kept[place:]][: self.keep])
+
+    @on("requiring", phase=Phase.CONTROL)
+    def require(self, engine: Engine) -> None:
+        """Refuse a metric that does not exist."""
+        assert self.monitor is not None
+        self.monitor.require(engine)
+
+    def _file(self, engine: Engine) -> str:
+        return f"{self.name}-epoch{engine.state.epoch:04d}-iter{engine.state.iteration:08d}.pt"
+
+    def _keep(self, file: str, kept: list[tuple[str, float | None]]) -> None:
+        stays = {name for name, _ in kept}
+        self._superseded += [name for name, _ in self.kept if name not in stays]
+        self.kept = kept
+        self._due = file
+
+    @on("saving", phase=Phase.PERSIST)
+    def save(self, engine: Engine) -> None:
+        """Write what was decided, and only then remove what it supersedes."""
+        if self._due is None:
+            return
+        file, self._due = self._due, None
+        write(engine.snapshot(), self.folder / file)
+        superseded, self._superseded = self._superseded, []
+        for name in superseded:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [list(kept) for kept in self.kept], "monitor": self.monitor and self.monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kept = [(file, value) for file, value in state["kept"]]
+        if self.monitor is not None:
+            self.monitor.load_state_dict(state["monitor"])
+
+
+def write(state: Mapping[str, Any], path: Path) -> None:
+    """Write a state so that at any moment, also of a crash, ``path`` is either whole or not there."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(aside, "wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException as error:
+        aside.unlink(missing_ok=True)
+        error.add_note(f"while writing the checkpoint {str(path)!r}; the earlier ones are untouched")
+        raise

@@ -1,0 +1,68 @@
+"""Gradient accumulation: one optimizer step for several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from signalfire import Engine, Events, Handler, on
+
+__all__ = ["GradientAccumulation"]
+
+
+class GradientAccumulation(Handler):
+    """Makes one optimizer step for every n batches, on the gradient of their mean loss: an effective batch n times as large.
+
+    The last window of an epoch may be shorter, and is averaged over its real length; windows do not straddle epochs. The
+    reported loss is that of each batch. Clipping, schedules and averages act once for each window.
+
+    Args:
+        steps: how many batches make a window; or a schedule ``{epoch: n}``, where each n holds from its epoch on and 1
+            before the first.
+        weight: called as ``weight(engine)`` when a loss was computed, returns how much it counts, such as its number of
+            tokens; the gradient is then that of the weighted mean. By default all batches count the same.
+        update: the name of the update to accumulate for; all by default.
+
+    Example:
+        >>> GradientAccumulation({1: 1, 5: 4}).window(7)
+        4
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        steps: int | Mapping[int, int],
+        *,
+        weight: Callable[[Engine], Any] | None = None,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        schedule = dict(steps) if isinstance(steps, Mapping) else {1: steps}
+        for number in (*schedule, *schedule.values()):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"GradientAccumulation(steps={steps!r}): {number!r} has to be an int of 1 or more")
+        if not schedule:
+            raise ValueError("GradientAccumulation(steps={}): the schedule is empty; give {epoch: n}")
+        if weight is not None and not callable(weight):
+            raise TypeError(f"GradientAccumulation(weight={weight!r}): it has to be a function of the engine")
+        self.schedule = dict(sorted(schedule.items()))
+        self.weight = weight
+        self.update = update
+        self.weighing = None if weight is None else Events.LOSS_COMPUTED
+
+    def window(self, epoch: int) -> int:
+        """How many batches make a window in this epoch."""
+        reached = [steps for start, steps in self.schedule.items() if start <= epoch]
+        return reached[-1] if reached else 1
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("window", self.window, by=self, update=self.update)
+
+    @on("weighing")
+    def weigh(self, engine: Engine) -> None:
+        """Let this loss count by its weight."""
+        assert self.weight is not None
+        if self.update in (None, engine.state.update.name):
+            engine.state.update.weight = self.weight(engine)

@@ -1,0 +1,111 @@
+"""The run's history in memory: every metric's values, the latest, a table, a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from signalfire import Engine, Events, Handler, Phase, as_number, on
+
+__all__ = ["History"]
+
+
+class History(Handler):
+    """Remembers every new value of every metric, with the epoch and iteration at which it came.
+
+    Attributes:
+        records: name -> list of (epoch, iteration, value), in the order in which they came.
+
+    Example:
+        >>> history = History()
+        >>> history.names
+        []
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.records: dict[str, list[tuple[int, int, float]]] = {}
+        self._seen: dict[str, int] = {}
+
+    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    def record(self, engine: Engine) -> None:
+        """Record what is new."""
+        state = engine.state
+        for name, value in state.metrics.new_since(self._seen).items():
+            number = as_number("History", name, value)
+            self.records.setdefault(name, []).append((state.epoch, state.iteration, number))
+        self._seen = dict(state.metrics.serials)
+
+    @property
+    def names(self) -> list[str]:
+        """The metrics that were recorded."""
+        return list(self.records)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The last value of every metric."""
+        return {name: records[-1][2] for name, records in self.records.items()}
+
+    def __getitem__(self, name: str) -> list[float]:
+        """All values of one metric.
+
+        Raises:
+            KeyError: naming the metrics that there are.
+        """
+        if name not in self.records:
+            raise KeyError(f"no metric {name!r} was recorded; there are: {', '.join(self.records) or 'none'}")
+        return [value for _, _, value in self.records[name]]
+
+    def table(self) -> str:
+        """A row for each epoch with the last value of every metric in it."""
+        rows: dict[int, dict[str, float]] = {}
+        for name, records in self.records.items():
+            for epoch, _, value in records:
+                rows.setdefault(epoch, {})[name] = value
+        cells = [["epoch", *self.records]]
+        for epoch in sorted(rows):
+            cells.append(
+                [str(epoch), *(f"{rows[epoch][name]:.4g}" if name in rows[epoch] else "" for name in self.records)]
+            )
+        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+    def plot(self, path: str | Path, *names: str) -> None:
+        """Draw metrics over the iterations, one below the other.
+
+        Args:
+            path: where to write the picture; the ending chooses the format.
+            names: the metrics; all by default. Several in one panel are written as "train_loss,loss".
+
+        Raises:
+            ImportError: without matplotlib, which the extra ``examples`` brings.
+            ValueError: if nothing was recorded.
+        """
+        from matplotlib.figure import Figure
+
+        panels = [name.split(",") for name in names or self.names]
+        if not panels:
+            raise ValueError("History.plot(): nothing was recorded; attach Metrics or Validation and run")
+        figure = Figure(figsize=(7, 2.6 * len(panels)), layout="constrained")
+        for place, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(len(panels), 1, place)
+            for name in panel:
+                values = self[name]
+                iterations = [iteration for _, iteration, _ in self.records[name]]
+                axes.plot(iterations, values, label=name, marker="." if len(values) < 40 else None)
+            axes.set(xlabel="iteration", ylabel=panel[0] if len(panel) == 1 else None)
+            axes.grid(alpha=0.3)
+            if len(panel) > 1:
+                axes.legend()
+        figure.savefig(path, dpi=120)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "records": {name: [list(one) for one in several] for name, several in sorted(self.records.items())},
+            "seen": dict(sorted(self._seen.items())),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.records = {name: [(e, i, v) for e, i, v in several] for name, several in state["records"].items()}
+        self._seen = dict(state["seen"])

@@ -1,0 +1,313 @@
+"""Metrics over an epoch: averages weighted by batch size, accuracy, any torchmetrics metric, functions of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from signalfire import AnyEvent, Engine, Events, Handler, Phase, as_number, on, tensors_in
+
+__all__ = ["Accuracy", "Average", "Metric", "Metrics"]
+
+Inputs = Callable[[Engine], tuple[Any, ...]]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What torchmetrics' metrics are: anything with these three methods."""
+
+    def reset(self) -> None: ...
+    def update(self, *inputs: Any) -> None: ...
+    def compute(self) -> Any: ...
+
+
+class Average:
+    """The mean of a quantity over all samples: batches count by their size, so that a short last one is exact.
+
+    The values of the batches stay tensors where they are, and are added up in double precision when the mean is asked for:
+    a running mean in tensor arithmetic would cost several microseconds in every iteration.
+
+    Args:
+        function: called as ``function(output, target)``, returns the batch's mean as a scalar tensor or number; without it,
+            the average is that of the update's loss.
+
+    Example:
+        >>> average = Average()
+        >>> average.add(torch.tensor(1.0), 30)
+        >>> average.add(torch.tensor(4.0), 10)
+        >>> average.compute()
+        1.75
+    """
+
+    _FOLD_AT = 1024  # how many pending values are folded into the sum at once
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        if function is not None and not callable(function):
+            raise TypeError(f"Average({function!r}): it has to be a function (output, target) -> the batch's mean")
+        self.function = function
+        self.reset()
+
+    def reset(self) -> None:
+        self._values: list[Any] = []
+        self._weights: list[float] = []
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: Any, weight: float) -> None:
+        """Add a batch's mean with the batch's size."""
+        self._values.append(value.detach() if isinstance(value, Tensor) else value)
+        self._weights.append(weight)
+        if len(self._values) >= self._FOLD_AT:
+            self._fold()
+
+    def update(self, *inputs: Any) -> None:
+        assert self.function is not None
+        self.add(self.function(*inputs), batch_size(inputs))
+
+    def compute(self) -> float:
+        """The mean so far; NaN if there was nothing."""
+        pending = self._pending()
+        total = self._sum + sum(value * weight for value, weight in zip(pending, self._weights, strict=True))
+        weight = self._weight + sum(self._weights)
+        return total / weight if weight else float("nan")
+
+    def _pending(self) -> list[float]:
+        if any(isinstance(value, Tensor) for value in self._values):
+            shapes = {tuple(value.shape) for value in self._values if isinstance(value, Tensor)}
+            if any(len(shape) > 0 and shape != (1,) for shape in shapes):
+                raise ValueError(
+                    f"Average: a batch's value has shape {max(shapes)}; it has to be a scalar: take its mean"
+                )
+            stacked = torch.stack([torch.as_tensor(value).reshape(()).double() for value in self._values])
+            return stacked.tolist()
+        return [float(value) for value in self._values]
+
+    def _fold(self) -> None:
+        # One value after the other, as `compute` does: where the folds fall does not change the sum.
+        for value, weight in zip(self._pending(), self._weights, strict=True):
+            self._sum += value * weight
+            self._weight += weight
+        self._values, self._weights = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fold()
+        return {"sum": self._sum, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._sum, self._weight = state["sum"], state["weight"]
+
+
+class Accuracy:
+    """The share of samples whose largest score, or whose predicted class, is the target's.
+
+    Takes scores of shape (N, C, ...) or classes of the target's shape, and integer targets of shape (N, ...). With
+    ``threshold``, the scores have the target's shape and predict class 1 when they are greater.
+
+    Example:
+        >>> accuracy = Accuracy()
+        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        >>> accuracy.compute()
+        0.5
+    """
+
+    def __init__(self, *, threshold: float | None = None) -> None:
+        self.threshold = threshold
+        self.reset()
+
+    def reset(self) -> None:
+        self._correct: list[Tensor] = []
+        self._hits = 0
+        self._count = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        predicted = output.argmax(1) if output.dim() == target.dim() + 1 else output
+        if self.threshold is not None:
+            predicted = output > self.threshold
+        if predicted.shape != target.shape:
+            raise ValueError(
+                f"Accuracy: an output of shape {tuple(output.shape)} does not go with targets of shape "
+                f"{tuple(target.shape)}: scores are (N, C, ...) for targets (N, ...)"
+            )
+        self._correct.append((predicted == target).sum())
+        self._count += target.numel()
+        if len(self._correct) >= Average._FOLD_AT:
+            self._fold()
+
+    def compute(self) -> float:
+        """The share of correct samples so far; NaN if there were none."""
+        self._fold()
+        return self._hits / self._count if self._count else float("nan")
+
+    def _fold(self) -> None:
+        if self._correct:
+            self._hits += int(torch.stack(self._correct).sum())
+            self._correct = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fold()
+        return {"hits": self._hits, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._hits, self._count = state["hits"], state["count"]
+
+
+class Metrics(Handler):
+    """Measures every batch, and puts the epoch's values into ``state.metrics`` when the epoch is complete.
+
+    Attach it to an evaluator for validation, or to a trainer to follow the training itself. While an epoch is running, the
+    values so far can be had from ``state.metrics.running``.
+
+    Args:
+        metrics: the metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
+            ``(output, target) -> the batch's mean``, which is averaged over the samples.
+        inputs: called as ``inputs(engine)``, returns what the metrics take; by default the output and the batch's second
+            part. A dict output, or targets somewhere else, want one of your own.
+        named: the same as ``metrics``, as keyword arguments.
+
+    Example:
+        >>> Metrics(loss=Average(), accuracy=Accuracy()).names
+        ['loss', 'accuracy']
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        inputs: Inputs | None = None,
+        name: str | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(name=name)
+        self.metrics: dict[str, Any] = {**(metrics or {}), **named}
+        if not self.metrics:
+            raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
+        for key, metric in self.metrics.items():
+            if isinstance(metric, type):
+                raise TypeError(f"Metrics({key}={metric.__name__}): give an instance: {metric.__name__}()")
+            if not isinstance(metric, Metric):
+                if not callable(metric):
+                    raise TypeError(
+                        f"Metrics({key}={metric!r}): it has to have reset, update and compute, as torchmetrics' "
+                        "metrics have, or be a function (output, target) -> the batch's mean"
+                    )
+                self.metrics[key] = Average(metric)
+        self.inputs = inputs or _output_and_target
+        self._of_loss = [m for m in self.metrics.values() if isinstance(m, Average) and m.function is None]
+        self._of_output = [m for m in self.metrics.values() if m not in self._of_loss]
+        self.measuring: AnyEvent | None = None  # an update without a loss is measured after its forward
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which the values appear."""
+        return list(self.metrics)
+
+    def attached(self, engine: Engine) -> None:
+        engine.state.metrics.announce(self.name, self.names)
+        without = [update.forward is not None and update.loss_function is None for update in engine.updates]
+        self.measuring = Events.FORWARD_COMPLETED if any(without) else None
+        for update in engine.updates:
+            if self._of_output and update.forward is None:
+                raise ValueError(
+                    f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
+                    "is a single function, which shows none; give the Update forward= and loss="
+                )
+            if self._of_loss and not self._of_output and update.forward is not None and update.loss_function is None:
+                raise ValueError(
+                    f"{self.name!r}: an Average without a function is that of the loss, but update "
+                    f"{update.name!r} has no loss"
+                )
+
+    def detached(self, engine: Engine) -> None:
+        for key in self.names:
+            engine.state.metrics.running.pop(key, None)
+
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
+    def restart(self, engine: Engine) -> None:
+        """Begin the epoch with nothing measured."""
+        for metric in self.metrics.values():
+            metric.reset()
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def show_running(self, engine: Engine) -> None:
+        """Offer the values so far to displays."""
+        for key, metric in self.metrics.items():
+            engine.state.metrics.running[key] = partial(_current, key, metric)
+
+    @on(Events.LOSS_COMPUTED, phase=Phase.RECORD)
+    def measure(self, engine: Engine) -> None:
+        """Measure this batch, or the part of it that the forward saw."""
+        update = engine.state.update
+        if self._of_loss:
+            size = batch_size(engine.state.batch)
+            for metric in self._of_loss:
+                metric.add(update.loss, size)
+        if self._of_output:
+            self._measure_output(engine)
+
+    @on("measuring", phase=Phase.RECORD)
+    def measure_prediction(self, engine: Engine) -> None:
+        """Measure an update that only predicts; there will be no loss."""
+        if engine.state.update.loss_function is None:
+            self._measure_output(engine)
+
+    def _measure_output(self, engine: Engine) -> None:
+        with torch.no_grad():
+            inputs = self.inputs(engine)
+            inputs = tuple(item.detach() if isinstance(item, Tensor) else item for item in inputs)
+            for metric in self._of_output:
+                metric.update(*inputs)
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    def publish(self, engine: Engine) -> None:
+        """Put the epoch's values where monitors and loggers find them."""
+        for key, metric in self.metrics.items():
+            engine.state.metrics[key] = metric.compute()
+
+    def state_dict(self) -> dict[str, Any]:
+        # torchmetrics saves only what is marked persistent; its own state is in these attributes.
+        return {key: _state_of(metric) for key, metric in self.metrics.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.metrics):
+            raise ValueError(f"{self.name!r} measures {sorted(self.metrics)}, but the state is of {sorted(state)}")
+        for key, metric in self.metrics.items():
+            _load_state_of(metric, state[key])
+
+
+def _output_and_target(engine: Engine) -> tuple[Any, ...]:
+    return engine.state.update.output, engine.state.batch[1]
+
+
+def _current(key: str, metric: Any) -> float:
+    return as_number("Metrics", key, metric.compute())
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    if hasattr(metric, "metric_state"):  # torchmetrics
+        return {"state": dict(metric.metric_state), "update_count": metric._update_count}
+    return metric.state_dict() if hasattr(metric, "state_dict") else {}
+
+
+def _load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
+    if hasattr(metric, "metric_state"):
+        metric.reset()
+        for key, value in state["state"].items():
+            setattr(metric, key, value)
+        metric._update_count = state["update_count"]
+    elif hasattr(metric, "load_state_dict"):
+        metric.load_state_dict(state)
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the length of the first tensor in a batch; 1 for a batch without tensors or a scalar."""
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
+        first: Tensor = batch[0]
+        return first.shape[0] if first.dim() else 1
+    tensors = tensors_in(batch)
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else 1

@@ -1,0 +1,137 @@
+"""Mixed precision: autocast to bfloat16 or float16, the latter with gradient scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+
+__all__ = ["MixedPrecision"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MixedPrecision(Handler):
+    """Runs the forward and the loss under autocast; with float16 the loss is scaled so that small gradients survive.
+
+    Each update has a GradScaler of its own. Its scale moves once for each complete window, and a step whose gradients are
+    not finite is skipped, which costs one synchronisation with the device for each window. Clipping and measuring
+    happen on unscaled gradients. On an engine that evaluates there is only the autocast.
+
+    Args:
+        precision: "bf16" or "fp16". bfloat16 has float32's range and needs no scaling.
+        init_scale: the first scale; for fp16 only, like the rest.
+        growth_factor: by what the scale grows after ``growth_interval`` windows without a skipped step.
+        backoff_factor: by what it shrinks after a step that was skipped for its gradients.
+        growth_interval: see growth_factor.
+
+    Source:
+        Micikevicius et al., "Mixed Precision Training" (ICLR 2018); ``torch.autocast`` and ``torch.amp.GradScaler``.
+
+    Example:
+        >>> MixedPrecision("bf16").dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        precision: Literal["bf16", "fp16"] = "bf16",
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if precision not in _DTYPES:
+            raise ValueError(f"MixedPrecision({precision!r}): it has to be 'bf16' or 'fp16'")
+        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
+            raise ValueError(
+                f"MixedPrecision(init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor="
+                f"{backoff_factor}, growth_interval={growth_interval}): they have to be init_scale > 0, "
+                "growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"
+            )
+        self.dtype = _DTYPES[precision]
+        self.scaler_options = {
+            "init_scale": float(init_scale),
+            "growth_factor": float(growth_factor),
+            "backoff_factor": float(backoff_factor),
+            "growth_interval": growth_interval,
+        }
+        self.scalers: dict[str, torch.amp.GradScaler] = {}
+        scaled = precision == "fp16"
+        self.scaling = Events.LOSS_COMPUTED if scaled else None
+        self.unscaling = Events.GRADIENTS_READY if scaled else None
+        self.updating = Events.OPTIMIZER_STEP_COMPLETED if scaled else None
+        self._autocast: torch.autocast | None = None
+
+    @on(Events.STARTED, phase=Phase.PREPARE)
+    def prepare(self, engine: Engine) -> None:
+        """Choose the device's autocast, and give each update its scaler."""
+        device = engine.device.type
+        self._autocast = torch.autocast(device, dtype=self.dtype)
+        if self.scaling is not None and engine.training:
+            for update in engine.updates:
+                if update.name not in self.scalers:
+                    self.scalers[update.name] = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
+
+    @on(Events.FORWARD_STARTED)
+    def cast(self, engine: Engine) -> None:
+        """Autocast until the loss is computed; the backward runs in the types that the forward chose."""
+        assert self._autocast is not None
+        engine.enter(self._autocast)
+
+    @on("scaling", phase=Phase.FINALIZE)
+    def scale(self, engine: Engine) -> None:
+        """Scale the loss that the backward starts from; the reported one stays as it is."""
+        if engine.training:
+            update = engine.state.update
+            update.backward_loss = self.scalers[update.name].scale(update.backward_loss)
+
+    @on("unscaling", phase=Phase.PREPARE)
+    def unscale(self, engine: Engine) -> None:
+        """Unscale the window's gradients before anybody measures or clips them."""
+        update = engine.state.update
+        assert update.optimizer is not None
+        self.scalers[update.name].unscale_(update.optimizer)
+
+    @on("unscaling", phase=Phase.FINALIZE)
+    def veto(self, engine: Engine) -> None:
+        """Skip a step whose gradients overflowed. This is the window's one synchronisation."""
+        update = engine.state.update
+        if self._overflowed(update):
+            update.skip("the scaled gradients are not finite")
+
+    @on("updating", phase=Phase.PREPARE)
+    def adapt(self, engine: Engine) -> None:
+        """Let the scale follow, also when somebody skipped the step."""
+        update = engine.state.update
+        if self._found(update):  # not for a window that held no gradient
+            self.scalers[update.name].update()
+
+    def _found(self, update: UpdateState) -> Mapping[Any, Any]:
+        assert update.optimizer is not None
+        found: Mapping[Any, Any] = self.scalers[update.name]._found_inf_per_device(update.optimizer)
+        return found
+
+    def _overflowed(self, update: UpdateState) -> bool:
+        return any(bool(found.item()) for found in self._found(update).values())
+
+    @on(Events.ENDED)
+    def finish(self, engine: Engine) -> None:
+        """A run that ended inside a window leaves scalers that still wait for their update."""
+        for scaler in self.scalers.values():
+            scaler._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: scaler.state_dict() for name, scaler in self.scalers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            self.scalers = {}
+        for name, saved in state.items():
+            self.scalers[name].load_state_dict(dict(saved))

@@ -1,0 +1,36 @@
+"""Seeding: the global generators start from the run's seed."""
+
+from __future__ import annotations
+
+from signalfire import Engine, Events, Handler, Phase, on, seed_everything
+
+from .ranks import SEED
+
+__all__ = ["Seeding"]
+
+
+class Seeding(Handler):
+    """Seeds the global generators of Python, NumPy and torch when a run begins.
+
+    A run that continues, or resumes from a checkpoint, goes on with its random states instead. The model's initial
+    weights are drawn before there is an engine: call ``signalfire.seed_everything(seed)`` before building it.
+
+    Args:
+        seed: 0 <= seed < 2**32; the engine's seed by default.
+
+    Example:
+        >>> Seeding(7).seed
+        7
+    """
+
+    def __init__(self, seed: int | None = None, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
+            raise ValueError(f"Seeding(seed={seed!r}): it has to be an int with 0 <= seed < 2**32")
+        self.seed = seed
+
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED)
+    def plant(self, engine: Engine) -> None:
+        """Seed, unless the run continues."""
+        if engine.state.iteration == 0:
+            seed_everything((engine.seed if self.seed is None else self.seed) % 2**32)
