@@ -71,8 +71,8 @@ class Engine:
     # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
     __slots__ = (
         "__dict__", "__weakref__",
-        "_allowed", "_attention", "_catalogues", "_connected", "_deadline", "_epoch_stop", "_initial", "_leaving",
-        "_loaded", "_pending", "_position", "_replacers", "_snapshot", "_source", "_stopped_bounds", "_stops", "_updating",
+        "_allowed", "_attention", "_catalogues", "_claims", "_connected", "_deadline", "_epoch_stop", "_initial", "_leaving",
+        "_loaded", "_pending", "_position", "_snapshot", "_source", "_stopped_bounds", "_stops", "_updating",
         "_was_loaded", "handlers", "has_data", "model", "modules", "regions", "replaced_gradients", "replaced_step",
         "running", "seed", "signals", "state", "training", "update_signals", "updates",
     )  # fmt: skip
@@ -116,7 +116,7 @@ class Engine:
         self.has_data = False
         self.running = False
         self._catalogues: set[type[EventEnum]] = {Events}
-        self._replacers: dict[str, str] = {}
+        self._claims: dict[str, str] = {}
         self._connected: dict[str, list[tuple[Signal, Connection]]] = {}
         self._initial: dict[str, dict[str, Any]] = {}
         self._pending: list[Handler] = []  # toggled inside the run: looked at again at the next boundary
@@ -719,12 +719,22 @@ class Engine:
             self._refuse_setup(handler)
         self._settle_later(handler)
 
+    def claim(self, what: str, *, by: Handler) -> None:
+        """Say that one handler alone may do this, until it is detached; for what would depend on an order if two did it.
+
+        Raises:
+            ValueError: if another handler claimed it, naming both.
+        """
+        other = self._claims.setdefault(what, by.name)
+        if other != by.name:
+            raise ValueError(f"both {other!r} and {by.name!r} would be in charge of {what}; detach one of the two")
+
     def replace(self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None) -> None:
         """Perform an act of the loop with a function of the handler's own, until the handler is detached.
 
         The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
         gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute(engine, update)`` is
-        what it replaces; "step", ``function(engine, update, step)`` likewise.
+        what it replaces; "step", ``function(engine, update, step)``, where ``step()`` is the optimizer's.
 
         Raises:
             ValueError: if another handler replaces the same act, naming both.
@@ -732,36 +742,29 @@ class Engine:
         if act not in _ACTS:
             raise ValueError(f"{by!r} replaces {act!r}; it has to be one of {', '.join(_ACTS)}")
         targets = self.updates if update is None else (self.find_update(update),)
-        keys = [f"{act} of {target.name}" for target in targets] if act == "window" else [act]
-        for key in keys:
-            if (other := self._replacers.get(key)) is not None:
-                raise ValueError(f"both {other!r} and {by.name!r} replace the act {act!r}; detach one of the two")
-        for key in keys:
-            self._replacers[key] = by.name
-        if act == "gradients":
-            self.replaced_gradients = function
-        elif act == "step":
-            self.replaced_step = function
-        else:
-            for target in targets:
-                target.window_of = function
-                if self.running and self.state.epoch:
-                    target.window = function(self.state.epoch)
+        if act != "window":
+            self.claim(f"the act {act!r}", by=by)
+            setattr(self, f"replaced_{act}", function)
+            return
+        for target in targets:
+            self.claim(f"the act 'window' of update {target.name!r}", by=by)
+            target.window_of = function
+            if self.running and self.state.epoch:
+                target.window = function(self.state.epoch)
 
     def _restore(self, handler: Handler) -> None:
         """Take back what the handler asked of the engine."""
         self._stops.pop(handler.name, None)
         self.state.metrics.withdraw(handler.name)
-        for key in [key for key, name in self._replacers.items() if name == handler.name]:
-            del self._replacers[key]
-            if key == "gradients":
-                self.replaced_gradients = None
-            elif key == "step":
-                self.replaced_step = None
-            else:
-                target = self.find_update(key.removeprefix("window of "))
-                target.window_of = None
-                target.window = 1
+        for what in [what for what, name in self._claims.items() if name == handler.name]:
+            del self._claims[what]
+            for act in ("gradients", "step"):
+                if what == f"the act {act!r}":
+                    setattr(self, f"replaced_{act}", None)
+            for target in self.updates:
+                if what == f"the act 'window' of update {target.name!r}":
+                    target.window_of = None
+                    target.window = 1
 
     def _find(self, handler: Handler | str) -> Handler:
         name = handler if isinstance(handler, str) else handler.name

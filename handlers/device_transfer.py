@@ -43,6 +43,9 @@ class DeviceTransfer(Handler):
             )
         self.non_blocking = non_blocking
 
+    def attached(self, engine: Engine) -> None:
+        engine.claim("the device", by=self)
+
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
     def place_model(self, engine: Engine) -> None:
         """Move the modules; an optimizer that was built before keeps working, since the parameters stay the same objects."""

@@ -58,7 +58,8 @@ class GradientClipping(Handler):
         self.total_norm: Tensor | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.find_update(self.update)  # a name that does not exist shows now
+        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+            engine.claim(f"clipping the gradients of update {update.name!r}", by=self)
 
     @on(Events.GRADIENTS_READY)
     def clip(self, engine: Engine) -> None:

@@ -84,7 +84,7 @@ class LRScheduling(Handler):
         self.requiring = None if self.monitor is None else Events.EPOCH_COMPLETED
 
     def attached(self, engine: Engine) -> None:
-        engine.find_update(self.update)
+        engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
 
     @on(Events.STARTED)
     def build(self, engine: Engine) -> None:

@@ -69,6 +69,9 @@ class MixedPrecision(Handler):
         self.updating = Events.OPTIMIZER_STEP_COMPLETED if scaled else None
         self._autocast: torch.autocast | None = None
 
+    def attached(self, engine: Engine) -> None:
+        engine.claim("the precision", by=self)
+
     @on(Events.STARTED, phase=Phase.PREPARE)
     def prepare(self, engine: Engine) -> None:
         """Choose the device's autocast, and give each update its scaler."""

@@ -10,21 +10,12 @@ DECIDE_CHECKPOINTS = 10
 what the schedules and the patience decided in it."""
 
 COMMUTING = {
-    (
-        "EPOCH_COMPLETED",
-        "PREPARE",
-    ): "Metrics and Validation write metrics of different names; the same name is an error",
-    (
-        "EPOCH_COMPLETED",
-        "CONTROL",
-    ): "LRScheduling moves rates, EarlyStopping asks for a stop: neither reads what the other writes",
-    ("ITERATION_COMPLETED", "CONTROL"): "as in EPOCH_COMPLETED",
-    ("ITERATION_COMPLETED", "PERSIST"): "Checkpoints write different files of one shared snapshot",
-    ("EPOCH_COMPLETED", "PERSIST"): "as in ITERATION_COMPLETED",
-    (
-        "STARTED",
-        "PREPARE",
-    ): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
+    ("STARTED", "PREPARE"): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
     ("EPOCH_STARTED", "PREPARE"): "Metrics sets its own sums back; Validation runs another engine",
+    ("EPOCH_COMPLETED", "PREPARE"): "Metrics and Validation write metrics of different names; the same name is an error",
+    ("EPOCH_COMPLETED", "CONTROL"): "LRScheduling moves a rate and EarlyStopping asks for a stop: neither reads the other's",
+    ("ITERATION_COMPLETED", "CONTROL"): "as in EPOCH_COMPLETED",
+    ("ENDED", "CHANGE"): "each closes something of its own",
 }
-"""Cells of (event, phase) in which several kinds of shipped receivers meet at the same rank, and why that is harmless."""
+"""Cells of (event, phase) in which different shipped handlers meet at the same rank, and why that is harmless. Two of the same
+kind are harmless (Checkpoints write different files of one snapshot), or refuse each other (`Engine.claim`)."""

@@ -29,6 +29,9 @@ class Seeding(Handler):
             raise ValueError(f"Seeding(seed={seed!r}): it has to be an int with 0 <= seed < 2**32")
         self.seed = seed
 
+    def attached(self, engine: Engine) -> None:
+        engine.claim("seeding", by=self)
+
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED)
     def plant(self, engine: Engine) -> None:
         """Seed, unless the run continues."""

@@ -1,0 +1,179 @@
+"""Checks of the promises that every handler makes, for the handlers that come with Signalfire and for those of users.
+
+    from signalfire.testing import check_handler
+
+    def test_my_handler_keeps_its_promises():
+        check_handler(build, lambda: MyHandler(), data, max_epochs=3)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bus import Phase
+from .engine import Engine
+from .events import Events
+from .handler import Handler
+from .randomness import seed_everything
+
+__all__ = ["check_handler", "fingerprint", "trace"]
+
+Build = Callable[[], Engine]
+
+
+def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
+    """A sha256 of each part of what a run left behind: equal only if all of it is equal, bit for bit.
+
+    Args:
+        engine: after a run.
+        handlers: whether the handlers' states count, too.
+    """
+    state = engine.state_dict()
+    parts = {f"modules.{name}": part for name, part in state["modules"].items()}
+    parts |= {f"updates.{name}": part for name, part in state["updates"].items()}
+    parts |= {"engine": {key: value for key, value in state["engine"].items() if key != "fired"}, "random": state["random"]}
+    if handlers:
+        parts |= {f"handlers.{name}": part for name, part in state["handlers"].items()}
+    return {name: _digest(part) for name, part in parts.items()}
+
+
+def trace(engine: Engine) -> list[tuple[str, int, int]]:
+    """Record (event, epoch, iteration) of everything that the engine emits from now on."""
+    seen: list[tuple[str, int, int]] = []
+    for event in Events:
+
+        def record(engine: Engine, event: Events = event) -> None:
+            seen.append((event.name, engine.state.epoch, engine.state.iteration))
+
+        engine.connect(event, record, phase=Phase.PREPARE)
+    return seen
+
+
+def check_handler(
+    build: Build, make: Callable[[], Handler], data: Iterable[Any], *, changes_training: bool = True, **bounds: Any
+) -> None:
+    """Assert that a handler leaves no trace when it is off, resumes exactly, and cleans up after an error.
+
+    Args:
+        build: makes a new engine, the same every time.
+        make: makes the handler, new every time.
+        data: what to run on; it has to give the same batches each time it is iterated after ``seed_everything(0)``.
+        changes_training: whether the engine with the handler may train to something else than without it.
+        bounds: for `Engine.run`; more than one epoch, so that there is something to resume.
+
+    Raises:
+        AssertionError: naming the promise that was broken and the part that differs.
+    """
+
+    def run(engine: Engine, **more: Any) -> Engine:
+        seed_everything(0)
+        engine.run(data, **(bounds | more))
+        return engine
+
+    name = make().name
+    plain = fingerprint(run(build()), handlers=False)
+
+    # Attached and detached again, and disabled, it is as if it had never been there.
+    engine = build()
+    before = _receivers(engine)
+    engine.attach(make()).detach()
+    _same(before, _receivers(engine), f"{name}: attach, then detach, leaves receivers behind")
+    _same(plain, fingerprint(run(engine), handlers=False), f"{name}: attach, then detach, changes the run")
+    engine = build()
+    engine.attach(make())
+    with engine.without(name):
+        _same(before, _receivers(engine), f"{name}: disabled, it leaves receivers behind")
+        _same(plain, fingerprint(run(engine), handlers=False), f"{name}: disabled, it changes the run")
+
+    # The same run twice is the same, and an observer changes nothing.
+    engine = build()
+    engine.attach(make())
+    whole = fingerprint(run(engine))
+    engine = build()
+    engine.attach(make())
+    _same(whole, fingerprint(run(engine)), f"{name}: two runs with the same seed differ")
+    if not changes_training:
+        without = {part: digest for part, digest in whole.items() if part in plain and part != "engine"}
+        _same({part: plain[part] for part in without}, without, f"{name}: it changes training")
+
+    # Saved after any iteration and loaded into a new engine, it goes on as if it had not been stopped.
+    saved: list[tuple[int, bytes]] = []
+    engine = build()
+    engine.attach(make())
+
+    def save(engine: Engine) -> None:
+        buffer = io.BytesIO()
+        torch.save(engine.state_dict(), buffer)
+        saved.append((engine.state.iteration, buffer.getvalue()))
+
+    engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
+    run(engine)
+    for iteration, file in saved[:-1]:
+        resumed = build()
+        resumed.attach(make())
+        resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+        seed_everything(1)  # a new process would have other random states
+        resumed.run(data, **bounds)
+        _same(whole, fingerprint(resumed), f"{name}: resumed after iteration {iteration}, it ends elsewhere")
+
+    # After an error the engine is clean, and can be used again without the handler.
+    engine = build()
+    engine.attach(make())
+
+    def fail(engine: Engine) -> None:
+        raise _Failure
+
+    with engine.connect(Events.ITERATION_COMPLETED(once=2), fail):
+        seed_everything(0)
+        try:
+            engine.run(data, **bounds)
+        except _Failure:
+            pass
+        else:
+            raise AssertionError(f"{name}: an error in another receiver did not leave run()")
+    assert not engine.regions, f"{name}: an error leaves regions open"
+    engine.detach(name)
+    _same(before, _receivers(engine), f"{name}: after an error, detaching leaves receivers behind")
+
+
+class _Failure(Exception):
+    pass
+
+
+def _receivers(engine: Engine) -> dict[str, str]:
+    counts = {f"signal {name}": str(len(signal.receivers)) for name, signal in engine.signals.items() if signal.receivers}
+    acts = [engine.replaced_gradients, engine.replaced_step, *(update.window_of for update in engine.updates)]
+    return counts | {"replaced acts": str(sum(act is not None for act in acts))}
+
+
+def _same(expected: dict[str, str], found: dict[str, str], promise: str) -> None:
+    different = sorted(part for part in expected.keys() | found.keys() if expected.get(part) != found.get(part))
+    assert not different, f"{promise}: {', '.join(different)}"
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key, item in sorted(value.items(), key=lambda pair: str(pair[0])):
+                digest.update(f"{key}:".encode())
+                feed(item)
+        elif isinstance(value, list | tuple):
+            digest.update(b"[")
+            for item in value:
+                feed(item)
+        else:
+            digest.update(f"{value!r};".encode())
+
+    feed(value)
+    return digest.hexdigest()

@@ -1,0 +1,521 @@
+"""The loop: the order of events is the catalogue's, bounds and stops hold, a run continues where it was."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
+from signalfire.handlers import GradientAccumulation
+from signalfire.testing import fingerprint, trace
+
+Triple = tuple[str, int, int]
+Batch = tuple[Tensor, Tensor]
+
+
+def make_data(batches: int = 3) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(batches)]
+
+
+def make_engine(**options: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=1e-2))
+    return Engine(update, model=model, seed=0, **options)
+
+
+def catalogue(
+    *, epochs: int, batches: int, window: int, loaded: bool, forward: bool = True, train: bool = True
+) -> list[Triple]:
+    """What the pseudocode in the catalogue's docstring says is emitted, by interpreting that pseudocode."""
+    block = re.search(r"```\n(.*?)```", Events.__doc__ or "", re.DOTALL)
+    assert block is not None
+    lines = [line.split("#")[0].rstrip() for line in block[1].splitlines()]
+    program = [(len(line) - len(line.lstrip()), line.strip()) for line in lines if line.strip()]
+    assert {text for _, text in program if not text.endswith(":")} < set(Events.__members__), "an unknown event"
+    triples: list[Triple] = []
+
+    def body(start: int) -> int:
+        end = start
+        while end < len(program) and program[end][0] >= program[start][0]:
+            end += 1
+        return end
+
+    def run(start: int, end: int, epoch: int, batch: int) -> None:
+        place, training = start, train
+        while place < end:
+            text = program[place][1]
+            if text.endswith(":"):
+                last = body(place + 1)
+                if text == "for each epoch:":
+                    for number in range(1, epochs + 1):
+                        run(place + 1, last, number, 0)
+                elif text == "for each batch:":
+                    for number in range(1, batches + 1):
+                        run(place + 1, last, epoch, number)
+                elif text == "for each update:":
+                    run(place + 1, last, epoch, batch)
+                else:
+                    assert text == "if the window is complete:"
+                    if train and (batch % window == 0 or batch == batches):
+                        run(place + 1, last, epoch, batch)
+                place = last
+                continue
+            skipped = (text == "CHECKPOINT_LOADED" and not loaded) or (text == "FORWARD_COMPLETED" and not forward)
+            skipped = skipped or (text.startswith("BACKWARD") and not training)
+            if not skipped:
+                iteration = (epoch - 1) * batches + batch if epoch else 0
+                after_all = text in ("COMPLETED", "ENDED")
+                at_end = text == "EPOCH_COMPLETED"
+                triple_epoch = epochs if after_all else epoch
+                triple_iteration = epochs * batches if after_all else epoch * batches if at_end else iteration
+                if text == "GET_BATCH_STARTED":
+                    triple_iteration -= 1
+                triples.append((text, triple_epoch, triple_iteration))
+            place += 1
+
+    run(0, len(program), 0, 0)
+    return triples
+
+
+def test_the_real_order_of_events_is_the_catalogues_pseudocode() -> None:
+    engine = make_engine()
+    engine.attach(GradientAccumulation(2))
+    seen = trace(engine)
+    engine.run(make_data(3), max_epochs=2)
+    assert seen == catalogue(epochs=2, batches=3, window=2, loaded=False)
+    assert ("OPTIMIZER_STEP_COMPLETED", 1, 2) in seen
+    assert ("OPTIMIZER_STEP_COMPLETED", 1, 3) in seen
+    assert ("OPTIMIZER_STEP_COMPLETED", 1, 1) not in seen
+
+
+def test_the_order_of_events_of_an_engine_that_evaluates_is_the_catalogues() -> None:
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(3, 2))
+    seen = trace(engine)
+    engine.run(make_data(3))
+    assert seen == catalogue(epochs=1, batches=3, window=1, loaded=False, train=False)
+
+
+def test_the_order_of_events_of_a_single_function_lacks_only_forward_completed() -> None:
+    model = nn.Linear(3, 2)
+
+    def function(engine: Engine, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    engine = Engine(Update.from_function(function, partial(torch.optim.SGD, lr=0.1)), model=model)
+    seen = trace(engine)
+    engine.run(make_data(3), max_epochs=1)
+    assert seen == catalogue(epochs=1, batches=3, window=1, loaded=False, forward=False)
+
+
+def test_a_loaded_state_is_applied_after_started_and_told_by_checkpoint_loaded() -> None:
+    first = make_engine()
+    first.run(make_data(3), max_epochs=1)
+    second = make_engine()
+    second.load_state_dict(first.state_dict())
+    seen = trace(second)
+    second.run(make_data(3), max_epochs=2)
+    names = [name for name, _, _ in seen]
+    assert names[:5] == ["MODEL_SETUP", "OPTIMIZER_SETUP", "STARTED", "CHECKPOINT_LOADED", "EPOCH_STARTED"]
+    assert seen[2] == ("STARTED", 0, 0)
+    assert seen[3] == ("CHECKPOINT_LOADED", 1, 3)
+    assert seen[4] == ("EPOCH_STARTED", 2, 3)
+
+
+def test_a_handlers_receivers_run_by_phase_then_rank_then_connection() -> None:
+    seen: list[str] = []
+
+    class Several(Handler):
+        @on(Events.ITERATION_COMPLETED, phase=Phase.PERSIST)
+        def last(self, engine: Engine) -> None:
+            seen.append("last")
+
+        @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, rank=5)
+        def fourth(self, engine: Engine) -> None:
+            seen.append("fourth")
+
+        @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, rank=-5)
+        def third(self, engine: Engine) -> None:
+            seen.append("third")
+
+        @on(Events.ITERATION_COMPLETED)
+        def second(self, engine: Engine) -> None:
+            seen.append("second")
+
+        @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE)
+        def first(self, engine: Engine) -> None:
+            seen.append("first")
+
+    engine = make_engine()
+    engine.attach(Several())
+    engine.run(make_data(), max_iters=1)
+    assert seen == ["first", "second", "third", "fourth", "last"]
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bounds", "epoch", "iteration"),
+    [
+        ({"max_epochs": 2}, 2, 6),
+        ({"max_iters": 4}, 2, 4),
+        ({"max_iters": 6}, 2, 6),
+        ({"max_epochs": 1, "max_iters": 100}, 1, 3),
+        ({"max_steps": 5}, 2, 5),
+        ({"max_epochs": 2, "epoch_length": 2}, 2, 4),
+        ({"max_time": "0.2s"}, None, None),
+    ],
+)
+def test_a_run_ends_at_the_first_bound_it_reaches(
+    bounds: dict[str, Any], epoch: int | None, iteration: int | None
+) -> None:
+    engine = make_engine()
+    state = engine.run(make_data(3), **bounds)
+    if epoch is not None:
+        assert (state.epoch, state.iteration) == (epoch, iteration)
+    assert state.iteration > 0
+    assert state.stop_reason is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({}, "max_epochs"),
+        ({"max_epochs": 0}, "max_epochs=0"),
+        ({"max_epochs": True}, "max_epochs=True"),
+        ({"max_iters": 1.5}, "max_iters=1.5"),
+        ({"max_epochs": 2, "min_epochs": 3}, "min_epochs=3"),
+        ({"max_epochs": 2, "min_iters": -1}, "min_iters=-1"),
+        ({"max_time": "5ep"}, "5ep"),
+        ({"max_time": "soon"}, "soon"),
+        ({"max_epochs": 1, "epoch_length": 0}, "epoch_length=0"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused_before_anything_runs(bounds: dict[str, Any], told: str) -> None:
+    engine = make_engine()
+    seen = trace(engine)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        engine.run(make_data(), **bounds)
+    assert seen == []
+
+
+def test_without_data_an_epoch_length_or_max_iters_is_needed() -> None:
+    engine = Engine(Update.from_function(lambda engine, batch: None))
+    with pytest.raises(ValueError, match="epoch_length"):
+        engine.run()
+    assert engine.run(epoch_length=5, max_epochs=2).iteration == 10
+    assert engine.run(max_iters=7).iteration == 7
+
+
+# ---- stops ----------------------------------------------------------------------------------------------------------
+
+
+def test_terminate_lets_the_other_receivers_run_and_ends_with_terminated_and_completed() -> None:
+    engine = make_engine()
+    ran: list[str] = []
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2), phase=Phase.PREPARE)
+    def stop(engine: Engine) -> None:
+        engine.terminate("enough")
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2), phase=Phase.PERSIST)
+    def other(engine: Engine) -> None:
+        ran.append("other")
+
+    seen = trace(engine)
+    state = engine.run(make_data(3), max_epochs=5)
+    assert (state.epoch, state.iteration, state.stop_reason) == (1, 2, "enough")
+    assert ran == ["other"]
+    assert [name for name, _, _ in seen[-4:]] == ["ITERATION_COMPLETED", "TERMINATED", "COMPLETED", "ENDED"]
+
+
+def test_terminate_epoch_ends_the_epoch_and_the_next_begins() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2))
+    def stop(engine: Engine) -> None:
+        engine.terminate_epoch("enough of this one")
+
+    seen = trace(engine)
+    state = engine.run(make_data(3), max_epochs=2)
+    assert (state.epoch, state.iteration) == (2, 5)
+    assert ("EPOCH_COMPLETED", 1, 2) in seen
+    assert ("EPOCH_STARTED", 2, 2) in seen
+
+
+@pytest.mark.parametrize(("held", "ended"), [({"min_epochs": 2}, 6), ({"min_iters": 5}, 5), ({}, 1)])
+def test_minimum_bounds_hold_a_stop_back(held: dict[str, int], ended: int) -> None:
+    engine = make_engine()
+
+    @engine.on(Events.ITERATION_COMPLETED(once=1))
+    def stop(engine: Engine) -> None:
+        engine.terminate("early")
+
+    assert engine.run(make_data(3), max_epochs=4, **held).iteration == ended
+
+
+def test_a_stop_that_is_held_back_can_be_withdrawn() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.ITERATION_COMPLETED(once=1))
+    def stop(engine: Engine) -> None:
+        engine.terminate("early", by="me")
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2))
+    def withdraw(engine: Engine) -> None:
+        engine.withdraw_termination(by="me")
+
+    state = engine.run(make_data(3), max_epochs=3, min_iters=4)
+    assert (state.iteration, state.stop_reason) == (9, None)
+
+
+def test_terminate_in_started_ends_the_run_before_the_first_batch() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.STARTED)
+    def stop(engine: Engine) -> None:
+        engine.terminate("not today")
+
+    seen = trace(engine)
+    assert engine.run(make_data(), max_epochs=2).iteration == 0
+    assert [name for name, _, _ in seen][-3:] == ["TERMINATED", "COMPLETED", "ENDED"]
+    assert ("EPOCH_STARTED", 1, 0) not in seen
+
+
+def test_terminate_outside_a_run_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="not running"):
+        make_engine().terminate("why")
+
+
+# ---- continuing -----------------------------------------------------------------------------------------------------
+
+
+def test_run_continues_up_to_larger_bounds_as_if_it_had_not_ended() -> None:
+    whole, parts = make_engine(), make_engine()
+    seed_everything(0)
+    whole.run(make_data(), max_epochs=4)
+    seed_everything(0)
+    for bound in (1, 2, 4):
+        parts.run(make_data(), max_epochs=bound)
+    assert fingerprint(whole) == fingerprint(parts)
+
+
+def test_run_continues_inside_an_epoch_and_a_window_as_if_it_had_not_ended() -> None:
+    for cut in range(1, 12):
+        whole, parts = make_engine(), make_engine()
+        seed_everything(0)
+        whole.attach(GradientAccumulation(4))
+        whole.run(make_data(6), max_iters=12)
+        seed_everything(0)
+        parts.attach(GradientAccumulation(4))
+        parts.run(make_data(6), max_iters=cut)
+        parts.run(make_data(6), max_iters=12)
+        assert fingerprint(whole) == fingerprint(parts), f"cut after iteration {cut}"
+
+
+def test_a_finished_engine_says_so_and_names_the_two_ways_on() -> None:
+    engine = make_engine()
+    engine.run(make_data(), max_epochs=2)
+    before = fingerprint(engine)
+    with pytest.warns(UserWarning, match=r"larger bounds .* engine\.reset\(\)"):
+        engine.run(make_data(), max_epochs=2)
+    assert fingerprint(engine) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.run(make_data(), max_epochs=3).epoch == 3
+
+
+def test_a_stopped_engine_stays_stopped_until_it_is_given_larger_bounds() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.EPOCH_COMPLETED(once=1))
+    def stop(engine: Engine) -> None:
+        engine.terminate("early")
+
+    engine.run(make_data(), max_epochs=5)
+    with pytest.warns(UserWarning, match="stopped \\(early\\)"):
+        engine.run(make_data(), max_epochs=5)
+    assert engine.state.epoch == 1
+    resumed = make_engine()
+    resumed.load_state_dict(engine.state_dict())
+    with pytest.warns(UserWarning, match="stopped \\(early\\)"):
+        resumed.run(make_data(), max_epochs=5)
+    assert resumed.state.epoch == 1
+    assert resumed.run(make_data(), max_epochs=6).epoch == 6
+
+
+def test_reset_begins_anew_with_the_weights_kept() -> None:
+    class Counting(Handler):
+        count = 0
+
+        @on(Events.ITERATION_COMPLETED)
+        def increase(self, engine: Engine) -> None:
+            self.count += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.count = state["count"]
+
+    engine = make_engine()
+    counting = Counting()
+    engine.attach(counting)
+    engine.run(make_data(), max_epochs=2)
+    weights = [p.clone() for p in engine.model.parameters()]
+    optimizer = engine.updates[0].optimizer
+    engine.reset()
+    assert (engine.state.epoch, engine.state.iteration, engine.updates[0].steps, counting.count) == (0, 0, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(weights, engine.model.parameters(), strict=True))
+    engine.run(make_data(), max_epochs=1)
+    assert counting.count == 3
+    assert engine.updates[0].optimizer is not optimizer
+
+
+def test_an_engine_that_evaluates_starts_anew_in_every_run() -> None:
+    engine = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(3, 2))
+    for _ in range(2):
+        assert engine.run(make_data(3)).iteration == 3
+
+
+def test_run_inside_run_is_refused() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.ITERATION_COMPLETED(once=1))
+    def again(engine: Engine) -> None:
+        engine.run(make_data(), max_epochs=1)
+
+    with pytest.raises(RuntimeError, match="engine that is running"):
+        engine.run(make_data(), max_epochs=1)
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+class Noisy:
+    """Unsized data that draws its batches from the global generator."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(5):
+            yield torch.randn(4, 3), torch.randn(4, 2)
+
+
+@pytest.mark.parametrize("kind", ["list", "unsized", "shuffled", "own generator", "longer epochs"])
+def test_a_run_resumed_after_any_iteration_ends_as_the_uninterrupted_one(kind: str) -> None:
+    def data() -> Any:
+        if kind == "unsized":
+            return Noisy()
+        if kind in ("list", "longer epochs"):
+            return make_data(5)
+        x, y = (torch.cat(part) for part in zip(*make_data(5), strict=True))
+        generator = torch.Generator().manual_seed(3) if kind == "own generator" else None
+        dataset = torch.utils.data.TensorDataset(x, y)
+        return torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+    def build() -> Engine:
+        engine = make_engine()
+        engine.attach(GradientAccumulation(2))
+        return engine
+
+    bounds: dict[str, Any] = {"max_epochs": 3} | ({"epoch_length": 7} if kind == "longer epochs" else {})
+    states: list[dict[str, Any]] = []
+    whole = build()
+    whole.connect(
+        Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED,
+        lambda engine: states.append(engine.state_dict()),
+        phase=Phase.PERSIST,
+    )
+    seed_everything(0)
+    whole.run(data(), **bounds)
+    for state in states[:-1]:
+        resumed = build()
+        resumed.load_state_dict(state)
+        seed_everything(99)
+        resumed.run(data(), **bounds)
+        place = (state["engine"]["epoch"], state["engine"]["iteration"], state["engine"]["epoch_open"])
+        assert fingerprint(resumed) == fingerprint(whole), f"{kind}: resumed from {place}"
+
+
+def test_the_state_shares_no_tensor_with_the_engine() -> None:
+    engine = make_engine()
+    engine.run(make_data(), max_epochs=1)
+    state = engine.state_dict()
+    before = {name: value.clone() for name, value in state["modules"]["model"].items()}
+    moment = state["updates"]["main"]["optimizer"]["state"][0]["exp_avg"].clone()
+    engine.run(make_data(), max_epochs=2)
+    assert all(torch.equal(before[name], value) for name, value in state["modules"]["model"].items())
+    assert torch.equal(moment, state["updates"]["main"]["optimizer"]["state"][0]["exp_avg"])
+    loaded = make_engine()
+    loaded.load_state_dict(state)
+    loaded.run(make_data(), max_epochs=2)
+    assert torch.equal(moment, state["updates"]["main"]["optimizer"]["state"][0]["exp_avg"]), (
+        "loading aliased the state"
+    )
+
+
+def test_the_state_may_not_be_taken_inside_an_update() -> None:
+    engine = make_engine()
+    engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.state_dict())
+    with pytest.raises(RuntimeError, match="not inside an update"):
+        engine.run(make_data(), max_epochs=1)
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed() -> None:
+    class Remembering(Handler):
+        def state_dict(self) -> dict[str, Any]:
+            return {"something": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state == {"something": 1}
+
+    with_handler = make_engine()
+    with_handler.attach(Remembering())
+    with_handler.run(make_data(), max_epochs=1)
+    plain = make_engine()
+    weights = [p.clone() for p in plain.model.parameters()]
+    plain.load_state_dict(with_handler.state_dict())
+    with pytest.raises(ValueError, match="handlers saved but not here: remembering"):
+        plain.run(make_data(), max_epochs=2)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain.model.parameters(), strict=True))
+    plain.load_state_dict(with_handler.state_dict(), allow=["remembering"])
+    assert plain.run(make_data(), max_epochs=2).epoch == 2
+
+    plain = make_engine()
+    plain.run(make_data(), max_epochs=1)
+    other = make_engine()
+    other.attach(Remembering())
+    other.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="handlers without a saved state: remembering"):
+        other.run(make_data(), max_epochs=2)
+
+    renamed = Engine(
+        Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=1e-2)),
+        model={"net": make_engine().model},
+    )
+    renamed.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="modules"):
+        renamed.run(make_data(), max_epochs=2)
+
+    with pytest.raises(ValueError, match="not the state of a Signalfire engine"):
+        plain.load_state_dict({"model": {}})
+
+
+def test_a_model_is_trained_in_train_mode_and_left_in_the_mode_it_was_in() -> None:
+    engine = make_engine()
+    engine.model[2].eval()
+    modes: list[bool] = []
+    engine.connect(Events.FORWARD_STARTED(once=1), lambda engine: modes.append(engine.model[2].training))
+    engine.run(make_data(), max_epochs=1)
+    assert modes == [True]
+    assert engine.model.training
+    assert not engine.model[2].training

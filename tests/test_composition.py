@@ -1,0 +1,238 @@
+"""Handlers in company: equal to the loop written by hand, in whatever order they are attached, and gone without a trace."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Handler, Update, seed_everything
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Checkpoint,
+    DeviceTransfer,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    Metrics,
+    MixedPrecision,
+    ProgressBar,
+    Seeding,
+    TensorBoardLogger,
+    Validation,
+)
+from signalfire.testing import fingerprint
+
+EPOCHS = 2
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def make_data() -> tuple[DataLoader[Any], list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(56, 4, generator=generator)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    train = DataLoader(TensorDataset(x[:40], y[:40]), batch_size=8, shuffle=True)
+    return train, [(x[40:50], y[40:50]), (x[50:], y[50:])]
+
+
+def make_update() -> Update:
+    return Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=1e-2))
+
+
+def handlers_of(model: nn.Module, folder: Path) -> dict[str, Callable[[], Handler]]:
+    """The handlers that change training or decide about it, each to be made anew."""
+    evaluator = Engine(make_update().evaluation(), model=model)
+    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+    return {
+        "accumulation": lambda: GradientAccumulation(2),
+        "clipping": lambda: GradientClipping(max_norm=0.5),
+        "scaling": lambda: MixedPrecision("fp16", init_scale=2.0**30, growth_interval=2),
+        "schedule": lambda: LRScheduling(partial(OneCycleLR, max_lr=0.1, total_steps=50)),
+        "validation": lambda: Validation(evaluator, make_data()[1]),
+        "stopping": lambda: EarlyStopping("loss", patience=1),
+        "checkpoint": lambda: Checkpoint(folder, monitor="loss", keep=2),
+    }
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of synced checkpoints would wait for a disk."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    yield path
+    shutil.rmtree(path)
+
+
+def outcome(order: tuple[str, ...], folder: Path) -> dict[str, str]:
+    """Everything that a run leaves behind, files included, when handlers are attached in this order."""
+    model = make_model()
+    engine = Engine(make_update(), model=model, seed=0)
+    made = handlers_of(model, folder)
+    engine.attach(*(made[name]() for name in order))
+    seed_everything(0)
+    engine.run(make_data()[0], max_epochs=EPOCHS)
+    left = fingerprint(engine)
+    for file in sorted(folder.iterdir()):
+        left[f"file {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        file.unlink()
+    return left
+
+
+def test_every_order_of_attaching_gives_one_result_kept_files_included(folder: Path) -> None:
+    names = tuple(handlers_of(nn.Linear(1, 1), folder))
+    expected = outcome(names, folder)
+    assert sum(part.startswith("file ") for part in expected) >= 1
+    orders = 0
+    for order in itertools.permutations(names):
+        assert outcome(order, folder) == expected, order
+        orders += 1
+    assert orders == math.factorial(7)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_subset_in_any_order_gives_one_result_and_detaching_leaves_no_trace(data: Any, tmp_path: Path) -> None:
+    names = list(handlers_of(nn.Linear(1, 1), tmp_path))
+    monitored = {"stopping", "checkpoint"}
+    chosen = data.draw(st.sets(st.sampled_from(names)).map(lambda s: s | {"validation"} if s & monitored else s))
+    one = tuple(data.draw(st.permutations(sorted(chosen))))
+    other = tuple(data.draw(st.permutations(sorted(chosen))))
+    expected = outcome(one, tmp_path)
+    assert outcome(other, tmp_path) == expected
+
+    # The rest is attached as well, and some of it detached, some disabled: as if it had never been there.
+    model = make_model()
+    engine = Engine(make_update(), model=model, seed=0)
+    made = handlers_of(model, tmp_path)
+    rest = [name for name in names if name not in chosen]
+    everything = {name: made[name]() for name in data.draw(st.permutations(names))}
+    engine.attach(*everything.values())
+    disabled = set(data.draw(st.sets(st.sampled_from(rest)))) if rest else set()
+    for name in data.draw(st.permutations(rest)):
+        if name in disabled:
+            everything[name].enabled = False
+        else:
+            engine.detach(everything[name])
+    seed_everything(0)
+    engine.run(make_data()[0], max_epochs=EPOCHS)
+    found = fingerprint(engine)
+    files = {part for part in expected if part.startswith("file ")}
+    assert {file.name for file in tmp_path.iterdir()} == {part.removeprefix("file ") for part in files}
+    kept = {part: digest for part, digest in expected.items() if part not in files}
+    assert {part: found[part] for part in kept} == kept
+    for file in tmp_path.iterdir():
+        file.unlink()
+
+
+def test_supervised_training_without_handlers_is_the_loop_written_by_hand() -> None:
+    model = make_model()
+    engine = Engine(make_update(), model=model, seed=0)
+    seed_everything(0)
+    engine.run(make_data()[0], max_epochs=EPOCHS)
+
+    by_hand = make_model()
+    optimizer = torch.optim.Adam(by_hand.parameters(), lr=1e-2)
+    loader = make_data()[0]
+    seed_everything(0)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(by_hand(x), y).backward()
+            optimizer.step()
+    same_weights(model, by_hand)
+    assert torch.equal(torch.get_rng_state(), torch_state_after(EPOCHS))
+
+
+def torch_state_after(epochs: int) -> Tensor:
+    """The torch generator's state after the plain loop: the engine draws nothing of its own."""
+    model, loader = make_model(), make_data()[0]
+    seed_everything(0)
+    for _ in range(epochs):
+        for x, _ in loader:
+            model(x)
+    return torch.get_rng_state()
+
+
+def test_training_with_all_first_handlers_is_the_loop_written_by_hand(tmp_path: Path) -> None:
+    model = make_model()
+    engine = Engine(make_update(), model=model, seed=0)
+    evaluator = Engine(make_update().evaluation(), model=model)
+    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+    history = History()
+    engine.attach(
+        ProgressBar(file=io.StringIO()),
+        TensorBoardLogger(tmp_path / "events", every="1it"),
+        Checkpoint(tmp_path, monitor="accuracy", mode="max"),
+        EarlyStopping("loss", patience=2),
+        LRScheduling(partial(OneCycleLR, max_lr=0.1)),
+        MixedPrecision("fp16", init_scale=2.0**10),
+        GradientClipping(max_norm=0.5),
+        GradientAccumulation(2),
+        Validation(evaluator, make_data()[1]),
+        Metrics(train_loss=Average()),
+        DeviceTransfer("cpu"),
+        history,
+        Seeding(),
+    )
+    engine.run(make_data()[0], max_epochs=EPOCHS)
+
+    by_hand = make_model()
+    optimizer = torch.optim.Adam(by_hand.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    loader, validation = make_data()
+    seed_everything(0)
+    steps_an_epoch = 3  # five batches by two
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps_an_epoch * EPOCHS)
+    losses = []
+    for _ in range(EPOCHS):
+        by_hand.train()
+        batches = list(loader)
+        for first in range(0, len(batches), 2):
+            window = batches[first : first + 2]
+            for x, y in window:
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = nn.functional.cross_entropy(by_hand(x), y)
+                scaler.scale(loss).backward()
+            # The gradients are summed over the window and divided once; (loss / 2).backward() would round elsewhere.
+            for parameter in by_hand.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= len(window)
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+        by_hand.eval()
+        with torch.no_grad():
+            sums = [nn.functional.cross_entropy(by_hand(x), y).item() * len(x) for x, y in validation]
+        losses.append(sum(sums) / 16)
+    same_weights(model, by_hand)
+    assert history["loss"] == losses
+
+
+def same_weights(model: nn.Module, by_hand: nn.Module) -> None:
+    for (name, mine), theirs in zip(model.state_dict().items(), by_hand.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name

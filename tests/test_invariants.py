@@ -1,0 +1,224 @@
+"""The promises that every handler makes, checked for every handler that is shipped, and the cells in which they meet."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import signalfire.handlers
+from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Checkpoint,
+    DeviceTransfer,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    Metrics,
+    MixedPrecision,
+    ProgressBar,
+    Seeding,
+    TensorBoardLogger,
+    Validation,
+)
+from signalfire.handlers.ranks import COMMUTING
+from signalfire.testing import check_handler
+
+Batch = tuple[Tensor, Tensor]
+
+FOLDER = Path(tempfile.mkdtemp())
+
+
+def make_data() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(35, 4, generator=generator)
+    y = (x[:, 0] > 0).long()
+    return [(x[i : i + 8], y[i : i + 8]) for i in range(0, 35, 8)]
+
+
+def build() -> Engine:
+    """A trainer whose training metrics are there to be monitored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
+    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=1e-2))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(Metrics(train_loss=Average(), name="train_metrics"))
+    return engine
+
+
+def validation(every: str) -> Validation:
+    model = nn.Linear(4, 2)
+    evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    return Validation(evaluator, make_data(), every=every)
+
+
+# One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
+# The second entry: whether the handler may change what the training comes to.
+CASES: dict[str, tuple[Callable[[], Handler], bool]] = {
+    "Checkpoint, the last": (lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
+    "Checkpoint, the best": (lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
+    "DeviceTransfer": (lambda: DeviceTransfer("cpu"), False),
+    "EarlyStopping": (lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5), True),
+    "GradientAccumulation": (lambda: GradientAccumulation(2), True),
+    "GradientAccumulation, scheduled": (lambda: GradientAccumulation({1: 3, 2: 2}), True),
+    "GradientClipping": (lambda: GradientClipping(max_norm=0.1), True),
+    "History": (lambda: History(), False),
+    "LRScheduling, steps": (lambda: LRScheduling(partial(StepLR, step_size=3)), True),
+    "LRScheduling, epochs": (lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
+    "LRScheduling, plateau": (
+        lambda: LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=0.5), monitor="train_loss"),
+        True,
+    ),
+    "Metrics": (lambda: Metrics(accuracy=Accuracy(), loss=Average()), False),
+    "MixedPrecision, bf16": (lambda: MixedPrecision("bf16"), True),
+    "MixedPrecision, fp16": (lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
+    "ProgressBar": (lambda: ProgressBar(file=io.StringIO(), line_interval=0), False),
+    "Seeding": (lambda: Seeding(5), True),
+    "TensorBoardLogger": (lambda: TensorBoardLogger(FOLDER / "events", every="2it"), False),
+    "Validation, iterations": (lambda: validation("3it"), False),
+    "Validation, epochs": (lambda: validation("1ep"), False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_handler_keeps_its_promises(case: str) -> None:
+    make, changes_training = CASES[case]
+    check_handler(build, make, make_data(), max_epochs=3, changes_training=changes_training)
+
+
+def shipped() -> set[str]:
+    public = {name: getattr(signalfire.handlers, name) for name in signalfire.handlers.__all__}
+    return {name for name, one in public.items() if isinstance(one, type) and issubclass(one, Handler)}
+
+
+def test_every_shipped_handler_is_checked() -> None:
+    assert {case.split(",")[0] for case in CASES} == shipped()
+
+
+class Leaky(Handler):
+    """Breaks one promise, chosen by the class attribute: the check has to notice each."""
+
+    broken = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def attached(self, engine: Engine) -> None:
+        if self.broken == "trace":
+            engine.connect(Events.ITERATION_COMPLETED, self.shift)
+        if self.broken == "attaching":
+            next(engine.model.parameters()).data += 1
+
+    def shift(self, engine: Engine) -> None:
+        torch.rand(1)
+
+    @on(Events.ITERATION_COMPLETED)
+    def act(self, engine: Engine) -> None:
+        self.count += 1
+        if self.broken == "state" and self.count % 4 == 0:
+            next(engine.model.parameters()).data += 1
+        if self.broken == "observer":
+            torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("trace", "leaves receivers behind"),
+        ("attaching", "attach, then detach, changes the run"),
+        ("state", "resumed after iteration"),
+        ("observer", "changes training"),
+    ],
+)
+def test_the_check_notices_a_broken_promise(broken: str, told: str) -> None:
+    kind = type("Leaky", (Leaky,), {"broken": broken})
+    with pytest.raises(AssertionError, match=told):
+        check_handler(build, kind, make_data(), max_epochs=3, changes_training=broken != "observer")
+
+
+def test_receivers_that_meet_in_a_cell_have_ranks_or_are_known_to_commute() -> None:
+    cells: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(dict)
+    for make, _ in CASES.values():
+        handler = make()
+        engine = build() if handler.name != "metrics" else Engine(build().updates[0].spec, model=nn.Linear(4, 2))
+        with engine.attach(handler):
+            for signal in engine.signals.values():
+                for connection in signal.connections:  # type: ignore[attr-defined]
+                    if connection.owner == handler.name and connection.phase is not Phase.RECORD:
+                        cell = (signal.name, connection.phase.name)
+                        cells[cell][type(handler).__name__, connection.receiver.__name__] = connection.rank
+    collisions = set()
+    for cell, receivers in cells.items():
+        ranks: dict[int, set[str]] = defaultdict(set)
+        for (kind, _), rank in receivers.items():
+            ranks[rank].add(kind)
+        if any(len(kinds) > 1 for kinds in ranks.values()):
+            collisions.add((cell[0].upper(), cell[1]))
+    assert collisions == set(COMMUTING), (
+        "a new meeting wants a rank or a reason; a reason without a meeting wants to go"
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _clean_up() -> Iterator[None]:
+    yield
+    shutil.rmtree(FOLDER)
+
+
+def test_a_handlers_own_generator_depends_on_seed_name_and_iteration_alone() -> None:
+    class Drawing(Handler):
+        def __init__(self, name: str) -> None:
+            super().__init__(name=name)
+            self.drawn: list[float] = []
+
+        @on(Events.ITERATION_COMPLETED)
+        def draw(self, engine: Engine) -> None:
+            self.drawn.append(torch.rand((), generator=self.generator(engine)).item())
+
+    def draws(*names: str) -> dict[str, list[float]]:
+        engine = build()
+        handlers = [Drawing(name) for name in names]
+        engine.attach(*handlers)
+        engine.run([make_data()[0]], max_epochs=4)
+        return {handler.name: handler.drawn for handler in handlers}
+
+    alone, together = draws("one"), draws("two", "one")
+    assert alone["one"] == together["one"]
+    assert together["one"] != together["two"]
+    assert len(set(alone["one"])) == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: GradientClipping(max_norm=1.0, name=name),
+        lambda name: MixedPrecision("bf16", name=name),
+        lambda name: LRScheduling(partial(StepLR, step_size=1), name=name),
+        lambda name: GradientAccumulation(2, name=name),
+        lambda name: Seeding(name=name),
+        lambda name: DeviceTransfer("cpu", name=name),
+    ],
+)
+def test_two_handlers_whose_order_would_matter_refuse_each_other_by_name(make: Callable[[str], Handler]) -> None:
+    engine = build()
+    engine.attach(make("first"))
+    with pytest.raises(ValueError, match="both 'first' and 'second'"):
+        engine.attach(make("second"))
+    assert not engine.has("second")
+    with engine.without("first"):
+        engine.attach(make("second")).detach()
