@@ -92,11 +92,15 @@ class Plan(list[Receiver]):
     def silence(self, connected: tuple[Connection, ...]) -> None:
         for place, connection in enumerate(self.connections):
             if connection not in connected:
-                self[place] = _do_nothing
+                self.connections[place] = _NOBODY  # holding the receiver would keep a detached handler alive
+                self[place] = _NOBODY.call
 
 
 def _do_nothing(engine: Engine) -> None:
     pass
+
+
+_NOBODY = Connection(_do_nothing, Phase.CHANGE, 0, None, None)
 
 
 class Signal(blinker.NamedSignal):
