@@ -65,8 +65,11 @@ class Connection:
         name = getattr(self.receiver, "__name__", type(self.receiver).__name__)
         return name if self.owner is None else f"{self.owner}.{name}"
 
+    def of(self, receiver: object) -> bool:
+        return _is(self.receiver, receiver)
+
     def same(self, other: Connection) -> bool:
-        return _is(self.receiver, other.receiver) and self.phase == other.phase and self.filter == other.filter
+        return self.of(other.receiver) and self.phase == other.phase and self.filter == other.filter
 
 
 def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
@@ -83,7 +86,7 @@ class Plan(list[Receiver]):
     to four times that.
     """
 
-    __slots__ = ("connections",)
+    __slots__ = ("__weakref__", "connections")
 
     def __init__(self, connections: list[Connection]) -> None:
         super().__init__([connection.call for connection in connections])
@@ -114,7 +117,7 @@ class Signal(blinker.NamedSignal):
         fired: how often the event was fired, for events that are counted by that.
     """
 
-    __slots__ = ("_connections", "_filtered_due", "_muted", "_plan", "_selected", "due", "event", "fired", "group")
+    __slots__ = ("_connections", "_filtered_due", "_muted", "_plan", "_plans", "due", "event", "fired", "group")
 
     def __init__(self, event: EventEnum) -> None:
         self.event = event
@@ -124,7 +127,7 @@ class Signal(blinker.NamedSignal):
         self._muted = False
         self._connections: tuple[Connection, ...] = ()
         self._plan = Plan([])  # of those whom no count filters
-        self._selected = Plan([])  # of the last count at which a filter may have passed
+        self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
         self._filtered_due = NEVER
         super().__init__(event.label)
 
@@ -172,19 +175,23 @@ class Signal(blinker.NamedSignal):
     def remove(self, connection: Connection) -> None:
         """Undo one `add`; the receiver may stay connected under another filter or phase."""
         self._replan(tuple(one for one in self._connections if one is not connection))
-        if not any(_is(one.receiver, connection.receiver) for one in self._connections):
+        if not any(one.of(connection.receiver) for one in self._connections):
             super().disconnect(connection.receiver)
 
     def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
         """Never call ``receiver`` at this event again, under none of its filters and phases."""
         if sender is not ANY:
             raise ValueError(f"{self.event}: sender={sender!r}: there is no sender to choose; leave it out")
-        self._replan(tuple(one for one in self._connections if not _is(one.receiver, receiver)))
+        self._replan(tuple(one for one in self._connections if not one.of(receiver)))
         super().disconnect(receiver)
 
     def _clear_state(self) -> None:
         super()._clear_state()
         self._replan(())
+
+    def has(self, receiver: object) -> bool:
+        """Whether this receiver is connected, under whatever filter and phase."""
+        return any(connection.of(receiver) for connection in self._connections)
 
     @property
     def connections(self) -> tuple[Connection, ...]:
@@ -204,11 +211,12 @@ class Signal(blinker.NamedSignal):
     def _replan(self, connections: tuple[Connection, ...]) -> None:
         # A plan that is being worked through is left as it is, so that whoever was added waits for the next time; but
         # whoever was removed does not run any more.
-        for plan in (self._plan, self._selected):
-            plan.silence(() if self._muted else connections)
-        self._connections = connections
         active = () if self._muted else connections
-        self._plan = Plan([one for one in active if one.filter is None or not one.filter.counts])
+        for reference in self._plans:
+            if (plan := reference()) is not None:
+                plan.silence(active)
+        self._connections = connections
+        self._plan = self._new_plan([one for one in active if one.filter is None or not one.filter.counts])
         # 0: whatever the next count is, `_select` looks at it and works out the following one.
         self._filtered_due = 0 if len(active) > len(self._plan) else NEVER
         self._set_due(0 if active else NEVER)
@@ -242,7 +250,8 @@ class Signal(blinker.NamedSignal):
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
         """Call every receiver, also after an error, and return the errors: for cleaning up."""
         errors: list[BaseException] = []
-        for connection in self._select(0).connections:
+        plan = self._select(0)
+        for connection in plan.connections:
             try:
                 connection.call(engine)
             except BaseException as error:
@@ -259,8 +268,11 @@ class Signal(blinker.NamedSignal):
         return [(one.receiver, call(sender, **kwargs)) for one, call in zip(plan.connections, plan, strict=True)]
 
     def receivers_for(self, sender: Any) -> Generator[Receiver, None, None]:
-        for connection in () if self._muted else self._connections:
-            yield connection.receiver
+        """The receivers in order, each if its filter passes at its turn; for ``send_async``."""
+        plan = self._select(self.count(sender) if self._connections else 0)
+        for connection in plan.connections:
+            if connection.filter is None or connection.filter.when is None or connection.filter.when(sender):
+                yield connection.receiver
 
     def count(self, engine: Engine) -> int:
         """The count that the event's filters are compared with."""
@@ -282,17 +294,23 @@ class Signal(blinker.NamedSignal):
                 if due > count:
                     continue
             chosen.append(connection)
-        self._filtered_due = following
-        self._set_due(0 if self._plan else following)
-        self._selected = Plan(chosen)
-        return self._selected
+        # A user's own counter may begin again at any time, so that nothing can be worked out from it.
+        self._filtered_due = 0 if callable(self.event.counter) else following
+        self._set_due(0 if self._plan else self._filtered_due)
+        return self._new_plan(chosen)
+
+    def _new_plan(self, connections: list[Connection]) -> Plan:
+        plan = Plan(connections)
+        self._plans = [reference for reference in self._plans if reference() is not None]
+        self._plans.append(weakref.ref(plan))
+        return plan
 
     def _blame(self, error: BaseException, connection: Connection, engine: Engine) -> None:
         state = engine.state
         error.add_note(f"raised by {connection!r} at {self.event}, epoch {state.epoch}, iteration {state.iteration}")
 
 
-def _is(one: Receiver, other: Receiver) -> bool:
+def _is(one: object, other: object) -> bool:
     # A bound method is a new object each time it is looked up; anything else is known by identity, as blinker has it.
     return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
 
@@ -322,11 +340,14 @@ class Bus(blinker.Namespace):
     def of(self, event: EventEnum) -> Signal:
         """The signal of an event; it is made when it is first asked for."""
         name = f"{type(event).__name__}.{event.name}"
-        if name not in self:
-            self[name] = Signal(event)
-        signal = self[name]
-        assert isinstance(signal, Signal)
+        signal = self.get(name)
+        if not isinstance(signal, Signal):
+            signal = self[name] = Signal(event)
         return signal
+
+    def all(self) -> list[Signal]:
+        """Every signal that was asked for so far."""
+        return [signal for signal in self.values() if isinstance(signal, Signal)]
 
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
         """The signal with this name. Signals belong to events: they are not made from a name."""

@@ -97,8 +97,14 @@ class Source:
             generator.set_state(state)
 
     def last(self) -> bool:
-        """Whether unsized data ends after the current batch."""
+        """Whether unsized data ends after the current batch; reads one ahead to know."""
         return isinstance(self.iterator, _Ahead) and self.iterator.exhausted()
+
+    def ended(self) -> bool:
+        """As `last`, but what can be read only once is not read ahead: what was read would be lost."""
+        if isinstance(self.data, Iterator):
+            return isinstance(self.iterator, _Ahead) and self.iterator.read == [END]
+        return self.last()
 
 
 class _Ahead:
@@ -122,6 +128,7 @@ class _Ahead:
     def __next__(self) -> Any:
         batch = self.read.pop() if self.read else self._with_streams(lambda: next(self.iterator, END))
         if batch is END:
+            self.read = [END]
             raise StopIteration
         return batch
 

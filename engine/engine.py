@@ -350,7 +350,7 @@ class Engine:
             return True
         if source.epoch_length is not None:
             return self.state.epoch_iteration >= source.epoch_length
-        return source.last()
+        return source.ended()
 
     def _attend(self) -> bool:
         """What had to wait for the end of the iteration: toggles, stops, bounds. True if the epoch does not go on."""
@@ -553,8 +553,7 @@ class Engine:
             signal.emit(self, signal.count(self))
 
     def _rewind(self) -> None:
-        for signal in self.signals.values():
-            assert isinstance(signal, Signal)
+        for signal in self.signals.all():
             signal.rewind(self)
 
     def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
@@ -679,7 +678,7 @@ class Engine:
             KeyError, ValueError: if there is no such handler or function.
         """
         if callable(handler) and not isinstance(handler, Handler):
-            connected = [signal for signal in self.signals.values() if handler in signal.receivers_for(self)]
+            connected = [signal for signal in self.signals.all() if signal.has(handler)]
             if not connected:
                 raise ValueError(f"detach({handler!r}): this function is not connected")
             for signal in connected:
@@ -699,8 +698,7 @@ class Engine:
             connected = self._connected.get(handler.name, [])
             attached = self.handlers.get(handler.name) is handler
             return attached and (event is None or any(signal.event is event for signal, _ in connected))
-        signals = self.signals.values() if event is None else [self.signal(event)]
-        return any(handler in signal.receivers_for(self) for signal in signals)
+        return any(signal.has(handler) for signal in (self.signals.all() if event is None else [self.signal(event)]))
 
     @contextmanager
     def without(self, *names: str) -> Iterator[None]:
@@ -1023,8 +1021,8 @@ class Engine:
         self._loaded = self._source = self._position = self._stopped_bounds = None
         self.state.restart()
         self.state.metrics.clear()
-        for signal in self.signals.values():
-            signal.fired = 0  # type: ignore[attr-defined]
+        for signal in self.signals.all():
+            signal.fired = 0
         for update in self.updates:
             if not isinstance(update.spec.optimizer, Optimizer):
                 update.optimizer = None
@@ -1105,8 +1103,8 @@ class Engine:
                 )
 
     def _counted_signals(self) -> list[tuple[str, Signal]]:
-        found = [(name, signal) for name, signal in sorted(self.signals.items()) if isinstance(signal, Signal)]
-        return [(name, signal) for name, signal in found if signal.event.counter == "fired"]
+        counted = [signal for signal in self.signals.all() if signal.event.counter == "fired"]
+        return sorted((str(signal.event), signal) for signal in counted)
 
     # ---- seeing it ------------------------------------------------------------------------------------------------
 

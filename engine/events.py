@@ -102,6 +102,8 @@ class EventEnum(Enum):
 
         if isinstance(once, int):
             once = [once]
+        if once is not None and not isinstance(once, Iterable):
+            refuse(TypeError, f"once={once!r} has to be an int, or several of them")
         once = None if once is None else list(once)
         numbers = {"every": every, "after": after, "before": before} | {
             f"once[{i}]": n for i, n in enumerate(once or ())

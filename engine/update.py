@@ -253,8 +253,12 @@ def run_update(engine: Engine, update: UpdateState) -> None:
     try:
         if listened and signals.started.due <= iteration:
             signals.started.emit(engine, iteration)
+        if optimizer is not None and len(engine.updates) > 1:
+            engine.enter(_OthersFrozen(engine, update))
         window_complete = update.window == 1 or update.fill(engine)
-        if update.skipped is None:
+        if update.skipped is not None:
+            update.output = update.raw_loss = None
+        else:
             if engine.replaced_gradients is None:
                 compute_gradients(engine, update)
             else:
@@ -265,11 +269,10 @@ def run_update(engine: Engine, update: UpdateState) -> None:
             if window_complete:
                 if update.held == 0:
                     update.skip("the window holds no gradient")
-                else:
-                    if update.held != 1 or update.extra_weight is not ZERO:
-                        _average(update)
-                    if listened and signals.gradients_ready.due <= iteration:
-                        signals.gradients_ready.emit(engine, iteration)
+                elif update.held != 1 or update.extra_weight is not ZERO:
+                    _average(update)
+                if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
+                    signals.gradients_ready.emit(engine, iteration)
                 if listened and signals.step_started.due <= iteration:
                     signals.step_started.emit(engine, iteration)
                 if update.skipped is None:
@@ -323,6 +326,7 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
         if len(regions) > outside:
             close_regions(regions, outside)
         if loss is None or update.skipped is not None or update.optimizer is None:
+            update.weight = ONE
             return
         act = "backward"
         if listened and signals.backward_started.due <= iteration:
@@ -352,7 +356,30 @@ def _average(update: UpdateState) -> None:
     # The gradients are those of the weighted sum of the window's losses. Dividing them once is exact for every window,
     # also for a short last one and for weights that were not known before.
     total = update.held + update.extra_weight
+    if isinstance(total, Tensor):
+        total = total + (total == 0)  # a sum of zero cannot be noticed without synchronising; its gradients are zero
+    elif total == 0:
+        update.skip("the weights of the window add up to zero")
+        return
     torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
+
+
+class _OthersFrozen:
+    """While one of several updates is at work, the parameters of the others need no gradient: a generator's update goes
+    through the discriminator without leaving gradients there."""
+
+    def __init__(self, engine: Engine, update: UpdateState) -> None:
+        own = set(update.parameters)
+        others = {p for other in engine.updates if other is not update for p in other.parameters}
+        self.frozen = [p for p in others - own if p.requires_grad]
+
+    def __enter__(self) -> None:
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+
+    def __exit__(self, *error: object) -> None:
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
 
 
 def close_regions(regions: list[Any], outside: int, error: BaseException | None = None) -> None:

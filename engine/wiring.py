@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bus import Connection, Phase, Signal
+from .bus import Connection, Phase
 from .events import EventEnum, Events
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Wiring:
     """
 
     def __init__(self, engine: Engine) -> None:
-        signals = [signal for signal in engine.signals.values() if isinstance(signal, Signal) and signal.connections]
+        signals = [signal for signal in engine.signals.all() if signal.connections]
         place = {event: number for number, event in enumerate(Events)}
         signals.sort(key=lambda signal: place.get(signal.event, len(place)))  # type: ignore[call-overload]
         self.rows: list[tuple[EventEnum, tuple[Connection, ...]]] = [(one.event, one.connections) for one in signals]

@@ -1,0 +1,1040 @@
+"""The update: skips, batches without a loss, regions, transformed values, replaced acts, several updates, and errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, Update, UpdateState
+from signalfire.handlers import GradientAccumulation
+
+Batch = tuple[Tensor, Tensor]
+mse = nn.functional.mse_loss
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def make_data(batches: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(batches)]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def make_trainer(update: Update | None = None) -> Engine:
+    return Engine(update or Update.supervised(mse, SGD), model=make_model(), seed=0)
+
+
+def by_hand(windows: Iterable[Sequence[Batch]]) -> nn.Module:
+    """A plain loop: one step for each window, with the gradient of the window's mean loss."""
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    for window in windows:
+        optimizer.zero_grad()
+        for x, y in window:
+            mse(model(x), y).backward()
+        if len(window) > 1:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.div_(len(window))
+        optimizer.step()
+    return model
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    others = other.state_dict()
+    assert one.state_dict().keys() == others.keys()
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, others[name]), name
+
+
+def windows_of(data: Sequence[Batch], *batches: Sequence[int]) -> list[list[Batch]]:
+    """Batches are counted from 1, as iterations are."""
+    return [[data[number - 1] for number in window] for window in batches]
+
+
+def test_a_supervised_update_is_the_plain_loop() -> None:
+    data = make_data()
+    trainer = make_trainer()
+    trainer.run(data, max_epochs=2)
+    assert_same(trainer.model, by_hand([[batch] for batch in data * 2]))
+    assert trainer.updates[0].steps == 12
+
+
+# ---- skipping -----------------------------------------------------------------------------------------------------
+
+SKIPPABLE = [
+    Events.UPDATE_STARTED,
+    Events.FORWARD_STARTED,
+    Events.FORWARD_COMPLETED,
+    Events.LOSS_COMPUTED,
+    Events.BACKWARD_STARTED,
+    Events.BACKWARD_COMPLETED,
+    Events.GRADIENTS_READY,
+    Events.OPTIMIZER_STEP_STARTED,
+]
+
+
+@pytest.mark.parametrize("event", SKIPPABLE, ids=str)
+def test_a_skip_makes_no_step_and_its_reason_is_visible(event: Events) -> None:
+    data = make_data()
+    trainer = make_trainer()
+    told: list[tuple[int, str | None, int]] = []
+
+    @trainer.on(event(once=[2, 5]))
+    def skip(engine: Engine) -> None:
+        engine.state.update.skip("a bad batch")
+        engine.state.update.skip("another reason")  # the first one stays
+
+    @trainer.on(Events.OPTIMIZER_STEP_COMPLETED)
+    def tell(engine: Engine) -> None:
+        update = engine.state.update
+        told.append((engine.state.iteration, update.skipped, update.steps))
+
+    trainer.run(data, max_epochs=1)
+    assert told == [
+        (1, None, 1),
+        (2, "a bad batch", 1),
+        (3, None, 2),
+        (4, None, 3),
+        (5, "a bad batch", 3),
+        (6, None, 4),
+    ]
+    assert_same(trainer.model, by_hand(windows_of(data, [1], [3], [4], [6])))
+    assert trainer.updates[0].steps == 4
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("event", "left_out"),
+    [
+        (Events.UPDATE_STARTED, ["FORWARD_STARTED", "LOSS_COMPUTED", "BACKWARD_STARTED", "GRADIENTS_READY"]),
+        (Events.LOSS_COMPUTED, ["BACKWARD_STARTED", "GRADIENTS_READY"]),
+        (Events.GRADIENTS_READY, []),
+    ],
+    ids=str,
+)
+def test_a_skip_leaves_out_what_has_not_been_done_yet(event: Events, left_out: list[str]) -> None:
+    trainer = make_trainer()
+    seen: list[str] = []
+    watched = [Events[name] for name in ("FORWARD_STARTED", "LOSS_COMPUTED", "BACKWARD_STARTED", "GRADIENTS_READY",
+                                         "OPTIMIZER_STEP_COMPLETED", "UPDATE_COMPLETED", "ITERATION_COMPLETED")]  # fmt: skip
+    for one in watched:
+        trainer.connect(one, lambda engine, one=one: seen.append(one.name))
+    trainer.connect(event, lambda engine: engine.state.update.skip("on purpose"))
+    trainer.run(make_data(1), max_epochs=1)
+    assert seen == [one.name for one in watched if one.name not in left_out]
+
+
+@pytest.mark.parametrize("event", SKIPPABLE[:-2], ids=str)
+def test_a_skip_discards_what_the_window_holds(event: Events) -> None:
+    data = make_data(8)
+    trainer = make_trainer()
+    trainer.attach(GradientAccumulation(4))
+    trainer.connect(event(once=2), lambda engine: engine.state.update.skip("on purpose"))
+    trainer.run(data, max_epochs=1)
+    # The window keeps its place: its other batches count over how many they are.
+    assert_same(trainer.model, by_hand(windows_of(data, [3, 4], [5, 6, 7, 8])))
+    assert trainer.updates[0].steps == 2
+
+
+@pytest.mark.parametrize("event", [*SKIPPABLE[:-2], Events.GRADIENTS_READY], ids=str)
+def test_a_skip_in_the_last_batch_of_a_window_discards_the_window(event: Events) -> None:
+    data = make_data(8)
+    trainer = make_trainer()
+    trainer.attach(GradientAccumulation(4))
+    skipped: list[tuple[int, str | None]] = []
+    trainer.connect(event(once=4), lambda engine: engine.state.update.skip("on purpose"))
+    trainer.connect(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        lambda engine: skipped.append((engine.state.iteration, engine.state.update.skipped)),
+    )
+    trainer.run(data, max_epochs=1)
+    assert skipped == [(4, "on purpose"), (8, None)]
+    assert_same(trainer.model, by_hand(windows_of(data, [5, 6, 7, 8])))
+    assert trainer.updates[0].steps == 1
+
+
+def test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none() -> None:
+    trainer = make_trainer()
+    losses: list[bool] = []
+    trainer.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.state.update.skip("on purpose"))
+    trainer.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.update.loss is None))
+    trainer.run(make_data(3), max_epochs=1)
+    assert losses == [False, True, False]
+
+
+# ---- nothing to learn from a batch --------------------------------------------------------------------------------
+
+
+def forward(engine: Engine, batch: Batch) -> Tensor:
+    output: Tensor = engine.model(batch[0])
+    return output
+
+
+def loss_of(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
+    return mse(output, batch[1])
+
+
+def without(iterations: set[int], what: str) -> tuple[Update, Callable[[list[Batch]], list[Any]]]:
+    """An update that has no loss, or no output, in these iterations; or data that has no batch there."""
+
+    def maybe_forward(engine: Engine, batch: Batch) -> Tensor | None:
+        return None if what == "output" and engine.state.iteration in iterations else forward(engine, batch)
+
+    def maybe_loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor | None:
+        return None if what == "loss" and engine.state.iteration in iterations else loss_of(engine, output, batch)
+
+    def function(engine: Engine, batch: Batch) -> Tensor | None:
+        return None if engine.state.iteration in iterations else loss_of(engine, forward(engine, batch), batch)
+
+    def data(batches: list[Batch]) -> list[Any]:
+        return [None if what == "batch" and n in iterations else batch for n, batch in enumerate(batches, 1)]
+
+    return Update.from_function(function, SGD) if what == "function" else Update(maybe_forward, maybe_loss, SGD), data
+
+
+@pytest.mark.parametrize("what", ["loss", "output", "batch", "function"])
+def test_without_a_loss_there_is_no_step(what: str) -> None:
+    batches = make_data()
+    update, data = without({1, 4}, what)
+    trainer = make_trainer(update)
+    skipped: list[str | None] = []
+    steps: list[int] = []
+    losses: list[bool] = []
+    trainer.connect(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: skipped.append(engine.state.update.skipped))
+    trainer.connect(Events.ITERATION_COMPLETED, lambda engine: steps.append(engine.state.update.steps))
+    trainer.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.update.loss is not None))
+    trainer.run(data(batches), max_epochs=1)
+    reason = "the window holds no gradient"
+    assert skipped == [reason, None, None, reason, None, None]
+    assert steps == [0, 1, 2, 2, 3, 4]
+    assert losses == [False, True, True, False, True, True]
+    assert_same(trainer.model, by_hand(windows_of(batches, [2], [3], [5], [6])))
+
+
+@pytest.mark.parametrize("what", ["loss", "output", "batch", "function"])
+def test_without_a_loss_a_window_steps_on_what_it_holds(what: str) -> None:
+    batches = make_data(12)
+    update, data = without({2, 8, 9, 10, 11, 12}, what)
+    trainer = make_trainer(update)
+    trainer.attach(GradientAccumulation(4))
+    skipped: list[tuple[int, str | None]] = []
+    trainer.connect(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        lambda engine: skipped.append((engine.state.iteration, engine.state.update.skipped)),
+    )
+    trainer.run(data(batches), max_epochs=1)
+    assert skipped == [(4, None), (8, None), (12, "the window holds no gradient")]
+    assert_same(trainer.model, by_hand(windows_of(batches, [1, 3, 4], [5, 6, 7])))
+    assert trainer.updates[0].steps == 2
+
+
+def test_without_a_loss_its_events_do_not_come() -> None:
+    update, _ = without({1}, "loss")
+    trainer = make_trainer(update)
+    seen: list[str] = []
+    for event in (Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED, Events.GRADIENTS_READY):
+        trainer.connect(event, lambda engine, event=event: seen.append(f"{event.name} {engine.state.iteration}"))
+    trainer.run(make_data(2), max_epochs=1)
+    assert seen == ["FORWARD_COMPLETED 1", "FORWARD_COMPLETED 2", "LOSS_COMPUTED 2", "BACKWARD_STARTED 2",
+                    "GRADIENTS_READY 2"]  # fmt: skip
+
+
+# ---- regions ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def region(log: list[str], name: str) -> Iterator[None]:
+    log.append(f"open {name}")
+    try:
+        yield
+    except BaseException as error:
+        log.append(f"close {name} by {type(error).__name__}")
+        raise
+    else:
+        log.append(f"close {name}")
+
+
+def test_regions_close_at_their_ends_last_in_first_out() -> None:
+    trainer = make_trainer()
+    log: list[str] = []
+    for event, names in (
+        (Events.UPDATE_STARTED, ["update 1", "update 2"]),
+        (Events.FORWARD_STARTED, ["forward 1", "forward 2"]),
+        (Events.FORWARD_COMPLETED, ["forward 3"]),
+        (Events.GRADIENTS_READY, ["update 3"]),
+    ):
+        for name in names:
+            trainer.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+    for event in (Events.LOSS_COMPUTED, Events.BACKWARD_STARTED, Events.OPTIMIZER_STEP_COMPLETED, Events.UPDATE_COMPLETED,
+                  Events.ITERATION_COMPLETED):  # fmt: skip
+        trainer.connect(event, lambda engine, event=event: log.append(event.name))
+    trainer.run(make_data(1), max_epochs=1)
+    assert log == [
+        "open update 1", "open update 2", "open forward 1", "open forward 2", "open forward 3", "LOSS_COMPUTED",
+        "close forward 3", "close forward 2", "close forward 1", "BACKWARD_STARTED", "open update 3",
+        "OPTIMIZER_STEP_COMPLETED", "UPDATE_COMPLETED", "close update 3", "close update 2", "close update 1",
+        "ITERATION_COMPLETED",
+    ]  # fmt: skip
+    assert trainer.regions == []
+
+
+def test_autocast_entered_at_the_forward_covers_the_loss_and_not_the_backward() -> None:
+    trainer = make_trainer()
+    seen: dict[str, bool] = {}
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(torch.autocast("cpu", dtype=torch.bfloat16)))
+    for event in (Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED, Events.UPDATE_COMPLETED):
+        trainer.connect(event, lambda engine, e=event: seen.update({e.name: torch.is_autocast_enabled("cpu")}))
+    trainer.run(make_data(1), max_epochs=1)
+    assert seen == {
+        "FORWARD_COMPLETED": True,
+        "LOSS_COMPUTED": True,
+        "BACKWARD_STARTED": False,
+        "UPDATE_COMPLETED": False,
+    }
+
+
+def test_a_region_of_the_run_closes_after_ended() -> None:
+    trainer = make_trainer()
+    log: list[str] = []
+    trainer.connect(Events.STARTED, lambda engine: engine.enter(region(log, "run")))
+    trainer.connect(Events.EPOCH_STARTED, lambda engine: engine.enter(region(log, "epoch")))
+    trainer.connect(Events.ENDED, lambda engine: log.append("ENDED"))
+    trainer.run(make_data(1), max_epochs=1)
+    assert log == ["open run", "open epoch", "ENDED", "close epoch", "close run"]
+
+
+def test_enter_gives_what_the_region_gives_and_refuses_where_none_is_open() -> None:
+    trainer = make_trainer()
+    given: list[str] = []
+    trainer.connect(Events.STARTED, lambda engine: given.append(engine.enter(contextlib.nullcontext("value"))))
+    trainer.run(make_data(1), max_epochs=1)
+    assert given == ["value"]
+    with pytest.raises(RuntimeError, match="no region is open outside a run"):
+        trainer.enter(contextlib.nullcontext())
+
+
+def raising_trainer(where: str) -> Engine:
+    """A trainer that fails at this place in its second iteration."""
+
+    def fail(engine: Engine, place: str) -> None:
+        if place == where and engine.state.iteration == 2:
+            raise ArithmeticError("on purpose")
+
+    def failing_forward(engine: Engine, batch: Batch) -> Tensor:
+        fail(engine, "forward")
+        return forward(engine, batch)
+
+    def failing_loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
+        fail(engine, "loss")
+        return loss_of(engine, output, batch)
+
+    trainer = make_trainer(Update(failing_forward, failing_loss, SGD))
+    if where in Events.__members__:
+        trainer.connect(Events[where], lambda engine: fail(engine, where), phase=Phase.RECORD)
+    return trainer
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "FORWARD_STARTED", "FORWARD_COMPLETED", "LOSS_COMPUTED"], ids=str)
+def test_regions_close_also_when_the_forward_or_the_loss_or_a_receiver_raises(where: str) -> None:
+    trainer = raising_trainer(where)
+    log: list[str] = []
+    for event, name in (
+        (Events.STARTED, "run"),
+        (Events.UPDATE_STARTED(once=2), "update"),
+        (Events.FORWARD_STARTED(once=2), "forward 1"),
+        (Events.FORWARD_STARTED(once=2), "forward 2"),
+    ):
+        trainer.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+    trainer.connect(Events.EXCEPTION_RAISED, lambda engine: log.append("EXCEPTION_RAISED"))
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        trainer.run(make_data(3), max_epochs=1)
+    assert log == [
+        "open run", "open update", "open forward 1", "open forward 2", "close forward 2 by ArithmeticError",
+        "close forward 1 by ArithmeticError", "close update by ArithmeticError", "EXCEPTION_RAISED",
+        "close run by ArithmeticError",
+    ]  # fmt: skip
+    assert trainer.regions == []
+
+
+@pytest.mark.parametrize(
+    "where", ["BACKWARD_STARTED", "GRADIENTS_READY", "OPTIMIZER_STEP_COMPLETED", "UPDATE_COMPLETED"]
+)
+def test_a_region_of_the_update_closes_when_a_later_receiver_raises(where: str) -> None:
+    trainer = raising_trainer(where)
+    log: list[str] = []
+    trainer.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
+    trainer.connect(Events.FORWARD_STARTED(once=2), lambda engine: engine.enter(region(log, "forward")))
+    with pytest.raises(ArithmeticError):
+        trainer.run(make_data(3), max_epochs=1)
+    assert log == ["open update", "open forward", "close forward", "close update by ArithmeticError"]
+
+
+def test_a_region_that_swallows_errors_does_not_keep_one_from_leaving() -> None:
+    trainer = raising_trainer("forward")
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(contextlib.suppress(ArithmeticError)))
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        trainer.run(make_data(3), max_epochs=1)
+
+
+def test_all_regions_close_when_closing_one_raises() -> None:
+    trainer = make_trainer()
+    log: list[str] = []
+
+    class Stubborn(contextlib.AbstractContextManager[None]):
+        def __exit__(self, *details: object) -> None:
+            raise OSError("it does not close")
+
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(region(log, "outer")))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(Stubborn()))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(region(log, "inner")))
+    with pytest.raises(OSError, match="it does not close"):
+        trainer.run(make_data(1), max_epochs=1)
+    assert log == ["open outer", "open inner", "close inner", "close outer by OSError"]
+    assert trainer.regions == []
+
+
+# ---- transformed values -------------------------------------------------------------------------------------------
+
+
+def transformed_by_hand(
+    data: Sequence[Batch],
+    *,
+    batch: Callable[[Batch], Batch] = lambda batch: batch,
+    output: Callable[[Tensor], Tensor] = lambda output: output,
+    loss: Callable[[Tensor], Tensor] = lambda loss: loss,
+) -> nn.Module:
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    for one in data:
+        x, y = batch(one)
+        optimizer.zero_grad()
+        loss(mse(output(model(x)), y)).backward()
+        optimizer.step()
+    return model
+
+
+def test_the_batch_may_be_transformed_and_several_do_it_in_order() -> None:
+    data = make_data()
+    trainer = make_trainer()
+
+    def double(engine: Engine) -> None:
+        engine.state.batch = (engine.state.batch[0] * 2, engine.state.batch[1])
+
+    def shift(engine: Engine) -> None:
+        engine.state.batch = (engine.state.batch[0] + 1, engine.state.batch[1])
+
+    trainer.connect(Events.GET_BATCH_COMPLETED, shift)
+    trainer.connect(Events.GET_BATCH_COMPLETED, double, phase=Phase.PREPARE)
+    trainer.run(data, max_epochs=1)
+    assert_same(trainer.model, transformed_by_hand(data, batch=lambda batch: (batch[0] * 2 + 1, batch[1])))
+
+
+def test_the_output_may_be_transformed() -> None:
+    data = make_data()
+    trainer = make_trainer()
+
+    @trainer.on(Events.FORWARD_COMPLETED)
+    def clamp(engine: Engine) -> None:
+        engine.state.update.output = engine.state.update.output.clamp(-0.1, 0.1)
+
+    trainer.run(data, max_epochs=1)
+    assert_same(trainer.model, transformed_by_hand(data, output=lambda output: output.clamp(-0.1, 0.1)))
+
+
+def test_the_backward_loss_may_be_transformed_and_the_reported_one_stays() -> None:
+    data = make_data()
+    trainer = make_trainer()
+    reported: list[Tensor] = []
+
+    @trainer.on(Events.LOSS_COMPUTED)
+    def scale(engine: Engine) -> None:
+        engine.state.update.backward_loss = engine.state.update.backward_loss * 3
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def report(engine: Engine) -> None:
+        assert engine.state.update.loss is not None
+        reported.append(engine.state.update.loss)
+
+    trainer.run(data, max_epochs=1)
+    losses: list[Tensor] = []
+
+    def keep_and_scale(loss: Tensor) -> Tensor:
+        losses.append(loss.detach())
+        return loss * 3
+
+    assert_same(trainer.model, transformed_by_hand(data, loss=keep_and_scale))
+    assert not reported[0].requires_grad
+    assert torch.equal(torch.stack(reported), torch.stack(losses))
+
+
+def test_the_reported_loss_may_be_set_without_changing_the_step() -> None:
+    data = make_data()
+    trainer = make_trainer()
+
+    @trainer.on(Events.LOSS_COMPUTED)
+    def report(engine: Engine) -> None:
+        engine.state.update.loss = torch.tensor(42.0)
+
+    trainer.run(data, max_epochs=1)
+    assert trainer.updates[0].loss == 42.0
+    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+
+
+def test_losses_of_a_window_count_by_their_weights() -> None:
+    data, weights = make_data(6), [1.0, 5.0, 2.0, 4.0, 3.0, 1.0]
+    trainer = make_trainer()
+    trainer.attach(GradientAccumulation(2))
+
+    @trainer.on(Events.LOSS_COMPUTED)
+    def weigh(engine: Engine) -> None:
+        engine.state.update.weight = weights[engine.state.iteration - 1]
+
+    trainer.run(data, max_epochs=1)
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    for first in (0, 2, 4):
+        optimizer.zero_grad()
+        total = weights[first] + weights[first + 1]
+        for number in (first, first + 1):
+            (mse(model(data[number][0]), data[number][1]) * weights[number]).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.div_(total)
+        optimizer.step()
+    assert_same(trainer.model, model)
+
+
+def test_a_weight_may_be_a_tensor() -> None:
+    trainers = [make_trainer(), make_trainer()]
+    for trainer, kind in zip(trainers, (float, torch.tensor), strict=True):
+        trainer.attach(GradientAccumulation(3))
+        trainer.connect(
+            Events.LOSS_COMPUTED,
+            lambda engine, kind=kind: setattr(engine.state.update, "weight", kind(float(engine.state.iteration))),
+        )
+        trainer.run(make_data(), max_epochs=1)
+    assert_same(trainers[0].model, trainers[1].model)
+
+
+@pytest.mark.parametrize("last", ["step", "skip"])
+def test_a_weight_holds_for_its_own_batch_only(last: str) -> None:
+    trainer = make_trainer()
+    seen: list[float] = []
+
+    @trainer.on(Events.LOSS_COMPUTED)
+    def weigh(engine: Engine) -> None:
+        seen.append(engine.state.update.weight)
+        if engine.state.iteration == 1:
+            engine.state.update.weight = 7.0
+            if last == "skip":
+                engine.state.update.skip("on purpose")
+
+    trainer.run(make_data(3), max_epochs=1)
+    assert seen == [1, 1, 1]
+
+
+def test_a_window_of_weight_zero_makes_no_step() -> None:
+    data = make_data(3)
+    trainer = make_trainer()
+    trainer.connect(Events.LOSS_COMPUTED(once=2), lambda engine: setattr(engine.state.update, "weight", 0))
+    trainer.run(data, max_epochs=1)
+    assert_same(trainer.model, by_hand(windows_of(data, [1], [3])))
+
+
+# ---- replaced acts ------------------------------------------------------------------------------------------------
+
+
+class HalvedGradients(Handler):
+    """Replaces the gradient computation: the usual one, then halved."""
+
+    calls = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("gradients", self.halve, by=self)
+
+    def halve(self, engine: Engine, update: UpdateState, compute: Callable[[Engine, UpdateState], None]) -> None:
+        self.calls += 1
+        compute(engine, update)
+        for p in update.parameters:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class DoubleStep(Handler):
+    """Replaces the step: makes it twice."""
+
+    calls = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("step", self.twice, by=self)
+
+    def twice(self, engine: Engine, update: UpdateState, step: Callable[[], None]) -> None:
+        self.calls += 1
+        step()
+        step()
+
+
+def replaced_by_hand(data: Sequence[Batch], *, factor: float = 1.0, steps: int = 1) -> nn.Module:
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(factor)
+        for _ in range(steps):
+            optimizer.step()
+    return model
+
+
+def test_a_handler_may_replace_the_gradients() -> None:
+    data, handler = make_data(), HalvedGradients()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.run(data, max_epochs=1)
+    assert handler.calls == 6
+    assert_same(trainer.model, replaced_by_hand(data, factor=0.5))
+
+
+def test_a_handler_may_replace_the_step() -> None:
+    data, handler = make_data(), DoubleStep()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.run(data, max_epochs=1)
+    assert handler.calls == 6
+    assert trainer.updates[0].steps == 6
+    assert_same(trainer.model, replaced_by_hand(data, steps=2))
+
+
+def test_two_handlers_may_replace_different_acts() -> None:
+    data = make_data()
+    trainer = make_trainer()
+    trainer.attach(DoubleStep(), HalvedGradients())
+    trainer.run(data, max_epochs=1)
+    assert_same(trainer.model, replaced_by_hand(data, factor=0.5, steps=2))
+
+
+@pytest.mark.parametrize("kind", [DoubleStep, HalvedGradients])
+def test_a_second_replacer_is_an_error_that_names_both_and_changes_nothing(
+    kind: type[DoubleStep] | type[HalvedGradients],
+) -> None:
+    data, first, second = make_data(), kind(name="first"), kind(name="second")
+    trainer = make_trainer()
+    trainer.attach(first)
+    with pytest.raises(ValueError, match=r"both 'first' and 'second' .* the act '(step|gradients)'"):
+        trainer.attach(second)
+    assert list(trainer.handlers) == ["first"]
+    assert second.engine is None
+    trainer.run(data, max_epochs=1)
+    assert (first.calls, second.calls) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", [DoubleStep, HalvedGradients])
+@pytest.mark.parametrize("how", ["detached", "disabled", "without"])
+def test_detaching_or_disabling_a_replacer_restores_the_act(
+    kind: type[DoubleStep] | type[HalvedGradients], how: str
+) -> None:
+    data, handler = make_data(), kind(name="replacer")
+    trainer = make_trainer()
+    trainer.attach(handler)
+    with contextlib.ExitStack() as stack:
+        if how == "detached":
+            trainer.detach(handler)
+        elif how == "disabled":
+            handler.enabled = False
+        else:
+            stack.enter_context(trainer.without("replacer"))
+        trainer.run(data, max_epochs=1)
+    assert handler.calls == 0
+    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+
+
+def test_after_the_first_replacer_has_left_another_may_come() -> None:
+    trainer = make_trainer()
+    first, second = DoubleStep(name="first"), DoubleStep(name="second")
+    trainer.attach(first).detach()
+    trainer.attach(second)
+    trainer.run(make_data(2), max_epochs=1)
+    assert (first.calls, second.calls) == (0, 2)
+
+
+def test_a_replaced_step_is_not_made_when_it_is_skipped() -> None:
+    handler = DoubleStep()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.connect(Events.GRADIENTS_READY(once=2), lambda engine: engine.state.update.skip("on purpose"))
+    trainer.run(make_data(3), max_epochs=1)
+    assert handler.calls == 2
+    assert trainer.updates[0].steps == 2
+
+
+def test_an_act_that_does_not_exist_is_not_replaced() -> None:
+    class Wrong(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.replace("backward", print, by=self)
+
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="'backward'; it has to be one of window, gradients, step"):
+        trainer.attach(Wrong())
+    assert trainer.handlers == {}
+
+
+# ---- several updates ----------------------------------------------------------------------------------------------
+
+
+def make_gan() -> tuple[dict[str, nn.Module], list[Tensor]]:
+    torch.manual_seed(4)
+    models: dict[str, nn.Module] = {
+        "generator": nn.Linear(3, 2),
+        "critic": nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)),
+    }
+    return models, list(torch.randn(6, 5, 2).unbind())
+
+
+def noise(iteration: int) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(iteration))
+
+
+def critic_loss(models: Any, real: Tensor, iteration: int) -> Tensor:
+    fake = models["generator"](noise(iteration)).detach()
+    loss: Tensor = (models["critic"](fake) - models["critic"](real)).mean() + models["critic"](real).square().mean()
+    return loss
+
+
+def generator_loss(models: Any, iteration: int) -> Tensor:
+    loss: Tensor = -models["critic"](models["generator"](noise(iteration))).mean()
+    return loss
+
+
+CRITIC_SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+GENERATOR_SGD = partial(torch.optim.SGD, lr=0.02)
+
+
+def gan_updates() -> list[Update]:
+    return [
+        Update.from_function(
+            lambda engine, batch: critic_loss(engine.modules, batch, engine.state.iteration),
+            CRITIC_SGD,
+            name="critic",
+            parameters=lambda engine: engine.modules["critic"].parameters(),
+        ),
+        Update.from_function(
+            lambda engine, batch: generator_loss(engine.modules, engine.state.iteration),
+            GENERATOR_SGD,
+            name="generator",
+            parameters=lambda engine: engine.modules["generator"].parameters(),
+        ),
+    ]
+
+
+def gan_by_hand(critic_in: Iterable[int], generator_in: Iterable[int]) -> dict[str, nn.Module]:
+    """The loop of every GAN tutorial: each optimizer's gradients are cleared before its own backward."""
+    models, data = make_gan()
+    critic, generator = CRITIC_SGD(models["critic"].parameters()), GENERATOR_SGD(models["generator"].parameters())
+    for iteration, real in enumerate(data, 1):
+        if iteration in critic_in:
+            critic.zero_grad()
+            critic_loss(models, real, iteration).backward()
+            critic.step()
+        if iteration in generator_in:
+            generator.zero_grad()
+            generator_loss(models, iteration).backward()
+            generator.step()
+    return models
+
+
+def test_two_updates_run_in_order_each_with_its_own_optimizer() -> None:
+    models, data = make_gan()
+    trainer = Engine(gan_updates(), model=models, seed=0)
+    order: list[tuple[int, str]] = []
+    trainer.connect(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        lambda engine: order.append((engine.state.iteration, engine.state.update.name)),
+    )
+    trainer.run(data[:2], max_epochs=1)
+    assert order == [(1, "critic"), (1, "generator"), (2, "critic"), (2, "generator")]
+    critic, generator = trainer.updates
+    assert critic.parameters == list(models["critic"].parameters())
+    assert generator.parameters == list(models["generator"].parameters())
+    assert (critic.steps, generator.steps) == (2, 2)
+
+
+def test_two_updates_train_a_gan_as_a_loop_by_hand_does() -> None:
+    models, data = make_gan()
+    trainer = Engine(gan_updates(), model=models, seed=0)
+    trainer.run(data, max_epochs=1)
+    expected = gan_by_hand(range(1, 7), range(1, 7))
+    for name in models:
+        assert_same(models[name], expected[name])
+
+
+def test_the_plan_of_an_iteration_may_be_changed() -> None:
+    models, data = make_gan()
+    trainer = Engine(gan_updates(), model=models, seed=0)
+    critic, generator = trainer.updates
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def every_third(engine: Engine) -> None:
+        assert engine.state.plan == (critic, generator)  # of this iteration only
+        if engine.state.iteration % 3:
+            engine.state.plan = [critic]
+
+    trainer.run(data, max_epochs=1)
+    assert (critic.steps, generator.steps) == (6, 2)
+    expected = gan_by_hand(range(1, 7), (3, 6))
+    for name in models:
+        assert_same(models[name], expected[name])
+
+
+def test_an_update_may_stand_in_the_plan_twice_or_not_at_all() -> None:
+    data = make_data(2)
+    trainer = make_trainer()
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def change(engine: Engine) -> None:
+        engine.state.plan = engine.updates * 2 if engine.state.iteration == 1 else ()
+
+    trainer.run(data, max_epochs=1)
+    assert trainer.updates[0].steps == 2
+    assert_same(trainer.model, by_hand(windows_of(data, [1], [1])))
+
+
+def test_a_window_of_one_update_leaves_the_other_as_it_is() -> None:
+    models, data = make_gan()
+    trainer = Engine(gan_updates(), model=models, seed=0)
+    trainer.attach(GradientAccumulation(3, update="critic"))
+    steps: list[tuple[int, str]] = []
+    trainer.connect(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        lambda engine: steps.append((engine.state.iteration, engine.state.update.name)),
+    )
+    trainer.run(data, max_epochs=1)
+    assert [iteration for iteration, name in steps if name == "critic"] == [3, 6]
+    assert [iteration for iteration, name in steps if name == "generator"] == [1, 2, 3, 4, 5, 6]
+
+    expected, _ = make_gan()
+    critic, generator = CRITIC_SGD(expected["critic"].parameters()), GENERATOR_SGD(expected["generator"].parameters())
+    held: list[list[Tensor]] = []
+    for iteration, real in enumerate(data, 1):
+        loss = critic_loss(expected, real, iteration)
+        held.append(list(torch.autograd.grad(loss, list(expected["critic"].parameters()))))
+        if iteration % 3 == 0:
+            for p, *gradients in zip(expected["critic"].parameters(), *held, strict=True):
+                p.grad = (gradients[0] + gradients[1] + gradients[2]) / 3
+            critic.step()
+            held.clear()
+        generator.zero_grad()
+        generator_loss(expected, iteration).backward()
+        generator.step()
+    for name in models:
+        assert_same(models[name], expected[name])
+
+
+def test_a_skip_concerns_its_own_update_only() -> None:
+    models, data = make_gan()
+    trainer = Engine(gan_updates(), model=models, seed=0)
+
+    @trainer.on(Events.GRADIENTS_READY)
+    def skip(engine: Engine) -> None:
+        if engine.state.update.name == "critic":
+            engine.state.update.skip("on purpose")
+
+    trainer.run(data, max_epochs=1)
+    assert [update.steps for update in trainer.updates] == [0, 6]
+
+
+# ---- constructors -------------------------------------------------------------------------------------------------
+
+
+async def coroutine(engine: Engine, batch: Batch) -> Tensor:
+    return torch.zeros(())
+
+
+BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "give either forward= .* or function="),
+        ({"forward": forward, "function": forward}, "give either forward= .* or function="),
+        ({"function": forward, "loss": loss_of}, "leave out loss="),
+        ({"forward": 3}, "forward=3 is not callable"),
+        ({"forward": forward, "loss": "mse"}, "loss='mse' is not callable"),
+        ({"forward": forward, "loss": loss_of, "optimizer": 0.1}, "optimizer=0.1 is not callable"),
+        ({"function": forward, "optimizer": SGD, "parameters": []}, r"parameters=\[\] is not callable"),
+        ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
+        ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "this one is built already"),
+        ({"forward": lambda batch: None}, r"forward=.* has to accept two arguments"),
+        ({"function": lambda: None}, r"function=.* has to accept two arguments"),
+        ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* has to accept \(engine, output, batch\)"),
+        ({"function": coroutine}, "function=.* is a coroutine function"),
+    ],
+    ids=str,
+)
+def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError, match=f"Update 'generator': .*{told}"):
+        Update(**arguments, name="generator")
+
+
+def test_a_supervised_loss_takes_two_arguments() -> None:
+    with pytest.raises(TypeError, match=r"Update 'main': loss=.*has to accept two arguments"):
+        Update.supervised(loss_of)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("update", [None, [], forward, "main", [Update.prediction(), forward]], ids=str)
+def test_an_engine_takes_updates_only(update: Any) -> None:
+    with pytest.raises(TypeError, match="has to be an Update or a sequence of them"):
+        Engine(update)
+
+
+def test_updates_of_one_engine_have_different_names() -> None:
+    with pytest.raises(ValueError, match=r"the updates' names \['main', 'main'\] have to differ"):
+        Engine([Update.prediction(), Update.prediction()])
+
+
+def test_to_train_every_update_has_an_optimizer() -> None:
+    with pytest.raises(ValueError, match="'judge' has none"):
+        Engine([Update.supervised(mse, SGD), Update.prediction(name="judge")], model=make_model())
+
+
+def test_one_update_serves_several_engines() -> None:
+    data, update = make_data(), Update.supervised(mse, SGD)
+    one, two = make_trainer(update), make_trainer(update)
+    one.run(data, max_epochs=1)
+    two.run(data, max_epochs=1)
+    assert_same(one.model, two.model)
+    assert one.updates[0].optimizer is not two.updates[0].optimizer
+
+
+def test_the_evaluation_of_an_update_has_its_loss_and_changes_nothing() -> None:
+    evaluator = make_trainer(Update.supervised(mse, SGD).evaluation())
+    losses: list[Tensor | None] = []
+    modes: list[bool] = []
+    evaluator.connect(Events.LOSS_COMPUTED, lambda engine: losses.append(engine.state.update.loss))
+    evaluator.connect(Events.LOSS_COMPUTED, lambda engine: modes.append(engine.model.training))
+    evaluator.connect(Events.BACKWARD_STARTED, lambda engine: pytest.fail("an evaluation has no backward"))
+    data = make_data(2)
+    evaluator.run(data)
+    model = make_model()
+    expected = [mse(model(x), y).detach() for x, y in data]
+    assert all(loss is not None and torch.equal(loss, one) for loss, one in zip(losses, expected, strict=True))
+    assert modes == [False, False]
+    assert evaluator.model.training
+    assert_same(evaluator.model, model)
+
+
+# ---- errors that are explained ------------------------------------------------------------------------------------
+
+
+def notes_of(trainer: Engine, data: Any, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        trainer.run(data, max_epochs=1)
+    return "\n".join(caught.value.__notes__)
+
+
+def test_a_loss_that_is_no_scalar_is_explained() -> None:
+    trainer = make_trainer(Update.supervised(partial(mse, reduction="none"), SGD))
+    notes = notes_of(trainer, make_data(), RuntimeError)
+    assert "in the backward of update 'main', epoch 1, iteration 1" in notes
+    assert "has shape (4, 2); it has to be a scalar: take its mean" in notes
+
+
+def test_a_loss_that_is_no_tensor_is_explained() -> None:
+    trainer = make_trainer(Update.supervised(lambda output, target: 0.5, SGD))  # type: ignore[arg-type, return-value]
+    assert "is 0.5; it has to be a scalar tensor or None" in notes_of(trainer, make_data(), AttributeError)
+
+
+def test_a_loss_without_a_gradient_is_explained() -> None:
+    trainer = make_trainer(Update.supervised(lambda output, target: mse(output.detach(), target), SGD))
+    notes = notes_of(trainer, make_data(), RuntimeError)
+    assert "does not depend on any parameter that requires a gradient" in notes
+
+
+def test_a_batch_on_another_device_than_the_model_is_explained() -> None:
+    data = [(x.to("meta"), y.to("meta")) for x, y in make_data()]
+    notes = notes_of(make_trainer(), data, RuntimeError)
+    assert "in the forward of update 'main', epoch 1, iteration 1" in notes
+    assert "the batch is on meta and the model on cpu; attach DeviceTransfer()" in notes
+
+
+def test_an_error_that_has_nothing_to_do_with_devices_is_not_explained_by_them() -> None:
+    data = [(torch.randn(4, 7), torch.randn(4, 2))]
+    notes = notes_of(make_trainer(), data, RuntimeError)
+    assert notes == "in the forward of update 'main', epoch 1, iteration 1"
+
+
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_an_error_says_in_which_act_it_was_raised(where: str) -> None:
+    notes = notes_of(raising_trainer(where), make_data(), ArithmeticError)
+    assert notes == f"in the {where} of update 'main', epoch 1, iteration 2"
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    trainer = make_trainer(Update.supervised(mse, SGD(make_model().parameters())))
+    with pytest.raises(ValueError, match="update 'main': its SGD holds none of the model's parameters"):
+        trainer.run(make_data(), max_epochs=1)
+
+
+def test_a_built_optimizer_of_the_same_model_trains_as_a_factory_does() -> None:
+    data, model = make_data(), make_model()
+    trainer = Engine(Update.supervised(mse, SGD(model.parameters())), model=model)
+    trainer.run(data, max_epochs=1)
+    assert_same(model, by_hand([[batch] for batch in data]))
+
+
+def test_a_model_on_the_meta_device_is_refused() -> None:
+    trainer = Engine(Update.supervised(mse, SGD), model=make_model().to("meta"))
+    with pytest.raises(ValueError, match=r"the model 'model' is on the meta device.*'0.weight'.*to_empty"):
+        trainer.run(make_data(), max_epochs=1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    trainer = make_trainer(Update.supervised(mse, torch.optim.LBFGS))
+    started: list[str] = []
+    trainer.connect(Events.EPOCH_STARTED, lambda engine: started.append("epoch"))
+    with pytest.raises(NotImplementedError, match=r"update 'main': LBFGS .*closure"):
+        trainer.run(make_data(), max_epochs=1)
+    assert started == []
+
+
+def test_a_factory_that_makes_no_optimizer_is_refused() -> None:
+    trainer = make_trainer(Update.supervised(mse, lambda parameters: "SGD"))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="update 'main': the optimizer factory returned 'SGD'"):
+        trainer.run(make_data(), max_epochs=1)
+
+
+def test_nothing_to_optimize_is_an_error() -> None:
+    trainer = Engine(Update.from_function(lambda engine, batch: None, SGD))
+    with pytest.raises(ValueError, match="there is nothing to optimize"):
+        trainer.run(make_data(), max_epochs=1)
+
+
+def test_parameters_may_be_chosen_and_the_others_stay() -> None:
+    model = make_model()
+    update = Update.supervised(mse, SGD, parameters=lambda engine: engine.model[2].parameters())
+    trainer = Engine(update, model=model)
+    trainer.run(make_data(), max_epochs=1)
+    before = make_model()
+    assert torch.equal(model.get_parameter("0.weight"), before.get_parameter("0.weight"))
+    assert not torch.equal(model.get_parameter("2.weight"), before.get_parameter("2.weight"))
+
+
+def test_an_error_discards_the_window_and_leaves_no_gradient() -> None:
+    trainer = raising_trainer("BACKWARD_COMPLETED")
+    trainer.attach(GradientAccumulation(4))
+    with pytest.raises(ArithmeticError):
+        trainer.run(make_data(), max_epochs=1)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert trainer.updates[0].filled == 0
