@@ -9,7 +9,6 @@ is worked out once for each change.
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from bisect import insort
 from collections.abc import Callable, Generator
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import blinker
 from blinker import ANY
 
-from .events import NEVER, EventEnum, Filter
+from .events import NEVER, EventEnum, Filter, check_receiver
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -95,15 +94,11 @@ class Plan(list[Receiver]):
     def silence(self, connected: tuple[Connection, ...]) -> None:
         for place, connection in enumerate(self.connections):
             if connection not in connected:
-                self.connections[place] = _NOBODY  # holding the receiver would keep a detached handler alive
-                self[place] = _NOBODY.call
+                self[place] = _do_nothing
 
 
 def _do_nothing(engine: Engine) -> None:
     pass
-
-
-_NOBODY = Connection(_do_nothing, Phase.CHANGE, 0, None, None)
 
 
 class Signal(blinker.NamedSignal):
@@ -239,21 +234,20 @@ class Signal(blinker.NamedSignal):
     def emit(self, engine: Engine, count: int) -> None:
         """Call the receivers in order. The first error stops the others and leaves, saying whose it was."""
         plan = self._plan if count < self._filtered_due else self._select(count)
-        remaining = iter(plan)
         try:
-            for receiver in remaining:
+            for receiver in plan:
                 receiver(engine)
         except BaseException as error:
-            self._blame(error, plan.connections[len(plan) - operator.length_hint(remaining) - 1], engine)
+            self._blame(error, next(one for one in plan.connections if one.call is receiver), engine)
             raise
 
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
         """Call every receiver, also after an error, and return the errors: for cleaning up."""
         errors: list[BaseException] = []
         plan = self._select(0)
-        for connection in plan.connections:
+        for call, connection in zip(plan, plan.connections, strict=True):
             try:
-                connection.call(engine)
+                call(engine)
             except BaseException as error:
                 self._blame(error, connection, engine)
                 errors.append(error)
@@ -265,17 +259,21 @@ class Signal(blinker.NamedSignal):
         Counts are read from the engine that is the sender; filters hold as they do in a run.
         """
         plan = self._select(self.count(sender) if self._connections else 0)
-        return [(one.receiver, call(sender, **kwargs)) for one, call in zip(plan.connections, plan, strict=True)]
+        pairs = zip(plan, plan.connections, strict=True)
+        return [(one.receiver, call(sender, **kwargs)) for call, one in pairs if call is not _do_nothing]
 
     def receivers_for(self, sender: Any) -> Generator[Receiver, None, None]:
         """The receivers in order, each if its filter passes at its turn; for ``send_async``."""
         plan = self._select(self.count(sender) if self._connections else 0)
-        for connection in plan.connections:
-            if connection.filter is None or connection.filter.when is None or connection.filter.when(sender):
+        for call, connection in zip(plan, plan.connections, strict=True):
+            when = None if connection.filter is None else connection.filter.when
+            if call is not _do_nothing and (when is None or when(sender)):
                 yield connection.receiver
 
     def count(self, engine: Engine) -> int:
         """The count that the event's filters are compared with."""
+        if not hasattr(engine, "state"):
+            raise TypeError(f"{self.event}: sent by {engine!r}; the sender has to be the engine: signal.send(engine)")
         counter = self.event.counter
         if callable(counter):
             return counter(engine)
@@ -354,30 +352,3 @@ class Bus(blinker.Namespace):
         if name not in self:
             raise KeyError(f"no signal is named {name!r}: an event's signal is engine.signal(event)")
         return self[name]
-
-
-def check_receiver(receiver: object, where: str) -> None:
-    """Refuse what could not be called as ``receiver(engine)`` when the event comes."""
-    if not callable(receiver):
-        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
-    for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
-                "give a plain function, and start asynchronous work from it"
-            )
-        if inspect.isgeneratorfunction(function):
-            raise TypeError(
-                f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
-            )
-    try:
-        signature = inspect.signature(receiver)
-    except ValueError:  # a built-in that does not tell its signature
-        return
-    try:
-        signature.bind(None)
-    except TypeError as error:
-        raise TypeError(
-            f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
-            f"{error}; bind further arguments with functools.partial"
-        ) from None

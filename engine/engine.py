@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bus import Bus, Connection, Phase, Receiver, Signal, check_receiver
+from .bus import Bus, Connection, Phase, Receiver, Signal
 from .data import END, DataError, Source
-from .events import AnyEvent, EventEnum, Events, resolve
+from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
 from .handler import Handler
 from .interval import Interval, event_of
 from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .state import State
-from .update import Update, UpdateSignals, UpdateState, close_regions, run_update
+from .update import Regions, Update, UpdateSignals, UpdateState, run_update
 from .wiring import Wiring
 
 __all__ = ["Attachment", "Engine"]
@@ -110,7 +110,7 @@ class Engine:
         self.handlers: dict[str, Handler] = {}
         self.signals = Bus()
         self.update_signals = UpdateSignals(self.signals)
-        self.regions: list[AbstractContextManager[Any]] = []
+        self.regions = Regions()
         self.replaced_gradients: Callable[..., None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
@@ -238,7 +238,7 @@ class Engine:
         finally:
             problems = self.signal(Events.ENDED).emit_to_all(self)
             try:
-                close_regions(self.regions, 0, error)
+                self.regions.close(0, error)
             except BaseException as problem:
                 problems.append(problem)
             for module, mode in modes:
@@ -604,11 +604,9 @@ class Engine:
 
         The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
         """
-        if not self.running and not self.regions:
+        if not self.running and self.regions.depth == 0:
             raise RuntimeError(f"enter({region!r}): no region is open outside a run")
-        value = region.__enter__()
-        self.regions.append(region)
-        return value
+        return self.regions.enter(region)
 
     # ---- handlers -------------------------------------------------------------------------------------------------
 
@@ -845,8 +843,11 @@ class Engine:
         handler.detached(self)
 
     def _tell(self, handler: Handler, event: EventEnum) -> None:
-        for connection in self.signal(event).connections:
-            if connection.owner == handler.name:
+        signal = self.signal(event)
+        count = signal.count(self)
+        for connection in signal.connections:
+            passes = connection.filter is None or connection.filter.next_due(count) == count
+            if connection.owner == handler.name and passes:
                 connection.call(self)
 
     def _forget(self, handler: Handler) -> None:
@@ -903,15 +904,15 @@ class Engine:
                 f"evaluate({evaluator!r}): it has to be an Engine that does not train; give its Update no "
                 "optimizer: Update.evaluation() makes such a one"
             )
-        outside = len(self.regions)
+        outside = self.regions.depth
         try:
             self._emit(Events.EVALUATION_STARTED)
             with unchanged_random_state():
                 evaluator.run(data, **bounds)
         except BaseException as error:
-            close_regions(self.regions, outside, error)
+            self.regions.close(outside, error)
             raise
-        close_regions(self.regions, outside)
+        self.regions.close(outside)
         measured = {prefix + name: value for name, value in evaluator.state.metrics.items()}
         self.state.metrics.update(measured)
         self._emit(Events.EVALUATION_COMPLETED)
@@ -925,30 +926,33 @@ class Engine:
                 return parameter.device
         return torch.device("cpu")
 
-    def total_steps(self, update: UpdateState) -> int | None:
-        """The optimizer steps that an update makes from the beginning up to this run's bounds; None if nobody can know."""
+    def steps_to_come(self, update: UpdateState) -> int | None:
+        """The optimizer steps that an update will make from here up to the run's bounds; None if nobody can know.
+
+        Each batch is taken for one would-be step, none of which is skipped.
+        """
         state = self.state
-        length, epochs, iterations = state.epoch_length, state.max_epochs, state.max_iters
+        length, last_epoch = state.epoch_length, state.max_epochs
         window_of = update.window_of or (lambda epoch: 1)
-        steps = 0
+        most = None if state.max_steps is None else max(0, state.max_steps - self.updates[0].steps)
+        left = None if state.max_iters is None else max(0, state.max_iters - state.iteration)
         if length is None:
-            if iterations is None:
-                return state.max_steps
-            if epochs is not None or update.window_of is not None:
-                return state.max_steps  # how many epochs these iterations are is not known
-            steps = iterations
-        elif epochs is None and iterations is None:
-            return state.max_steps
-        else:
-            left = iterations if iterations is not None else epochs * length  # type: ignore[operator]
-            epoch = 1
-            while left >= length and (epochs is None or epoch <= epochs):
-                steps += -(-length // window_of(epoch))
-                left -= length
-                epoch += 1
-            if epochs is None or epoch <= epochs:
-                steps += left // window_of(epoch)
-        return steps if state.max_steps is None else min(steps, state.max_steps)
+            if left is None or last_epoch is not None or update.window_of is not None:
+                return most  # how many epochs, and so how many windows, these iterations are is not known
+            return left if most is None else min(left, most)
+        if last_epoch is None and left is None:
+            return most
+        steps, filled = 0, update.filled
+        epoch, size = state.epoch + 1, length
+        if state.epoch_open:
+            epoch, size = state.epoch, length - state.epoch_iteration
+        while (last_epoch is None or epoch <= last_epoch) and (left is None or left > 0):
+            taken = size if left is None else min(size, left)
+            window = window_of(epoch)
+            steps += -(-(filled + taken) // window) if taken == size else (filled + taken) // window
+            left = None if left is None else left - taken
+            epoch, size, filled = epoch + 1, length, 0
+        return steps if most is None else min(steps, most)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -1156,15 +1160,19 @@ def copied(value: Any) -> Any:
 
 
 def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
-    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself."""
-    if not problems:
-        return
-    leaving, others = (problems[0], problems[1:]) if error is None else (error, problems)
-    for problem in others:
-        leaving.add_note(
-            f"besides, {type(problem).__name__}: {problem} ({'; '.join(getattr(problem, '__notes__', ()))})"
-        )
-    if error is None:
+    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself.
+
+    An interrupt is never swallowed: it leaves in place of an error.
+    """
+    leaving = error
+    if error is None or isinstance(error, Exception):
+        interrupt = next((problem for problem in problems if not isinstance(problem, Exception)), None)
+        leaving = interrupt or error or next(iter(problems), None)
+    for problem in problems:
+        if leaving is not None and problem is not leaving:
+            notes = "; ".join(getattr(problem, "__notes__", ()))
+            leaving.add_note(f"besides, {type(problem).__name__}: {problem} ({notes})")
+    if leaving is not None and leaving is not error:
         raise leaving
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -113,8 +114,8 @@ class EventEnum(Enum):
                 refuse(TypeError, f"{argument}={number!r} has to be an int")
             if number is not None and number < (0 if argument == "after" else 1):
                 refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
-        if when is not None and not callable(when):
-            refuse(TypeError, f"when={when!r} has to be a function of the engine")
+        if when is not None:
+            check_receiver(when, f"{self}: when")
         if once is not None and not once:
             refuse(ValueError, "once=[] never fires")
         if once is not None and every is not None:
@@ -187,6 +188,33 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         f"{event!r} is not an event: give a member of Events or of an EventEnum of your own, "
         "such as Events.ITERATION_COMPLETED"
     )
+
+
+def check_receiver(receiver: object, where: str) -> None:
+    """Refuse what could not be called as ``receiver(engine)`` when the event comes."""
+    if not callable(receiver):
+        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
+    for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
+                "give a plain function, and start asynchronous work from it"
+            )
+        if inspect.isgeneratorfunction(function):
+            raise TypeError(
+                f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
+            )
+    try:
+        signature = inspect.signature(receiver)
+    except ValueError:  # a built-in that does not tell its signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
+            f"{error}; bind further arguments with functools.partial"
+        ) from None
 
 
 class Events(EventEnum):

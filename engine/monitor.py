@@ -69,7 +69,8 @@ class Monitor:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise KeyError(
             f"{self.handler} monitors {self.metric!r}, but no such metric was produced. "
-            f"There are: {', '.join(there) or 'none; attach Metrics or Validation'}{hint}"
+            f"There are: {', '.join(there) or 'none; attach Metrics or Validation'}{hint}. A function that "
+            "writes a metric less often than every epoch says so first: engine.state.metrics.announce('user', ['its_name'])"
         )
 
     def better(self, value: float, best: float | None) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Update", "UpdateState"]
 
+T = TypeVar("T")
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -249,12 +250,10 @@ def run_update(engine: Engine, update: UpdateState) -> None:
     update.skipped = None
     optimizer = update.optimizer
     regions = engine.regions
-    outside = len(regions)
+    outside = regions.depth
     try:
         if listened and signals.started.due <= iteration:
             signals.started.emit(engine, iteration)
-        if optimizer is not None and len(engine.updates) > 1:
-            engine.enter(_OthersFrozen(engine, update))
         window_complete = update.window == 1 or update.fill(engine)
         if update.skipped is not None:
             update.output = update.raw_loss = None
@@ -287,10 +286,10 @@ def run_update(engine: Engine, update: UpdateState) -> None:
         if listened and signals.completed.due <= iteration:
             signals.completed.emit(engine, iteration)
     except BaseException as error:
-        close_regions(regions, outside, error)
+        regions.close(outside, error)
         raise
-    if len(regions) > outside:
-        close_regions(regions, outside)
+    if regions.depth > outside:
+        regions.close(outside)
 
 
 def compute_gradients(engine: Engine, update: UpdateState) -> None:
@@ -304,7 +303,7 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
         update.output = update.raw_loss = None
         return
     regions = engine.regions
-    outside = len(regions)
+    outside = regions.depth
     act = "forward"
     try:
         if listened and signals.forward_started.due <= iteration:
@@ -323,25 +322,28 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
         update.raw_loss = update.backward_loss = loss
         if loss is not None and listened and signals.loss_computed.due <= iteration:
             signals.loss_computed.emit(engine, iteration)
-        if len(regions) > outside:
-            close_regions(regions, outside)
+        if regions.depth > outside:
+            regions.close(outside)
         if loss is None or update.skipped is not None or update.optimizer is None:
             update.weight = ONE
             return
         act = "backward"
         if listened and signals.backward_started.due <= iteration:
             signals.backward_started.emit(engine, iteration)
+        # Of several updates, each leaves gradients with its own parameters only: a generator's goes through the
+        # discriminator without a trace there.
+        inputs = None if len(engine.updates) == 1 else [p for p in update.parameters if p.requires_grad]
         if update.weight is ONE:
-            update.backward_loss.backward()
+            update.backward_loss.backward(inputs=inputs)
         else:
-            (update.backward_loss * update.weight).backward()
+            (update.backward_loss * update.weight).backward(inputs=inputs)
             update.extra_weight = update.extra_weight + (update.weight - 1)
             update.weight = ONE
         update.held += 1
         if listened and signals.backward_completed.due <= iteration:
             signals.backward_completed.emit(engine, iteration)
     except BaseException as error:
-        close_regions(regions, outside, error)
+        regions.close(outside, error)
         error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
         if isinstance(error, Exception):
             _explain(error, act, engine, update)
@@ -364,32 +366,34 @@ def _average(update: UpdateState) -> None:
     torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
 
 
-class _OthersFrozen:
-    """While one of several updates is at work, the parameters of the others need no gradient: a generator's update goes
-    through the discriminator without leaving gradients there."""
+class Regions:
+    """The context managers that are open around what the engine does now.
 
-    def __init__(self, engine: Engine, update: UpdateState) -> None:
-        own = set(update.parameters)
-        others = {p for other in engine.updates if other is not update for p in other.parameters}
-        self.frozen = [p for p in others - own if p.requires_grad]
+    Attributes:
+        depth: how many are open; a region that opens remembers it, and closes what was entered since.
+    """
 
-    def __enter__(self) -> None:
-        for parameter in self.frozen:
-            parameter.requires_grad_(False)
+    __slots__ = ("_open", "depth")
 
-    def __exit__(self, *error: object) -> None:
-        for parameter in self.frozen:
-            parameter.requires_grad_(True)
+    def __init__(self) -> None:
+        self._open: list[AbstractContextManager[Any]] = []
+        self.depth = 0
 
+    def enter(self, manager: AbstractContextManager[T]) -> T:
+        value = manager.__enter__()
+        self._open.append(manager)
+        self.depth += 1
+        return value
 
-def close_regions(regions: list[Any], outside: int, error: BaseException | None = None) -> None:
-    """Leave the context managers that were entered since ``regions`` had this length: last in, first out, every one."""
-    stack = ExitStack()
-    for region in regions[outside:]:
-        stack.push(region)
-    del regions[outside:]
-    # What a region answers is not asked: an error always leaves.
-    stack.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
+    def close(self, outside: int, error: BaseException | None = None) -> None:
+        """Leave what was entered since the depth was ``outside``: last in, first out, every one, also after an error."""
+        stack = ExitStack()
+        for manager in self._open[outside:]:
+            stack.push(manager)
+        del self._open[outside:]
+        self.depth = outside
+        # What a manager answers is not asked: an error always leaves.
+        stack.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
 
 
 def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) -> None:
@@ -402,6 +406,10 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
             error.add_note(
                 f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; it has to be a scalar: "
                 "take its mean"
+            )
+        elif not any(p.requires_grad for p in update.parameters):
+            error.add_note(
+                f"none of the parameters of update {update.name!r} requires a gradient; unfreeze one of them"
             )
         elif not loss.requires_grad:
             error.add_note(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -72,7 +73,10 @@ class DeviceTransfer(Handler):
         if isinstance(value, tuple | list):
             return type(value)(self._placed(item) for item in value)
         if isinstance(value, dict):
-            return {key: self._placed(item) for key, item in value.items()}
+            placed = copy.copy(value)
+            for key, item in value.items():
+                placed[key] = self._placed(item)
+            return placed
         if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "to"):
             return replace(
                 value, **{one.name: self._placed(getattr(value, one.name)) for one in fields(value) if one.init}

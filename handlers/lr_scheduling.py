@@ -77,6 +77,7 @@ class LRScheduling(Handler):
         self.update = update
         self.scheduler: Any = None
         self.total: int | None = None  # the number of steps that the factory was given, if it was
+        self.stepped = 0
         by_step = self.monitor is None and self.every.unit == "st"
         self.stepping: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
         self.epochs: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
@@ -93,11 +94,7 @@ class LRScheduling(Handler):
         optimizer = update.optimizer
         assert optimizer is not None
         if self.scheduler is not None:
-            if self.total is not None and (planned := self._planned(engine)) is not None and planned > self.total:
-                raise ValueError(
-                    f"{self.name!r} was built for {self.total} steps, but this run goes up to {planned}; give the "
-                    "factory its number of steps explicitly, or begin anew with engine.reset()"
-                )
+            self.check(engine)
             return
         arguments = {}
         missing = _missing_total(self.factory)
@@ -122,12 +119,25 @@ class LRScheduling(Handler):
         if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
             del optimizer.step
 
+    @on(Events.CHECKPOINT_LOADED)
+    def check(self, engine: Engine) -> None:
+        """Refuse to go beyond the number of steps that the schedule was built for."""
+        planned = self._planned(engine) if self.total is not None else None
+        if planned is not None and self.total is not None and planned > self.total:
+            raise ValueError(
+                f"{self.name!r} was built for {self.total} steps, but this run goes up to {planned}; give the "
+                "factory its number of steps explicitly, or begin anew with engine.reset()"
+            )
+
     def _planned(self, engine: Engine) -> int | None:
-        """How often the scheduler will be stepped from the beginning up to the run's bounds."""
+        """How often the scheduler will have been stepped when the run reaches its bounds."""
+        state, every = engine.state, int(self.every.value)
         if self.every.unit == "ep":
-            return None if engine.state.max_epochs is None else engine.state.max_epochs // int(self.every.value)
-        total = engine.total_steps(engine.find_update(self.update))
-        return None if total is None else total // int(self.every.value)
+            done = state.epoch - state.epoch_open
+            return None if state.max_epochs is None else self.stepped + state.max_epochs // every - done // every
+        update = engine.find_update(self.update)
+        to_come = engine.steps_to_come(update)
+        return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
     @on("stepping", phase=Phase.CONTROL)
     def follow_steps(self, engine: Engine) -> None:
@@ -159,7 +169,8 @@ class LRScheduling(Handler):
         self.monitor.require(engine)
 
     def _step(self) -> None:
-        if getattr(self.scheduler, "_step_count", 2) > 1:
+        self.stepped += 1
+        if not _first_steps(self.scheduler):
             self.scheduler.step()
             return
         with warnings.catch_warnings():  # at its first step torch looks for the wrapper that `build` took off
@@ -167,19 +178,28 @@ class LRScheduling(Handler):
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.scheduler is None:
-            return {"scheduler": None, "total": self.total, "monitor": self.monitor and self.monitor.state_dict()}
-        state = {key: value for key, value in self.scheduler.state_dict().items() if not callable(value)}
-        return {"scheduler": state, "total": self.total, "monitor": self.monitor and self.monitor.state_dict()}
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {
+            "scheduler": scheduler and {key: value for key, value in scheduler.items() if not callable(value)},
+            "total": self.total,
+            "stepped": self.stepped,
+            "monitor": self.monitor and self.monitor.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total = state["total"]
+        self.total, self.stepped = state["total"], state["stepped"]
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
             self.scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _first_steps(scheduler: Any) -> bool:
+    return getattr(scheduler, "_step_count", 2) <= 1 or any(
+        _first_steps(s) for s in getattr(scheduler, "_schedulers", ())
+    )
 
 
 def _base(factory: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -198,8 +198,9 @@ class Metrics(Handler):
                     )
                 self.metrics[key] = Average(metric)
         self.inputs = inputs or _output_and_target
-        self._of_loss = [m for m in self.metrics.values() if isinstance(m, Average) and m.function is None]
-        self._of_output = [m for m in self.metrics.values() if m not in self._of_loss]
+        # Not told apart by `in`: torchmetrics' `==` gives a metric, which is true.
+        self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
+        self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
         self.measuring: AnyEvent | None = None  # an update without a loss is measured after its forward
 
     @property
@@ -217,7 +218,7 @@ class Metrics(Handler):
                     f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
                     "is a single function, which shows none; give the Update forward= and loss="
                 )
-            if self._of_loss and not self._of_output and update.forward is not None and update.loss_function is None:
+            if self._of_loss and update.forward is not None and update.loss_function is None:
                 raise ValueError(
                     f"{self.name!r}: an Average without a function is that of the loss, but update "
                     f"{update.name!r} has no loss"
@@ -278,6 +279,10 @@ class Metrics(Handler):
             raise ValueError(f"{self.name!r} measures {sorted(self.metrics)}, but the state is of {sorted(state)}")
         for key, metric in self.metrics.items():
             _load_state_of(metric, state[key])
+
+
+def _is_of_loss(metric: Any) -> TypeGuard[Average]:
+    return isinstance(metric, Average) and metric.function is None
 
 
 def _output_and_target(engine: Engine) -> tuple[Any, ...]:

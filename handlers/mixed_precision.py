@@ -49,7 +49,7 @@ class MixedPrecision(Handler):
         super().__init__(name=name)
         if precision not in _DTYPES:
             raise ValueError(f"MixedPrecision({precision!r}): it has to be 'bf16' or 'fp16'")
-        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
+        if not init_scale > 0 or not growth_factor > 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 f"MixedPrecision(init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor="
                 f"{backoff_factor}, growth_interval={growth_interval}): they have to be init_scale > 0, "

@@ -10,10 +10,19 @@ DECIDE_CHECKPOINTS = 10
 what the schedules and the patience decided in it."""
 
 COMMUTING = {
-    ("STARTED", "PREPARE"): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
+    (
+        "STARTED",
+        "PREPARE",
+    ): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
     ("EPOCH_STARTED", "PREPARE"): "Metrics sets its own sums back; Validation runs another engine",
-    ("EPOCH_COMPLETED", "PREPARE"): "Metrics and Validation write metrics of different names; the same name is an error",
-    ("EPOCH_COMPLETED", "CONTROL"): "LRScheduling moves a rate and EarlyStopping asks for a stop: neither reads the other's",
+    (
+        "EPOCH_COMPLETED",
+        "PREPARE",
+    ): "Metrics and Validation write metrics of different names; the same name is an error",
+    (
+        "EPOCH_COMPLETED",
+        "CONTROL",
+    ): "LRScheduling moves a rate and EarlyStopping asks for a stop: neither reads the other's",
     ("ITERATION_COMPLETED", "CONTROL"): "as in EPOCH_COMPLETED",
     ("ENDED", "CHANGE"): "each closes something of its own",
 }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboardX import SummaryWriter
 
@@ -22,9 +25,6 @@ class TensorBoardLogger(Handler):
     Args:
         folder: TensorBoard's log folder; made if it is not there.
         every: the interval of losses and learning rates, in iterations, such as "10it"; metrics are written as they come.
-
-    Attributes:
-        writer: the tensorboardX writer while a run is going on, for entries of your own; None otherwise.
 
     Example:
         >>> TensorBoardLogger("runs/digits", every="50it").name
@@ -44,25 +44,49 @@ class TensorBoardLogger(Handler):
         self.every = interval
         count = int(interval.value)
         self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
-        self.writer: SummaryWriter | None = None
+        self._writer: SummaryWriter | None = None
         self._rates: dict[str, float] = {}
         self._rates_at = 0
         self._seen: dict[str, int] = {}
         self._first = 1
+        self._running = False
+        self._last: dict[str, float] = {}  # what was written at the last step at which something was
+        self._last_step = 0
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @property
+    def writer(self) -> SummaryWriter | None:
+        """The tensorboardX writer while a run is going on, for entries of your own; None otherwise."""
+        return self._open() if self._running else None
+
+    @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
-        """What was measured up to here was written by the run before; what it wrote beyond is cut off."""
+        """What was measured up to here was written by the run before."""
+        self._running = True
         self._seen = dict(engine.state.metrics.serials)
         self._first = engine.state.iteration + 1
 
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def go_on(self, engine: Engine) -> None:
+        """What the stopped run wrote from the loaded iteration on is cut off; what the checkpoint knows of, written again."""
+        self.begin(engine)
+        if self._last and self._last_step == engine.state.iteration:
+            self._first = engine.state.iteration
+            for tag, value in self._last.items():
+                self._open().add_scalar(tag, value, self._last_step)
+
     def _open(self) -> SummaryWriter:
-        if self.writer is None:
-            # A name of its own: two writers in one folder within a second would share a file and lose events.
-            suffix = f".{uuid.uuid4().hex[:8]}"
+        if self._writer is None:
+            # TensorBoard reads the files in the order of their names; two of one name would lose events.
+            suffix = f".{time.time_ns():020d}.{uuid.uuid4().hex[:8]}"
             purge = self._first if self._first > 1 else None
-            self.writer = SummaryWriter(str(self.folder), purge_step=purge, filename_suffix=suffix)
-        return self.writer
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge, filename_suffix=suffix)
+        return self._writer
+
+    def _add(self, tag: str, value: float, step: int) -> None:
+        if step != self._last_step:
+            self._last, self._last_step = {}, step
+        self._last[tag] = value
+        self._open().add_scalar(tag, value, step)
 
     @on("rates_used", phase=Phase.RECORD)
     def note_rates(self, engine: Engine) -> None:
@@ -73,32 +97,37 @@ class TensorBoardLogger(Handler):
     @on("every", phase=Phase.RECORD)
     def write_loss(self, engine: Engine) -> None:
         """Write the losses and the rates."""
-        writer, iteration = self._open(), engine.state.iteration
+        iteration = engine.state.iteration
         several = len(engine.updates) > 1
         if self._rates_at != iteration:  # inside a window: the rates are those of the step to come
             self._rates = {}
         for update in engine.updates:
             if update.loss is not None:
-                writer.add_scalar(f"loss/{update.name}" if several else "loss", update.loss.item(), iteration)
+                self._add(f"loss/{update.name}" if several else "loss", update.loss.item(), iteration)
             for tag, rate in _rates(engine, update.name).items():
-                writer.add_scalar(tag, self._rates.get(tag, rate), iteration)
+                self._add(tag, self._rates.get(tag, rate), iteration)
 
     @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
         metrics = engine.state.metrics
         for name, value in metrics.new_since(self._seen).items():
-            self._open().add_scalar(
-                f"metrics/{name}", as_number("TensorBoardLogger", name, value), engine.state.iteration
-            )
+            self._add(f"metrics/{name}", as_number("TensorBoardLogger", name, value), engine.state.iteration)
         self._seen = dict(metrics.serials)
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
         """Close the file; a killed process would lose what was not flushed."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        self._running = False
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._last_step, "values": dict(self._last)} if self._last else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last_step, self._last = (state["step"], dict(state["values"])) if state else (0, {})
 
 
 def _rates(engine: Engine, update: str) -> dict[str, float]:

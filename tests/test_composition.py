@@ -93,7 +93,7 @@ def outcome(order: tuple[str, ...], folder: Path) -> dict[str, str]:
     engine.attach(*(made[name]() for name in order))
     seed_everything(0)
     engine.run(make_data()[0], max_epochs=EPOCHS)
-    left = fingerprint(engine)
+    left: dict[str, str] = fingerprint(engine)
     for file in sorted(folder.iterdir()):
         left[f"file {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
         file.unlink()

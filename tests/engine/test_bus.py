@@ -676,6 +676,20 @@ def test_an_error_is_told_as_that_of_the_right_one_of_many() -> None:
     assert caught.value.__notes__[0].startswith("raised by number_1 at")
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["plain", "counted", "when"])
+def test_an_error_of_a_receiver_that_has_just_removed_itself_is_told_as_its_own(kind: Events | FilteredEvent) -> None:
+    engine = idle_engine()
+
+    def leaves(engine: Engine) -> None:
+        engine.detach(leaves)
+        raise RuntimeError("on purpose")
+
+    engine.connect(kind, leaves)
+    with pytest.raises(RuntimeError) as caught:
+        engine.run(max_iters=1)
+    assert caught.value.__notes__ == ["raised by leaves at Events.ITERATION_COMPLETED, epoch 1, iteration 1"]
+
+
 def test_all_receivers_of_ended_run_and_their_errors_are_told_together() -> None:
     engine = idle_engine()
     log: list[str] = []

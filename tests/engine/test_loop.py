@@ -254,7 +254,7 @@ def test_terminate_epoch_ends_the_epoch_and_the_next_begins() -> None:
 
 
 @pytest.mark.parametrize(("held", "ended"), [({"min_epochs": 2}, 6), ({"min_iters": 5}, 5), ({}, 1)])
-def test_minimum_bounds_hold_a_stop_back(held: dict[str, int], ended: int) -> None:
+def test_minimum_bounds_hold_a_stop_back(held: dict[str, Any], ended: int) -> None:
     engine = make_engine()
 
     @engine.on(Events.ITERATION_COMPLETED(once=1))

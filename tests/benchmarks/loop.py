@@ -1,0 +1,182 @@
+"""What the loop costs: an empty step with 0, 1 and 10 handlers, and a tiny supervised step, beside the bare loop.
+
+    python tests/benchmarks/loop.py [--rounds 30]
+
+The bare loops are the limit. All variants take turns in every round, so that what else the machine does hits them alike;
+times are medians over the rounds, with the quartiles as the spread. Beside them stands the number of Python and C calls
+that an iteration makes, counted under cProfile, which no noise moves: `tests/test_calls.py` holds it fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from signalfire import Engine, Events, Handler, Update, on
+
+EMPTY_ITERATIONS, TINY_ITERATIONS = 100_000, 2_000
+Variant = Callable[[int], Any]
+
+
+class Count:
+    """Sized data that costs next to nothing: the numbers below n."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+class Idle(Handler):
+    """A handler that is called in every iteration and does nothing."""
+
+    @on(Events.ITERATION_COMPLETED)
+    def act(self, engine: Engine) -> None:
+        pass
+
+
+class Rare(Handler):
+    """A handler that listens everywhere in the loop, under filters that do not pass."""
+
+    @on(
+        Events.ITERATION_COMPLETED(every=10**6)
+        | Events.ITERATION_STARTED(every=10**6)
+        | Events.OPTIMIZER_STEP_COMPLETED(every=10**6)
+    )
+    def act(self, engine: Engine) -> None:
+        pass
+
+
+def nothing(engine: Any, batch: Any) -> None:
+    """The empty step."""
+
+
+def bare_empty(iterations: int) -> None:
+    for batch in Count(iterations):
+        nothing(None, batch)
+
+
+def empty(handlers: int) -> Variant:
+    engine = Engine(Update.from_function(nothing))
+    engine.attach(*(Idle(name=f"idle{i}") for i in range(handlers)))
+    return lambda iterations: engine.run(Count(iterations))
+
+
+def tiny_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(32, 32)
+
+
+def tiny_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, 32, generator=generator), torch.randn(16, 32, generator=generator)
+
+
+def bare_tiny() -> Variant:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = tiny_batch()
+
+    def run(iterations: int) -> nn.Module:
+        for x, y in [batch] * iterations:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return run
+
+
+def tiny(handlers: int) -> Variant:
+    model = tiny_model()
+    engine = Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=1e-3)), model=model)
+    engine.attach(*(Rare(name=f"rare{i}") for i in range(handlers)))
+    batch = tiny_batch()
+
+    def run(iterations: int) -> nn.Module:
+        engine.run([batch] * iterations, max_iters=engine.state.iteration + iterations)
+        return model
+
+    return run
+
+
+def calls(variant: Variant, iterations: int = 200) -> float:
+    """Python and C calls an iteration, without what a run costs once."""
+
+    def total(iterations: int) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(variant, iterations)
+        return pstats.Stats(profile).total_calls  # type: ignore[attr-defined, no-any-return]
+
+    variant(10)  # what is worked out once
+    return (total(2 * iterations) - total(iterations)) / iterations
+
+
+def measure(variants: dict[str, Variant], iterations: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds an iteration for every round, the variants taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for variant in variants.values():
+        variant(iterations // 10)
+    for _ in range(rounds):
+        for name, variant in variants.items():
+            gc.collect()
+            began = time.perf_counter()
+            variant(iterations)
+            times[name].append((time.perf_counter() - began) / iterations * 1e6)
+    return times
+
+
+def spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:9.3f}  [{low:.3f}, {high:.3f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+
+    variants: dict[str, Variant] = {"bare empty loop": bare_empty}
+    variants |= {f"empty step, {n} handlers": empty(n) for n in (0, 1, 10)}
+    times = measure(variants, EMPTY_ITERATIONS, rounds)
+    print(f"{'':32}{'us an iteration  [quartiles]':36}{'calls':>7}")
+    for name, variant in variants.items():
+        print(f"{name:32}{spread(times[name]):36}{calls(variant):7.1f}")
+    paired = list(zip(*times.values(), strict=True))
+    over = statistics.median(none - bare for bare, none, _, _ in paired)
+    each = statistics.median((ten - one) / 9 for _, _, one, ten in paired)
+    print(f"over the bare loop, no handler: {over * 1000:.0f} ns (to reach: 500)")
+    print(f"each further handler on one event: {each * 1000:.0f} ns (to reach: 60)\n")
+
+    variants = {
+        "bare tiny step": bare_tiny(),
+        "tiny step, 0 handlers": tiny(0),
+        "tiny step, 10 that do not fire": tiny(10),
+    }
+    times = measure(variants, TINY_ITERATIONS, rounds)
+    for name, variant in variants.items():
+        print(f"{name:32}{spread(times[name]):36}{calls(variant):7.1f}")
+    for name in list(variants)[1:]:
+        ratio = statistics.median(mine / bare for bare, mine in zip(times["bare tiny step"], times[name], strict=True))
+        print(f"{name}: {ratio:.4f} times the bare loop (to reach: 1.03)")
+
+
+if __name__ == "__main__":
+    main()

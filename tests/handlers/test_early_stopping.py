@@ -1,0 +1,238 @@
+"""EarlyStopping against the definition of patience written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import Average, EarlyStopping, Metrics, Validation
+
+BATCHES = [(torch.ones(2, 3), torch.ones(2, 1))] * 2
+
+
+def engine_of(scores: Sequence[float], *handlers: Any, every: int = 1) -> Engine:
+    """An engine that produces these scores, one every so many epochs."""
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+    engine = Engine(update, model=nn.Linear(3, 1), seed=0)
+    engine.attach(*handlers)
+
+    @engine.on(Events.EPOCH_COMPLETED(every=every))
+    def score(engine: Engine) -> None:
+        engine.state.metrics["score"] = scores[engine.state.epoch // every - 1]
+
+    return engine
+
+
+def stops_at(scores: Sequence[float], **options: Any) -> int:
+    """The epoch in which the run ends."""
+    engine = engine_of(scores, EarlyStopping("score", **options))
+    return engine.run(BATCHES, max_epochs=len(scores)).epoch
+
+
+@pytest.mark.parametrize(("patience", "epoch"), [(1, 3), (2, 6), (3, 7), (4, 8)])
+def test_it_stops_at_the_patience_th_value_in_a_row_without_improvement(patience: int, epoch: int) -> None:
+    scores = [5.0, 4.0, 4.5, 3.0, 3.1, 3.0, 3.2, 3.3, 3.4]  # equal is no improvement
+    assert stops_at(scores, patience=patience) == epoch
+
+
+def test_without_a_plateau_it_does_not_stop() -> None:
+    handler = EarlyStopping("score", patience=1)
+    engine = engine_of([4.0, 3.0, 2.0, 1.0], handler)
+    state = engine.run(BATCHES, max_epochs=4)
+    assert (state.epoch, state.stop_reason) == (4, None)
+    assert (handler.best, handler.waited) == (1.0, 0)
+
+
+def test_the_greatest_is_best_in_mode_max() -> None:
+    assert stops_at([1.0, 2.0, 3.0, 3.0, 2.5, 9.0], mode="max", patience=2) == 5
+
+
+def test_the_reason_is_told_and_the_run_completes() -> None:
+    engine = engine_of([1.0, 2.0, 2.0, 2.0], EarlyStopping("score", patience=2))
+    told: list[str] = []
+    for event in (Events.TERMINATED, Events.COMPLETED):
+        engine.connect(event, lambda engine, event=event: told.append(event.name))
+    state = engine.run(BATCHES, max_epochs=4)
+    assert state.epoch == 3
+    assert state.stop_reason is not None
+    assert "score" in state.stop_reason
+    assert "1.0" in state.stop_reason
+    assert told == ["TERMINATED", "COMPLETED"]
+
+
+def test_an_improvement_has_to_exceed_min_delta() -> None:
+    scores = [1.0, 0.75, 0.5, 0.25]  # each is better than the one before by exactly 0.25
+    assert stops_at(scores, patience=1, min_delta=0.25) == 2
+    assert stops_at(scores, patience=1, min_delta=0.2) == 4
+    # Small steps add up: the comparison is with the best, not with the value before.
+    assert stops_at([1.0, 0.9, 0.8, 0.7, 0.6], patience=3, min_delta=0.25) == 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "epoch"),
+    [
+        ("min", [-10.0, -10.5, -10.5], 2),  # 5 % better is not enough
+        ("min", [-10.0, -11.5, -13.5], 3),
+        ("max", [-10.0, -9.5, -9.5], 2),
+        ("max", [-10.0, -8.5, -7.0], 3),
+        ("min", [10.0, 9.5, 9.5], 2),
+        ("max", [10.0, 11.5, 13.5], 3),
+    ],
+)
+def test_a_relative_min_delta_works_for_negative_scores(mode: Any, scores: list[float], epoch: int) -> None:
+    assert stops_at(scores, mode=mode, patience=1, min_delta=0.1, relative=True) == epoch
+
+
+def test_nan_is_never_an_improvement() -> None:
+    assert stops_at([math.nan] * 5, patience=3) == 3
+    assert stops_at([2.0, math.nan, math.nan, 1.0], patience=2) == 3
+    handler = EarlyStopping("score", patience=3)
+    engine_of([math.nan, 2.0, math.nan, 1.0, 3.0], handler).run(BATCHES, max_epochs=5)
+    assert (handler.best, handler.waited) == (1.0, 1)
+
+
+def test_a_recovery_takes_back_a_stop_that_min_epochs_holds() -> None:
+    scores = [1.0, 2.0, 2.0, 0.5, 0.6, 0.4, 0.5, 0.5]
+    engine = engine_of(scores, EarlyStopping("score", patience=2))
+    assert engine.run(BATCHES, max_epochs=8, min_epochs=5).epoch == 8
+    engine = engine_of(scores, EarlyStopping("score", patience=2))
+    assert engine.run(BATCHES, max_epochs=8).epoch == 3
+
+
+def test_without_a_recovery_it_stops_as_soon_as_min_epochs_allow() -> None:
+    engine = engine_of([1.0] * 8, EarlyStopping("score", patience=2))
+    assert engine.run(BATCHES, max_epochs=8, min_epochs=5).epoch == 5
+
+
+def test_it_acts_once_for_each_new_value() -> None:
+    handler = EarlyStopping("score", patience=3)
+    engine = engine_of([1.0] * 5, handler, every=2)
+    engine.state.metrics.announce("user", ["score"])  # it is not there yet when the first epoch ends
+    assert engine.run(BATCHES, max_epochs=10).epoch == 8  # values at 2, 4, 6, 8: one best and three that are not
+    assert handler.waited == 3
+
+
+def test_the_same_number_written_again_is_a_new_value() -> None:
+    assert stops_at([1.0, 1.0, 1.0], patience=1) == 2
+
+
+def test_validation_every_second_epoch_counts_once_each() -> None:
+    model = nn.Linear(3, 1)
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine = Engine(
+        Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=1e-30)), model=model, seed=0
+    )  # no step can change a weight: the loss never improves
+    handler = EarlyStopping("loss", patience=2)
+    engine.attach(handler, Validation(evaluator, BATCHES, every="2ep"))
+    assert engine.run(BATCHES, max_epochs=20).epoch == 6
+
+
+def test_a_metric_that_comes_inside_the_epoch_stops_there() -> None:
+    engine = engine_of([9.0] * 9, EarlyStopping("inner", patience=2))
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def inner(engine: Engine) -> None:
+        engine.state.metrics["inner"] = 1.0
+
+    state = engine.run(BATCHES * 3, max_epochs=5)
+    assert (state.epoch, state.iteration) == (1, 3)
+
+
+def test_a_missing_metric_is_an_error_that_names_those_there_are() -> None:
+    engine = engine_of([1.0] * 4, EarlyStopping("scor"))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(accuracy=0.5))
+    with pytest.raises(KeyError, match=r"EarlyStopping.*'scor'.*accuracy, score.*did you mean 'score'"):
+        engine.run(BATCHES, max_epochs=4)
+    assert engine.state.epoch == 1
+
+
+def test_an_announced_metric_that_comes_later_is_no_error() -> None:
+    model = nn.Linear(3, 1)
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine = Engine(Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01)), model=model, seed=0)
+    engine.attach(EarlyStopping("loss"), Validation(evaluator, BATCHES, every="3ep"))
+    assert engine.run(BATCHES, max_epochs=4).epoch == 4
+    engine.attach(EarlyStopping("los", name="misspelt"))
+    with pytest.raises(KeyError, match="did you mean 'loss'"):
+        engine.run(BATCHES, max_epochs=5)
+
+
+def test_a_metric_that_is_no_number_is_refused() -> None:
+    engine = engine_of([1.0], EarlyStopping("vector"))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(vector=torch.ones(3)))
+    with pytest.raises(TypeError, match=r"EarlyStopping.*'vector'.*\(3,\)"):
+        engine.run(BATCHES, max_epochs=1)
+
+
+def test_a_saved_run_stops_where_the_whole_run_does() -> None:
+    scores = [3.0, 2.0, 2.5, 2.4, 2.3, 2.2, 2.1]
+    whole = engine_of(scores, EarlyStopping("score", patience=4))
+    saved: list[dict[str, Any]] = []
+    whole.connect(Events.ITERATION_COMPLETED(once=8), lambda engine: saved.append(engine.state_dict()))
+    assert whole.run(BATCHES, max_epochs=7).epoch == 6
+    handler = EarlyStopping("score", patience=4)
+    other = engine_of(scores, handler)
+    other.load_state_dict(saved[0])
+    assert other.run(BATCHES, max_epochs=7).epoch == 6
+    assert (handler.best, handler.waited) == (2.0, 4)
+
+
+def test_larger_bounds_go_on_after_a_stop() -> None:
+    engine = engine_of([1.0] * 9, EarlyStopping("score", patience=2))
+    assert engine.run(BATCHES, max_epochs=5).epoch == 3
+    # The next value is again no improvement.
+    assert engine.run(BATCHES, max_epochs=9).epoch == 4
+
+
+@pytest.mark.parametrize("way", ["without", "disabled", "detached"])
+def test_switched_off_nothing_stops(way: str) -> None:
+    handler = EarlyStopping("score", patience=1)
+    engine = engine_of([1.0] * 4, handler)
+    if way == "without":
+        with engine.without("early_stopping"):
+            engine.run(BATCHES, max_epochs=4)
+    else:
+        if way == "disabled":
+            handler.enabled = False
+        else:
+            engine.detach(handler)
+        engine.run(BATCHES, max_epochs=4)
+    assert engine.state.epoch == 4
+    assert handler.best is None
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (ValueError, {"patience": 0}),
+        (ValueError, {"patience": 1.5}),
+        (ValueError, {"patience": True}),
+        (ValueError, {"mode": "greatest"}),
+        (ValueError, {"min_delta": -1.0}),
+        (ValueError, {"min_delta": math.nan}),
+        (ValueError, {"min_delta": math.inf}),
+        (TypeError, {"monitor": 3}),
+        (TypeError, {"monitor": ""}),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(error: type[Exception], options: dict[str, Any]) -> None:
+    with pytest.raises(error, match="EarlyStopping"):
+        EarlyStopping(**{"monitor": "score", **options})
+
+
+def test_tensors_are_judged_as_numbers() -> None:
+    scores: list[Any] = [torch.tensor(2.0), torch.tensor([1.0]), torch.tensor(1.5)]
+    handler = EarlyStopping("score")
+    engine_of(scores, handler).run(BATCHES, max_epochs=3)
+    assert (handler.best, handler.waited) == (1.0, 1)
+    assert not isinstance(handler.best, Tensor)

@@ -1,0 +1,230 @@
+"""GradientClipping against torch's own clipping in loops written by hand."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(count: int = 6) -> Batches:
+    generator = torch.Generator().manual_seed(11)
+    return [(torch.randn(4, 5, generator=generator), 5 * torch.randn(4, 1, generator=generator)) for _ in range(count)]
+
+
+def trained(model: nn.Module, *handlers: Any, epochs: int = 2, data: Batches | None = None) -> Engine:
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(*handlers)
+    engine.run(data or batches(), max_epochs=epochs)
+    return engine
+
+
+def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
+    """The trained model, and the norms before each clip."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data, norms = batches(), []
+    for _ in range(epochs):
+        for begin in range(0, len(data), window):
+            chunk = data[begin : begin + window]
+            for inputs, targets in chunk:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+            if len(chunk) > 1:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(len(chunk))
+            if "max_value" in options:
+                nn.utils.clip_grad_value_(model.parameters(), options["max_value"])
+            if "max_norm" in options:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), options["max_norm"], options.get("norm_type", 2.0))
+                norms.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, norms
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_norm": 0.5},
+    {"max_norm": 0.5, "norm_type": math.inf},
+    {"max_norm": 0.5, "norm_type": 1.0},
+    {"max_value": 0.05},
+    {"max_norm": 0.3, "max_value": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_weights_equal_a_loop_by_hand(options: dict[str, Any]) -> None:
+    model = network()
+    trained(model, GradientClipping(**options))
+    hand, _ = trained_by_hand(options)
+    unclipped, _ = trained_by_hand({})
+    assert_same(model, hand)
+    assert not torch.equal(
+        next(model.parameters()), next(unclipped.parameters())
+    )  # the limit was reached: the test can fail
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("accumulation_first", [True, False])
+def test_with_accumulation_it_clips_once_for_each_window(options: dict[str, Any], accumulation_first: bool) -> None:
+    model = network()
+    handlers = [GradientAccumulation(4), GradientClipping(**options)]
+    trained(model, *(handlers if accumulation_first else reversed(handlers)))
+    assert_same(model, trained_by_hand(options, window=4)[0])
+
+
+def test_the_total_norm_is_that_before_the_clip() -> None:
+    model = network()
+    handler = GradientClipping(max_norm=0.5)
+    assert handler.total_norm is None
+    trained(model, handler)
+    _, norms = trained_by_hand({"max_norm": 0.5})
+    assert handler.total_norm is not None
+    assert handler.total_norm.item() == norms[-1]
+    assert norms[-1] > 0.5
+
+
+def test_gradients_within_the_limits_stay_as_they_are() -> None:
+    model = network()
+    trained(model, GradientClipping(max_value=1e6))
+    assert_same(model, trained_by_hand({})[0])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("clipping_first", [True, False])
+@pytest.mark.parametrize("window", [1, 4])
+def test_under_fp16_scaling_unscaled_gradients_are_clipped(
+    options: dict[str, Any], clipping_first: bool, window: int
+) -> None:
+    model = network()
+    handlers: list[Any] = [GradientClipping(**options), MixedPrecision("fp16", init_scale=1024.0)]
+    engine = trained(
+        model, *(handlers if clipping_first else reversed(handlers)), GradientAccumulation(window), epochs=1
+    )
+
+    hand = network()
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    data = batches()
+    for begin in range(0, len(data), window):
+        chunk = data[begin : begin + window]
+        for inputs, targets in chunk:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.mse_loss(hand(inputs), targets)
+            scaler.scale(loss).backward()
+        if len(chunk) > 1:
+            for parameter in hand.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(len(chunk))
+        scaler.unscale_(optimizer)
+        if "max_value" in options:
+            nn.utils.clip_grad_value_(hand.parameters(), options["max_value"])
+        if "max_norm" in options:
+            nn.utils.clip_grad_norm_(hand.parameters(), options["max_norm"], options.get("norm_type", 2.0))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_same(model, hand)
+    assert engine.updates[0].steps == -(-6 // window)
+
+
+def test_one_update_of_two_is_clipped() -> None:
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+    models = {"a": Weight(), "b": Weight()}
+
+    def update(name: str) -> Update:
+        def function(engine: Engine, batch: Any) -> Tensor:
+            product: Tensor = models[name].weight * batch
+            return product
+
+        return Update.from_function(
+            function,
+            partial(torch.optim.SGD, lr=1.0),
+            name=name,
+            parameters=lambda engine: models[name].parameters(),
+        )
+
+    engine = Engine([update("a"), update("b")], model=models, seed=0)
+    engine.attach(GradientClipping(max_value=1.0, update="b"))
+    engine.run([torch.tensor(3.0), torch.tensor(-0.5)], max_epochs=1)
+    assert (models["a"].weight.item(), models["b"].weight.item()) == (-2.5, -0.5)
+    with pytest.raises(KeyError, match="c"):
+        engine.attach(GradientClipping(max_value=1.0, update="c", name="other"))
+
+
+def test_a_user_sees_clipped_gradients_before_the_step() -> None:
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+    engine = Engine(update, model=network(), seed=0)
+    engine.attach(GradientClipping(max_value=0.01))
+    largest: list[float] = []
+
+    @engine.on(Events.OPTIMIZER_STEP_STARTED)
+    def note(engine: Engine) -> None:
+        largest.append(max(p.grad.abs().max().item() for p in engine.model.parameters()))
+
+    engine.run(batches(), max_epochs=1)
+    assert len(largest) == 6
+    assert max(largest) <= 0.01 + 1e-9
+
+
+@pytest.mark.parametrize("way", ["without", "disabled", "detached"])
+def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
+    model = network()
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    engine = Engine(update, model=model, seed=0)
+    handler = GradientClipping(max_norm=0.5)
+    engine.attach(handler)
+    if way == "without":
+        with engine.without("gradient_clipping"):
+            engine.run(batches(), max_epochs=2)
+    else:
+        if way == "disabled":
+            handler.enabled = False
+        else:
+            engine.detach(handler)
+        engine.run(batches(), max_epochs=2)
+        assert not engine.signal(Events.GRADIENTS_READY).receivers
+    assert_same(model, trained_by_hand({})[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_norm": 0},
+        {"max_norm": -1.0},
+        {"max_norm": math.nan},
+        {"max_norm": "1"},
+        {"max_value": 0.0},
+        {"max_value": math.nan},
+        {"max_norm": 1.0, "norm_type": 0},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="GradientClipping"):
+        GradientClipping(**options)

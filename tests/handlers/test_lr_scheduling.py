@@ -1,0 +1,504 @@
+"""LRScheduling against torch's schedulers in loops written by hand: the same rates and the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import GradientAccumulation, LRScheduling
+
+Batches = list[tuple[Tensor, Tensor]]
+Factory = Callable[[Optimizer], Any]
+
+
+def network() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(5, 2)
+
+
+def batches(count: int = 6) -> Batches:
+    generator = torch.Generator().manual_seed(11)
+    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+
+
+class Unsized:
+    """Data that can be iterated again but does not tell its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches())
+
+
+def engine_of(model: nn.Module, *handlers: Any) -> tuple[Engine, list[float]]:
+    """An engine, and the rates that its optimizer steps used."""
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(*handlers)
+    rates: list[float] = []
+
+    @engine.on(Events.OPTIMIZER_STEP_STARTED)
+    def note(engine: Engine) -> None:
+        assert engine.state.update.optimizer is not None
+        rates.append(engine.state.update.optimizer.param_groups[0]["lr"])
+
+    return engine, rates
+
+
+def trained_by_hand(
+    factory: Factory, *, by: str = "step", epochs: int = 3, window: int = 1, stop_at: int | None = None
+) -> tuple[nn.Linear, list[float]]:
+    """The trained model, and the rates that the steps used."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = factory(optimizer)
+    data, iterations = batches(), 0
+    rates: list[float] = []
+    for _ in range(epochs):
+        for begin in range(0, len(data), window):
+            chunk = data[begin : begin + window]
+            if stop_at is not None and iterations + len(chunk) > stop_at:
+                return model, rates
+            for inputs, targets in chunk:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                iterations += 1
+            if len(chunk) > 1:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(len(chunk))
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+            if by == "step":
+                scheduler.step()
+        if by == "epoch":
+            scheduler.step()
+    return model, rates
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def sequential(optimizer: Optimizer) -> SequentialLR:
+    parts: list[Any] = [LinearLR(optimizer, start_factor=0.1, total_iters=4), ExponentialLR(optimizer, gamma=0.8)]
+    return SequentialLR(optimizer, parts, milestones=[4])
+
+
+@pytest.mark.parametrize("every", ["1st", "1ep"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        partial(StepLR, step_size=2, gamma=0.5),
+        partial(LambdaLR, lr_lambda=lambda count: 1 / (1 + count)),
+        sequential,
+        partial(OneCycleLR, max_lr=0.3, total_steps=18),
+        partial(CosineAnnealingLR, T_max=9),
+    ],
+    ids=["StepLR", "LambdaLR", "SequentialLR", "OneCycleLR", "CosineAnnealingLR"],
+)
+def test_rates_and_weights_equal_a_loop_by_hand(factory: Factory, every: str) -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(factory, every=every))
+    engine.run(batches(), max_epochs=3)
+    hand, expected = trained_by_hand(factory, by="step" if every == "1st" else "epoch")
+    assert rates == expected
+    assert len(set(rates)) > 1
+    assert_same(model, hand)
+
+
+def test_one_cycle_learns_the_total_of_its_steps() -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    engine.run(batches(), max_epochs=3)
+    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=18))
+    assert rates == expected
+    assert_same(model, hand)
+
+
+@pytest.mark.parametrize("accumulation_first", [True, False])
+def test_the_learned_total_counts_windows_and_not_batches(accumulation_first: bool) -> None:
+    model = network()
+    handlers: list[Any] = [GradientAccumulation(4), LRScheduling(partial(OneCycleLR, max_lr=0.3))]
+    engine, rates = engine_of(model, *(handlers if accumulation_first else reversed(handlers)))
+    engine.run(batches(), max_epochs=3)
+    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=6), window=4)
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_the_learned_total_follows_a_schedule_of_windows() -> None:
+    handler = LRScheduling(partial(OneCycleLR, max_lr=0.3))
+    engine, rates = engine_of(network(), GradientAccumulation({1: 1, 2: 4, 3: 6}), handler)
+    engine.run(batches(), max_epochs=3)
+    assert handler.total == len(rates) == 6 + 2 + 1
+
+
+def test_the_learned_total_respects_max_iters() -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    engine.run(batches(), max_epochs=3, max_iters=14)
+    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=14), stop_at=14)
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_the_learned_total_respects_max_iters_that_end_inside_a_window() -> None:
+    handler = LRScheduling(partial(OneCycleLR, max_lr=0.3))
+    engine, rates = engine_of(network(), GradientAccumulation(4), handler)
+    engine.run(batches(), max_iters=11)  # windows of 4 and 2, then 4; the fifth batch of epoch 2 stays in an open one
+    assert handler.total == len(rates) == 3
+
+
+def test_the_learned_total_of_unsized_data_is_max_iters() -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    engine.run(Unsized(), max_iters=9)
+    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=9), stop_at=9)
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_the_learned_total_respects_max_steps() -> None:
+    handler = LRScheduling(partial(OneCycleLR, max_lr=0.3))
+    engine, rates = engine_of(network(), GradientAccumulation(2), handler)
+    engine.run(Unsized(), max_steps=5)
+    assert handler.total == len(rates) == 5
+
+
+def test_a_total_that_nobody_can_know_is_an_error_that_says_what_to_give() -> None:
+    engine, _ = engine_of(network(), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    with pytest.raises(ValueError, match=r"OneCycleLR needs total_steps.*max_steps="):
+        engine.run(Unsized(), max_epochs=2)
+    assert engine.state.iteration == 0
+
+
+def test_cosine_annealing_learns_its_half_period() -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR)))
+    engine.run(batches(), max_epochs=3)
+    hand, expected = trained_by_hand(partial(CosineAnnealingLR, T_max=18))
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_a_bare_class_is_a_factory() -> None:
+    factory: Any = CosineAnnealingLR  # mypy sees that T_max is missing; it is learned
+    engine, rates = engine_of(network(), LRScheduling(factory))
+    engine.run(batches(), max_epochs=3)
+    assert rates == trained_by_hand(partial(CosineAnnealingLR, T_max=18))[1]
+
+
+def test_by_epochs_the_half_period_is_the_number_of_epochs() -> None:
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR), every="1ep"))
+    engine.run(Unsized(), max_epochs=3)
+    hand, expected = trained_by_hand(partial(CosineAnnealingLR, T_max=3), by="epoch")
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_a_total_that_was_given_is_left_alone() -> None:
+    for factory in (
+        partial(OneCycleLR, max_lr=0.3, epochs=5, steps_per_epoch=6),
+        partial(OneCycleLR, max_lr=0.3, total_steps=30),
+    ):
+        handler = LRScheduling(factory)
+        engine, rates = engine_of(network(), handler)
+        engine.run(batches(), max_epochs=3)
+        assert rates == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=30))[1]
+        engine.run(batches(), max_epochs=5)  # up to what was given explicitly
+        assert len(rates) == 30
+
+
+def test_it_moves_once_for_each_window() -> None:
+    factory = partial(ExponentialLR, gamma=0.9)
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(factory), GradientAccumulation(4))
+    engine.run(batches(), max_epochs=2)
+    hand, expected = trained_by_hand(factory, epochs=2, window=4)
+    assert rates == expected
+    assert len(rates) == 4
+    assert_same(model, hand)
+
+
+def test_it_moves_every_few_steps_that_happened() -> None:
+    engine, rates = engine_of(network(), LRScheduling(partial(ExponentialLR, gamma=0.5), every="3st"))
+
+    @engine.on(Events.GRADIENTS_READY(once=2))
+    def skip(engine: Engine) -> None:
+        engine.state.update.skip("on purpose")
+
+    engine.run(batches(), max_epochs=2)
+    # OPTIMIZER_STEP_STARTED comes for the skipped step, too: 4 entries are 3 steps that happened.
+    assert rates == [0.1] * 4 + [0.05] * 3 + [0.025] * 3 + [0.0125] * 2
+
+
+def test_it_moves_every_few_epochs() -> None:
+    engine, rates = engine_of(network(), LRScheduling(partial(ExponentialLR, gamma=0.5), every="2ep"))
+    engine.run(batches(2), max_epochs=5)
+    assert rates == [0.1] * 4 + [0.05] * 4 + [0.025] * 2
+
+
+def test_skipped_steps_do_not_move_it() -> None:
+    engine, rates = engine_of(network(), LRScheduling(partial(ExponentialLR, gamma=0.5)))
+
+    @engine.on(Events.GRADIENTS_READY(once=[1, 3]))
+    def skip(engine: Engine) -> None:
+        engine.state.update.skip("on purpose")
+
+    engine.run(batches(5), max_epochs=1)
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+SCORES = [5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 3.0, 3.5]
+
+
+def score(engine: Engine) -> None:
+    engine.state.metrics["score"] = SCORES[engine.state.epoch - 1]
+
+
+def test_plateau_follows_each_new_value_of_its_metric() -> None:
+    engine, rates = engine_of(
+        network(), LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+    )
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    engine.run(batches(2), max_epochs=8)
+
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    expected: list[float] = []
+    for value in SCORES:
+        expected += [optimizer.param_groups[0]["lr"]] * 2
+        scheduler.step(value)
+    assert rates == expected
+    assert len(set(rates)) == 3
+
+
+def test_plateau_does_not_count_a_value_twice() -> None:
+    engine, rates = engine_of(
+        network(), LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+    )
+    engine.connect(Events.EPOCH_COMPLETED(every=3), score)
+    engine.state.metrics["score"] = 1.0  # better than all that come
+    engine.run(batches(2), max_epochs=8)
+    assert rates == [0.1] * 12 + [0.05] * 4  # the values of epochs 3 and 6 are two bad ones: more than patience=1
+
+
+def test_plateau_without_its_metric_is_an_error_that_names_those_there_are() -> None:
+    engine, _ = engine_of(network(), LRScheduling(ReduceLROnPlateau, monitor="scores"))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    with pytest.raises(KeyError, match=r"'scores'.*There are: score.*did you mean 'score'"):
+        engine.run(batches(2), max_epochs=8)
+
+
+def test_no_trace_is_left_on_the_optimizer() -> None:
+    engine, _ = engine_of(network(), LRScheduling(partial(StepLR, step_size=1)))
+    inside: list[bool] = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(engine: Engine) -> None:
+        inside.append("step" in vars(engine.updates[0].optimizer))
+
+    engine.run(batches(), max_epochs=1)
+    assert inside == [False] * 6
+
+
+def test_an_epoch_without_a_step_gives_no_warning() -> None:
+    engine, rates = engine_of(network(), LRScheduling(partial(StepLR, step_size=1, gamma=0.5), every="1ep"))
+    engine.connect(Events.GRADIENTS_READY(before=4), lambda engine: engine.state.update.skip("on purpose"))
+    engine.run(batches(3), max_epochs=2)  # pytest turns torch's warning into an error
+    assert rates == [0.1] * 3 + [0.05] * 3
+
+
+def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
+    factory = partial(OneCycleLR, max_lr=0.3, total_steps=18)
+    model = network()
+    engine, rates = engine_of(model, LRScheduling(factory))
+    engine.run(batches(), max_epochs=1)
+    engine.run(batches(), max_epochs=3)
+    hand, expected = trained_by_hand(factory)
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> None:
+    engine, rates = engine_of(network(), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    engine.run(batches(), max_epochs=2)
+    with pytest.raises(ValueError, match=r"built for 12 steps.*goes up to 18.*reset\(\)"):
+        engine.run(batches(), max_epochs=3)
+    assert len(rates) == 12
+    engine.reset()
+    engine.run(batches(), max_epochs=3)
+    assert rates[12:] == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=18))[1]
+
+
+def test_a_saved_run_goes_on_bit_for_bit() -> None:
+    for factory in (partial(OneCycleLR, max_lr=0.3), sequential, partial(LambdaLR, lr_lambda=lambda n: 0.9**n)):
+        whole = network()
+        engine, expected = engine_of(whole, LRScheduling(factory))
+        saved: list[dict[str, Any]] = []
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=8), lambda engine, saved=saved: saved.append(engine.state_dict())
+        )
+        engine.run(batches(), max_epochs=3)
+
+        torch.manual_seed(99)
+        model = nn.Linear(5, 2)
+        other, rates = engine_of(model, LRScheduling(factory))
+        other.load_state_dict(saved[0])
+        other.run(batches(), max_epochs=3)
+        assert rates == expected[8:]
+        assert_same(model, whole)
+
+
+def test_a_loaded_run_beyond_its_learned_total_is_refused_too() -> None:
+    engine, _ = engine_of(network(), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    engine.run(batches(), max_epochs=2)
+    other, rates = engine_of(network(), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
+    other.load_state_dict(engine.state_dict())
+    with pytest.raises(ValueError, match=r"12 steps"):
+        other.run(batches(), max_epochs=3)
+    assert rates == []
+
+
+def test_an_update_is_scheduled_by_its_name() -> None:
+    models = {"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)}
+
+    def update(name: str) -> Update:
+        def function(engine: Engine, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(models[name](batch[0]), batch[1])
+
+        return Update.from_function(
+            function,
+            partial(torch.optim.SGD, lr=0.1),
+            name=name,
+            parameters=lambda engine: models[name].parameters(),
+        )
+
+    engine = Engine([update("a"), update("b")], model=models, seed=0)
+    first, second = (
+        LRScheduling(partial(ExponentialLR, gamma=0.5), name="first"),
+        LRScheduling(partial(OneCycleLR, max_lr=0.3), update="b", name="second"),
+    )
+    engine.attach(first, second, GradientAccumulation(3, update="b"))
+    engine.run(batches(), max_epochs=1)
+    assert engine.find_update("a").optimizer.param_groups[0]["lr"] == 0.1 * 0.5**6  # type: ignore[union-attr]
+    assert second.total == 2
+    assert second.scheduler.optimizer is engine.find_update("b").optimizer
+    with pytest.raises(KeyError, match="'c'"):
+        engine.attach(LRScheduling(partial(StepLR, step_size=1), update="c"))
+
+
+def test_every_parameter_group_is_scheduled() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=1)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model, seed=0)
+    engine.attach(LRScheduling(partial(ExponentialLR, gamma=0.5)))
+    engine.run(batches(2), max_epochs=1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.25]
+
+
+@pytest.mark.parametrize("way", ["without", "disabled", "detached"])
+def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
+    model = network()
+    handler = LRScheduling(partial(ExponentialLR, gamma=0.5))
+    engine, rates = engine_of(model, handler)
+    if way == "without":
+        with engine.without("lr_scheduling"):
+            engine.run(batches(), max_epochs=2)
+    else:
+        if way == "disabled":
+            handler.enabled = False
+        else:
+            engine.detach(handler)
+        engine.run(batches(), max_epochs=2)
+    hand, expected = trained_by_hand(partial(ConstantLR, factor=1.0), epochs=2)
+    assert rates == expected
+    assert_same(model, hand)
+
+
+def test_bad_arguments_are_refused() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="factory"):
+        LRScheduling(StepLR(optimizer, step_size=1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="monitor="):
+        LRScheduling(ReduceLROnPlateau)
+    with pytest.raises(ValueError, match="monitor="):
+        LRScheduling(partial(ReduceLROnPlateau, patience=2))
+    with pytest.raises(ValueError, match="every="):
+        LRScheduling(ReduceLROnPlateau, monitor="loss", every="1ep")
+    for every in ("5it", "10min", "0st", "1.5ep", "often"):
+        with pytest.raises(ValueError, match="every"):
+            LRScheduling(partial(StepLR, step_size=1), every=every)
+
+
+def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -> None:
+    engine, rates = engine_of(network(), LRScheduling(lambda optimizer: 0.1))
+    with pytest.raises(TypeError, match=r"returned 0\.1"):
+        engine.run(batches(), max_epochs=1)
+    assert rates == []
+
+
+def test_a_monitor_goes_with_plateau_only() -> None:
+    for handler in (
+        LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
+        LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)),
+    ):
+        engine, rates = engine_of(network(), handler)
+        with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+            engine.run(batches(), max_epochs=1)
+        assert rates == []
+
+
+def test_attached_between_two_runs_it_learns_the_steps_that_are_to_come() -> None:
+    engine, rates = engine_of(network())
+    engine.run(batches(), max_epochs=2)
+    handler = LRScheduling(partial(OneCycleLR, max_lr=0.3))
+    engine.attach(handler)
+    engine.run(batches(), max_epochs=3)
+    assert handler.total == 6
+    assert rates[12:] == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=6), epochs=1)[1]
+
+
+def test_switched_off_in_a_run_the_rate_stays_where_it_is() -> None:
+    handler = LRScheduling(partial(ExponentialLR, gamma=0.5))
+    engine, rates = engine_of(network(), handler)
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: setattr(handler, "enabled", False))
+    engine.run(batches(), max_epochs=1)
+    assert rates == [0.1, 0.05] + [0.025] * 4
+
+
+def test_a_saved_plateau_goes_on_with_what_it_has_seen() -> None:
+    def build() -> tuple[Engine, list[float]]:
+        handler = LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+        engine, rates = engine_of(network(), handler)
+        engine.connect(Events.EPOCH_COMPLETED, score)
+        return engine, rates
+
+    whole, expected = build()
+    saved: list[dict[str, Any]] = []
+    whole.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: saved.append(engine.state_dict()))
+    whole.run(batches(2), max_epochs=8)
+    other, rates = build()
+    other.load_state_dict(saved[0])
+    other.run(batches(2), max_epochs=8)
+    assert rates == expected[7:]

@@ -1,0 +1,269 @@
+"""TensorBoardLogger: what it wrote is read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import (
+    Average,
+    Checkpoint,
+    GradientAccumulation,
+    LRScheduling,
+    Metrics,
+    TensorBoardLogger,
+    Validation,
+)
+
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+
+
+def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
+    torch.manual_seed(3)
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+    engine = Engine(update, model=model or nn.Linear(5, 2), seed=0)
+    engine.attach(*handlers)
+    return engine
+
+
+def read(folder: Path) -> Scalars:
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def float32(values: list[float]) -> list[float]:
+    """As TensorBoard stores them."""
+    return torch.tensor(values).tolist()
+
+
+def trained_by_hand(epochs: int, *, window: int = 1) -> tuple[list[float], list[float]]:
+    """The loss of every batch, and the rate of every step, under OneCycleLR."""
+    torch.manual_seed(3)
+    model = nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches()
+    scheduler = OneCycleLR(optimizer, max_lr=0.5, total_steps=epochs * (len(data) // window))
+    losses: list[float] = []
+    rates: list[float] = []
+    for _ in range(epochs):
+        for number, (inputs, targets) in enumerate(data, start=1):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            losses.append(loss.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+            loss.backward()
+            if number % window == 0:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(window)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    return losses, rates
+
+
+@pytest.mark.parametrize("logger_first", [True, False])
+def test_losses_and_the_rates_that_were_used_are_written_every_few_iterations(
+    tmp_path: Path, logger_first: bool
+) -> None:
+    handlers: list[Any] = [TensorBoardLogger(tmp_path, every="2it"), LRScheduling(partial(OneCycleLR, max_lr=0.5))]
+    engine = engine_of(*(handlers if logger_first else reversed(handlers)))
+    engine.run(batches(), max_epochs=2)
+    losses, rates = trained_by_hand(2)
+    scalars = read(tmp_path)
+    assert set(scalars) == {"loss", "learning_rate"}
+    assert [step for step, _ in scalars["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [value for _, value in scalars["loss"]] == float32(losses[1::2])
+    assert scalars["learning_rate"] == list(zip(range(2, 13, 2), float32(rates[1::2]), strict=True))
+    assert len(set(rates)) > 6
+
+
+def test_within_a_window_the_rate_is_that_of_the_step_to_come(tmp_path: Path) -> None:
+    engine = engine_of(
+        TensorBoardLogger(tmp_path, every="1it"),
+        LRScheduling(partial(OneCycleLR, max_lr=0.5)),
+        GradientAccumulation(3),
+    )
+    engine.run(batches(), max_epochs=2)
+    losses, rates = trained_by_hand(2, window=3)
+    scalars = read(tmp_path)
+    assert [value for _, value in scalars["loss"]] == float32(losses)
+    assert [value for _, value in scalars["learning_rate"]] == float32(rates)
+
+
+def test_metrics_are_written_as_they_come(tmp_path: Path) -> None:
+    model = nn.Linear(5, 2)
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine = engine_of(
+        TensorBoardLogger(tmp_path, every="100it"),
+        Validation(evaluator, batches(2), every="4it", at_start=True),
+        Metrics(train_loss=Average()),
+        model=model,
+    )
+    found: Scalars = {"metrics/loss": [], "metrics/train_loss": []}
+
+    def note(engine: Engine, name: str) -> None:
+        found[f"metrics/{name}"].append((engine.state.iteration, float32([engine.state.metrics[name]])[0]))
+
+    engine.connect(Events.EVALUATION_COMPLETED, lambda engine: note(engine, "loss"))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: note(engine, "train_loss"))
+    engine.run(batches(), max_epochs=2)
+    assert read(tmp_path) == found
+    assert [step for step, _ in found["metrics/loss"]] == [0, 4, 8, 12]
+    assert [step for step, _ in found["metrics/train_loss"]] == [6, 12]
+
+
+def test_a_run_that_continues_from_a_file_gives_one_clean_curve(tmp_path: Path) -> None:
+    def build(log: Path, saved: Path) -> Engine:
+        return engine_of(
+            TensorBoardLogger(log, every="1it"),
+            LRScheduling(partial(ExponentialLR, gamma=0.9)),
+            Metrics(train_loss=Average()),
+            Checkpoint(saved, every="4it", keep=9),
+        )
+
+    whole = build(tmp_path / "whole", tmp_path / "w")
+    whole.run(batches(), max_epochs=2)
+    first = build(tmp_path / "log", tmp_path / "saved")
+    first.run(batches(), max_epochs=1)  # up to iteration 6; the last checkpoint was written at 4
+    second = build(tmp_path / "log", tmp_path / "again")
+    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000004.pt"))
+    second.run(batches(), max_epochs=2)
+    assert len(list((tmp_path / "log").iterdir())) == 2
+    scalars, expected = read(tmp_path / "log"), read(tmp_path / "whole")
+    assert [step for step, _ in scalars["loss"]] == list(range(1, 13))
+    assert scalars == expected
+
+
+def test_a_run_that_is_called_again_goes_on_with_the_curve(tmp_path: Path) -> None:
+    engine = engine_of(TensorBoardLogger(tmp_path, every="2it"), Metrics(train_loss=Average()))
+    engine.run(batches(), max_epochs=1)
+    engine.run(batches(), max_epochs=2)
+    scalars = read(tmp_path)
+    assert [step for step, _ in scalars["loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _ in scalars["metrics/train_loss"]] == [6, 12]
+
+
+def test_an_error_leaves_a_complete_file(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, every="1it")
+    engine = engine_of(logger)
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    engine.connect(Events.ITERATION_STARTED(once=4), fail)
+    with pytest.raises(ArithmeticError):
+        engine.run(batches(), max_epochs=1)
+    assert logger.writer is None
+    assert [step for step, _ in read(tmp_path)["loss"]] == [1, 2, 3]
+
+
+def test_the_writer_is_there_for_entries_of_ones_own(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, every="2it")
+    engine = engine_of(logger)
+
+    @engine.on(Events.ITERATION_COMPLETED(once=3))
+    def write(engine: Engine) -> None:
+        writer: Any = logger.writer
+        writer.add_scalar("mine", 7.0, engine.state.iteration)
+
+    engine.run(batches(), max_epochs=1)
+    assert read(tmp_path)["mine"] == [(3, 7.0)]
+
+
+def test_the_writer_is_there_from_the_first_batch(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, every="100it")
+    engine = engine_of(logger)
+    there: list[bool] = []
+    engine.connect(Events.ITERATION_STARTED(once=1), lambda engine: there.append(logger.writer is not None))
+    engine.run(batches(), max_epochs=1)
+    assert there == [True]
+    assert logger.writer is None
+
+
+def test_groups_and_updates_have_tags_of_their_own(tmp_path: Path) -> None:
+    models = {"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)}
+
+    def update(name: str, rates: list[float]) -> Update:
+        def function(engine: Engine, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(models[name](batch[0]), batch[1])
+
+        def groups(engine: Engine) -> list[dict[str, Any]]:
+            return [
+                {"params": [parameter], "lr": rate}
+                for parameter, rate in zip(models[name].parameters(), rates, strict=False)
+            ]
+
+        return Update.from_function(function, partial(torch.optim.SGD, lr=0.1), name=name, parameters=groups)
+
+    engine = Engine([update("a", [0.5]), update("b", [0.25, 0.125])], model=models, seed=0)
+    engine.attach(TensorBoardLogger(tmp_path, every="3it"))
+    engine.run(batches(), max_epochs=1)
+    scalars = read(tmp_path)
+    assert {tag for tag in scalars if tag.startswith("loss")} == {"loss/a", "loss/b"}
+    assert {tag: values for tag, values in scalars.items() if tag.startswith("learning_rate")} == {
+        "learning_rate/a": [(3, 0.5), (6, 0.5)],
+        "learning_rate/b/group0": [(3, 0.25), (6, 0.25)],
+        "learning_rate/b/group1": [(3, 0.125), (6, 0.125)],
+    }
+
+
+def test_the_training_is_not_changed(tmp_path: Path) -> None:
+    weights = []
+    for handlers in ([], [TensorBoardLogger(tmp_path, every="1it")]):
+        engine = engine_of(*handlers)
+        state = torch.get_rng_state()
+        engine.run(batches(), max_epochs=2)
+        assert torch.equal(torch.get_rng_state(), state)
+        weights.append(engine.model.weight)
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_switched_off_nothing_is_written(tmp_path: Path) -> None:
+    engine = engine_of(TensorBoardLogger(tmp_path / "log", every="1it"), Metrics(train_loss=Average()))
+    with engine.without("tensorboard"):
+        engine.run(batches(), max_epochs=2)
+    assert not (tmp_path / "log").exists()
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    for every in ("1ep", "5st", "often"):
+        with pytest.raises(ValueError, match="TensorBoardLogger"):
+            TensorBoardLogger(tmp_path, every=every)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="no folder"):
+        TensorBoardLogger(tmp_path / "file")
+
+
+def test_an_epochs_end_that_is_told_again_is_written_once(tmp_path: Path) -> None:
+    def build(saved: Path) -> Engine:
+        return engine_of(
+            TensorBoardLogger(tmp_path / "log", every="1it"),
+            Metrics(train_loss=Average()),
+            Checkpoint(saved, every="6it", keep=9),
+        )
+
+    build(tmp_path / "saved").run(batches(), max_epochs=1)
+    second = build(tmp_path / "again")
+    # It was saved after the epoch's last iteration, before the epoch's end was told.
+    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000006.pt"))
+    second.run(batches(), max_epochs=2)
+    scalars = read(tmp_path / "log")
+    assert [step for step, _ in scalars["metrics/train_loss"]] == [6, 12]
+    assert [step for step, _ in scalars["loss"]] == list(range(1, 13))

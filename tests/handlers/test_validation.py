@@ -1,0 +1,324 @@
+"""Validation: it measures, and leaves no trace in the training around it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Events, Update, seed_everything
+from signalfire.handlers import Average, GradientAccumulation, Metrics, Validation
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def batches(count: int = 6) -> Batches:
+    generator = torch.Generator().manual_seed(11)
+    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+
+
+def evaluator_of(model: nn.Module) -> Engine:
+    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    engine.attach(Metrics(loss=Average()))
+    return engine
+
+
+def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(*handlers)
+    return engine
+
+
+def trained_by_hand(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
+    """The trained model, and its validation loss after every epoch."""
+    model, losses = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seed_everything(1)
+    for _ in range(epochs):
+        for inputs, targets in batches():
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(measured(model))
+    return model, losses
+
+
+def measured(model: nn.Module) -> float:
+    """The loss in eval mode, by hand."""
+    model.eval()
+    with torch.no_grad():
+        total = sum(nn.functional.mse_loss(model(inputs), targets).item() * 4 for inputs, targets in batches(3))
+    model.train()
+    return total / 12
+
+
+class DrawingData:
+    """Data that draws from every global generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, targets in batches(3):
+            torch.rand(3), random.random(), np.random.rand()
+            yield inputs, targets
+
+
+@pytest.mark.parametrize(
+    "every", ["1ep", "2ep", "1it", "4it", "3st", Events.ITERATION_STARTED(every=2), Events.GRADIENTS_READY]
+)
+@pytest.mark.parametrize("data", [batches(3), DrawingData()], ids=["list", "drawing"])
+def test_the_training_around_it_is_that_of_a_loop_by_hand(every: Any, data: Any) -> None:
+    model = network()
+    engine = trainer_of(model, Validation(evaluator_of(model), data, every=every, at_start=True))
+    seed_everything(1)
+    engine.run(batches(), max_epochs=2)
+    after = (torch.rand(2), random.random(), np.random.rand())
+    hand, _ = trained_by_hand()
+    for (name, a), b in zip(model.state_dict().items(), hand.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(after[0], torch.rand(2))
+    assert after[1:] == (random.random(), np.random.rand())
+
+
+def test_it_measures_what_a_loop_by_hand_measures() -> None:
+    model = network()
+    engine = trainer_of(model, Validation(evaluator_of(model), batches(3)))
+    found: list[float] = []
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: found.append(engine.state.metrics["loss"]))
+    seed_everything(1)
+    engine.run(batches(), max_epochs=2)
+    assert found == trained_by_hand()[1]
+
+
+def test_a_shuffling_loader_and_its_workers_seed_draw_nothing() -> None:
+    model = network()
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(
+        TensorDataset(torch.randn(10, 5, generator=generator), torch.randn(10, 1, generator=generator)),
+        batch_size=4,
+        shuffle=True,
+    )
+    engine = trainer_of(model, Validation(evaluator_of(model), data, every="1it"))
+    seed_everything(1)
+    engine.run(batches(), max_epochs=2)
+    hand, _ = trained_by_hand()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
+
+
+def test_the_order_of_a_shuffled_training_loader_is_not_moved() -> None:
+    orders: list[list[Tensor]] = []
+    for handlers in ([], ["validation"]):
+        model = network()
+        generator = torch.Generator().manual_seed(1)
+        data = DataLoader(
+            TensorDataset(torch.randn(24, 5, generator=generator), torch.randn(24, 1, generator=generator)),
+            batch_size=4,
+            shuffle=True,
+        )
+        engine = trainer_of(model, *([Validation(evaluator_of(model), data, every="4it")] if handlers else []))
+        order: list[Tensor] = []
+        engine.connect(
+            Events.GET_BATCH_COMPLETED, lambda engine, order=order: order.append(engine.state.batch[0].clone())
+        )
+        seed_everything(1)
+        engine.run(data, max_epochs=3)
+        orders.append(order)
+    assert len(orders[0]) == 18
+    assert all(torch.equal(a, b) for a, b in zip(*orders, strict=True))
+
+
+def test_no_gradient_is_made_or_changed() -> None:
+    model = network()
+    evaluator = evaluator_of(model)
+    enabled: list[bool] = []
+    evaluator.connect(Events.FORWARD_COMPLETED, lambda engine: enabled.append(engine.state.update.output.requires_grad))
+    engine = trainer_of(model, Validation(evaluator, batches(3), every="1it"), GradientAccumulation(3))
+    around: list[list[Tensor | None]] = []
+
+    def note(engine: Engine) -> None:
+        around.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+
+    engine.connect(Events.EVALUATION_STARTED | Events.EVALUATION_COMPLETED, note)
+    engine.connect(Events.EVALUATION_COMPLETED, lambda engine: enabled.append(not torch.is_grad_enabled()))
+    engine.run(batches(2), max_iters=2)
+    assert enabled == [False] * 8
+    before, after = around[0], around[1]
+    assert any(gradient is not None for gradient in before)  # inside a window
+    for a, b in zip(before, after, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+def test_the_modes_of_submodules_are_put_back_one_by_one() -> None:
+    model = network()
+    evaluator = evaluator_of(model)
+    engine = trainer_of(model, Validation(evaluator, batches(3), every="2it"))
+    inside: list[list[bool]] = []
+    afterwards: list[list[bool]] = []
+    engine.connect(Events.EPOCH_STARTED, lambda engine: model[1].eval())  # a frozen BatchNorm
+    evaluator.connect(Events.FORWARD_STARTED, lambda engine: inside.append([m.training for m in model.modules()]))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: afterwards.append([m.training for m in model.modules()]))
+    engine.run(batches(4), max_epochs=1)
+    assert inside == [[False] * 5] * 6
+    assert afterwards == [[True, True, False, True, True]] * 4
+
+
+def test_the_interval_says_when() -> None:
+    def validated_at(every: Any, *handlers: Any, at_start: bool = False) -> list[tuple[int, int]]:
+        model = network()
+        engine = trainer_of(
+            model, Validation(evaluator_of(model), batches(1), every=every, at_start=at_start), *handlers
+        )
+        found: list[tuple[int, int]] = []
+        engine.connect(
+            Events.EVALUATION_COMPLETED, lambda engine: found.append((engine.state.epoch, engine.state.iteration))
+        )
+        engine.run(batches(4), max_epochs=3)
+        return found
+
+    assert validated_at("1ep") == [(1, 4), (2, 8), (3, 12)]
+    assert validated_at("2ep") == [(2, 8)]
+    assert validated_at("3it") == [(1, 3), (2, 6), (3, 9), (3, 12)]
+    assert validated_at("2st", GradientAccumulation(2)) == [(1, 4), (2, 8), (3, 12)]
+    assert validated_at("3st", GradientAccumulation(2)) == [(2, 6), (3, 12)]
+    assert validated_at("100h") == []
+    assert validated_at("2ep", at_start=True) == [(1, 0), (2, 8)]
+    assert validated_at(Events.EPOCH_COMPLETED(once=3)) == [(3, 12)]
+
+
+def test_at_start_is_once_and_not_again_when_the_run_continues() -> None:
+    model = network()
+    untrained = measured(model)
+    engine = trainer_of(model, Validation(evaluator_of(model), batches(3), at_start=True))
+    found: list[tuple[int, float]] = []
+    engine.connect(
+        Events.EVALUATION_COMPLETED,
+        lambda engine: found.append((engine.state.iteration, engine.state.metrics["loss"])),
+    )
+    engine.run(batches(), max_epochs=1)
+    engine.run(batches(), max_epochs=2)
+    assert [iteration for iteration, _ in found] == [0, 6, 12]
+    assert found[0][1] == untrained
+
+
+def test_metrics_come_under_a_prefix() -> None:
+    model = network()
+    engine = trainer_of(
+        model,
+        Validation(evaluator_of(model), batches(3), prefix="val_"),
+        Validation(evaluator_of(model), batches(5), prefix="test_", name="testing"),
+        Metrics(loss=Average()),
+    )
+    engine.run(batches(), max_epochs=1)
+    assert set(engine.state.metrics) == {"val_loss", "test_loss", "loss"}
+    assert engine.state.metrics["val_loss"] == measured(model)
+
+
+def test_two_validations_of_one_name_are_refused_before_the_first_batch() -> None:
+    model = network()
+    engine = trainer_of(
+        model,
+        Validation(evaluator_of(model), batches(3)),
+        Validation(evaluator_of(model), batches(3), name="testing"),
+    )
+    with pytest.raises(ValueError, match=r"validation.*testing.*'loss'.*prefix="):
+        engine.run(batches(), max_epochs=1)
+    assert engine.state.iteration == 0
+
+
+def test_each_validation_starts_anew() -> None:
+    model = network()
+    evaluator = evaluator_of(model)
+    lengths: list[int] = []
+    evaluator.connect(Events.COMPLETED, lambda engine: lengths.append(engine.state.iteration))
+    engine = trainer_of(model, Validation(evaluator, batches(3)))
+    engine.run(batches(), max_epochs=3)
+    assert lengths == [3, 3, 3]
+
+
+@pytest.mark.parametrize("where", [Events.FORWARD_COMPLETED, Events.COMPLETED])
+def test_an_error_inside_leaves_and_the_modes_and_random_streams_are_put_back(where: Events) -> None:
+    model = network()
+    model[1].eval()
+    evaluator = evaluator_of(model)
+    engine = trainer_of(model, Validation(evaluator, DrawingData(), every="3it"))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    evaluator.connect(where, fail)
+    state: list[Tensor] = []
+    modes: list[list[bool]] = []
+    engine.connect(Events.EVALUATION_STARTED, lambda engine: state.append(torch.get_rng_state()))
+    engine.connect(Events.EXCEPTION_RAISED, lambda engine: modes.append([m.training for m in model.modules()]))
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        engine.run(batches(), max_epochs=1)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert modes == [[True] * 5]  # as they were in the training
+    assert [m.training for m in model.modules()] == [True, True, False, True, True]  # as they were before the run
+    assert torch.is_grad_enabled()
+    assert not evaluator.running
+    assert not engine.running
+
+
+def test_a_model_that_is_not_shared_is_measured_as_it_is() -> None:
+    model, other = network(), network()
+    engine = trainer_of(model, Validation(evaluator_of(other), batches(3)))
+    engine.run(batches(), max_epochs=1)
+    assert engine.state.metrics["loss"] == measured(other) != measured(model)
+
+
+def test_a_validation_inside_an_evaluator_is_possible() -> None:
+    model = network()
+    inner, outer = evaluator_of(model), Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    outer.attach(Validation(inner, batches(3), prefix="inner_"))
+    outer.run(batches(2))
+    assert outer.state.metrics["inner_loss"] == measured(model)
+
+
+def test_bad_arguments_are_refused() -> None:
+    model = network()
+    with pytest.raises(ValueError, match=r"does not train.*evaluation\(\)"):
+        Validation(trainer_of(model), batches(3))
+    with pytest.raises(ValueError, match="does not train"):
+        Validation(model, batches(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="iterable"):
+        Validation(evaluator_of(model), 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="iterator is used up"):
+        Validation(evaluator_of(model), iter(batches(3)))
+    with pytest.raises(ValueError, match=r"Validation\(every='often'\)"):
+        Validation(evaluator_of(model), batches(3), every="often")
+    evaluator = evaluator_of(model)
+    with pytest.raises(ValueError, match="itself"):
+        evaluator.attach(Validation(evaluator, batches(3)))
+    assert list(evaluator.handlers) == ["metrics"]
+
+
+@pytest.mark.parametrize("way", ["without", "disabled", "detached"])
+def test_switched_off_nothing_is_measured(way: str) -> None:
+    model = network()
+    handler = Validation(evaluator_of(model), batches(3), at_start=True)
+    engine = trainer_of(model, handler)
+    if way == "without":
+        with engine.without("validation"):
+            engine.run(batches(), max_epochs=1)
+    else:
+        if way == "disabled":
+            handler.enabled = False
+        else:
+            engine.detach(handler)
+        engine.run(batches(), max_epochs=1)
+    assert dict(engine.state.metrics) == {}
+    assert engine.state.metrics.owners == {}

@@ -1,0 +1,44 @@
+"""The number of Python and C calls that an iteration makes, which is what noise cannot move, is held fast."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def loop() -> ModuleType:
+    path = Path(__file__).parent / "benchmarks" / "loop.py"
+    spec = importlib.util.spec_from_file_location("benchmark_loop", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_empty_step_makes_three_calls_over_the_bare_loop_and_one_more_for_each_handler(loop: ModuleType) -> None:
+    bare = loop.calls(loop.bare_empty)
+    assert bare == pytest.approx(1, abs=0.05)
+    none, one, ten = (loop.calls(loop.empty(n)) for n in (0, 1, 10))
+    print(bare, none, one, ten)
+    assert none == pytest.approx(4, abs=0.05)
+    assert ten - one == pytest.approx(9, abs=0.05)
+
+
+def test_a_tiny_step_makes_few_calls_more_than_the_bare_loop(loop: ModuleType) -> None:
+    bare, none, ten = (loop.calls(variant) for variant in (loop.bare_tiny(), loop.tiny(0), loop.tiny(10)))
+    print(bare, none, ten)
+    assert none - bare <= 15
+    assert ten == pytest.approx(none, abs=0.05), "handlers whose filters do not pass cost no call"
+
+
+def test_the_same_tiny_steps_come_to_the_same_weights(loop: ModuleType) -> None:
+    models = [variant(20) for variant in (loop.bare_tiny(), loop.tiny(0), loop.tiny(10))]
+    for model in models[1:]:
+        assert models[0].weight.equal(model.weight)
