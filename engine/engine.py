@@ -683,6 +683,8 @@ class Engine:
                 signal.disconnect(handler)
             return
         found = self._find(handler)
+        if self.running:
+            self._refuse_setup(found)
         self._leaving.add(found.name)
         self._settle_later(found)
 

@@ -120,10 +120,13 @@ class Handler:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
-        if bool(enabled) != self._enabled:
-            self._enabled = bool(enabled)
-            if (engine := self.engine) is not None:
+        before, self._enabled = self._enabled, bool(enabled)
+        if self._enabled != before and (engine := self.engine) is not None:
+            try:
                 engine.toggle(self)
+            except BaseException:
+                self._enabled = before
+                raise
 
     @property
     def engine(self) -> Engine | None:

@@ -59,7 +59,7 @@ class Validation(Handler):
         self.data = data
         self.every = check_every(self, every)
         self.prefix = prefix
-        self.at_start = at_start
+        self.starting = Events.EPOCH_STARTED(once=1) if at_start else None
 
     def attached(self, engine: Engine) -> None:
         if self.evaluator is engine:
@@ -70,12 +70,7 @@ class Validation(Handler):
         """Say which metrics are to be expected, so that a misspelt name is noticed."""
         engine.state.metrics.announce(self.name, [self.prefix + name for name in self.evaluator.state.metrics.owners])
 
-    @on(Events.EPOCH_STARTED(when=lambda engine: engine.state.iteration == 0), phase=Phase.PREPARE)
-    def validate_at_start(self, engine: Engine) -> None:
-        """Measure the untrained model."""
-        if self.at_start:
-            self.validate(engine)
-
+    @on("starting", phase=Phase.PREPARE)
     @on("every", phase=Phase.PREPARE)
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over its data."""

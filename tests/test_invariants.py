@@ -63,7 +63,7 @@ def validation(every: str) -> Validation:
     model = nn.Linear(4, 2)
     evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
     evaluator.attach(Metrics(loss=Average()))
-    return Validation(evaluator, make_data(), every=every)
+    return Validation(evaluator, make_data(), every=every, at_start=every == "3it")
 
 
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
