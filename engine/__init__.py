@@ -8,9 +8,10 @@ if __name__ != "signalfire":
 
 from .bus import Phase, Signal
 from .data import DataError
-from .engine import Attachment, Engine
+from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
+from .host import Attachment
 from .interval import Interval, check_every, unfiltered
 from .monitor import Monitor, as_number
 from .randomness import derived_seed, seed_everything, unchanged_random_state

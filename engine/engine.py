@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from .bus import Bus, Connection, Phase, Receiver, Signal
 from .data import END, DataError, Source
-from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
+from .events import Events
 from .handler import Handler
-from .interval import Interval, event_of
-from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
+from .host import HandlerHost
+from .interval import Interval
+from .randomness import check_seed, unchanged_random_state
+from .regions import Regions
+from .saving import FORMAT, gather, put_back
+from .setup import build_optimizers, check_modules
 from .state import State
-from .update import Regions, Update, UpdateSignals, UpdateState, run_update
-from .wiring import Wiring
+from .update import Update, UpdateSignals, UpdateState, run_update
 
-__all__ = ["Attachment", "Engine"]
+__all__ = ["Engine"]
 
-F = TypeVar("F", bound=Receiver)
 T = TypeVar("T")
 
-_SETUP = (Events.MODEL_SETUP, Events.OPTIMIZER_SETUP)
 _ACTS = ("window", "gradients", "step")
 
 
-class Engine:
+class Engine(HandlerHost):
     """Runs updates over data and emits an event at every step of the way; every feature is a handler of those events.
 
     Training, evaluation and prediction are engines alike: one whose updates have no optimizer evaluates, that is, it runs in
@@ -70,11 +67,9 @@ class Engine:
 
     # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
     __slots__ = (
-        "__dict__", "__weakref__",
-        "_allowed", "_attention", "_catalogues", "_claims", "_connected", "_deadline", "_epoch_stop", "_initial", "_leaving",
-        "_loaded", "_pending", "_position", "_snapshot", "_source", "_stopped_bounds", "_stops", "_updating",
-        "_was_loaded", "handlers", "has_data", "model", "modules", "regions", "replaced_gradients", "replaced_step",
-        "running", "seed", "signals", "state", "training", "update_signals", "updates",
+        "__dict__", "__weakref__", "_allowed", "_deadline", "_epoch_stop", "_loaded", "_position", "_snapshot", "_source",
+        "_stopped_bounds", "_stops", "_updating", "_was_loaded", "has_data", "model", "modules", "regions",
+        "replaced_gradients", "replaced_step", "seed", "state", "training", "update_signals", "updates",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +91,7 @@ class Engine:
             raise ValueError(f"Engine: the updates' names {names} have to differ; give Update(..., name=)")
         if seed is not None:
             check_seed("Engine", seed)
+        super().__init__()
         self.modules = _named_modules(model)
         self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
         self.training = any(spec.optimizer is not None for spec in specs) if training is None else training
@@ -107,23 +103,13 @@ class Engine:
         self.seed: int = torch.initial_seed() if seed is None else seed
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
-        self.handlers: dict[str, Handler] = {}
-        self.signals = Bus()
         self.update_signals = UpdateSignals(self.signals)
         self.regions = Regions()
         self.replaced_gradients: Callable[..., None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
-        self.running = False
-        self._catalogues: set[type[EventEnum]] = {Events}
-        self._claims: dict[str, str] = {}
-        self._connected: dict[str, list[tuple[Signal, Connection]]] = {}
-        self._initial: dict[str, dict[str, Any]] = {}
-        self._pending: list[Handler] = []  # toggled inside the run: looked at again at the next boundary
-        self._leaving: set[str] = set()
         self._stops: dict[str, str] = {}
         self._epoch_stop: str | None = None
-        self._attention = False  # something to look at once this iteration is complete
         self._updating = False
         self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
@@ -217,10 +203,24 @@ class Engine:
                 "run() was called on an engine that is running; evaluate with another engine: "
                 "engine.evaluate(evaluator, data)"
             )
-        self._set_bounds(data, max_epochs, max_iters, max_steps, max_time, min_epochs, min_iters, epoch_length)
+        self.state.set_bounds(
+            training=self.training,
+            has_data=data is not None,
+            max_epochs=max_epochs,
+            max_iters=max_iters,
+            max_steps=max_steps,
+            max_time=max_time,
+            min_epochs=min_epochs,
+            min_iters=min_iters,
+            epoch_length=epoch_length,
+        )
         source = Source(data, epoch_length, self.seed)
         self.state.epoch_length = source.epoch_length
         self.has_data = data is not None
+        self._deadline = None if self.state.max_seconds is None else time.monotonic() + self.state.max_seconds
+        self._attention = self._deadline is not None or max_steps is not None
+        self._stops.clear()
+        self._epoch_stop = None
         if not self.training:
             self.state.restart()
         modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
@@ -261,14 +261,15 @@ class Engine:
         self._rewind()
         self._emit(Events.MODEL_SETUP)
         self._emit(Events.OPTIMIZER_SETUP)
-        self._build_optimizers()
+        build_optimizers(self)
+        check_modules(self)
         for update in self.updates:
             if update.filled == 0:
                 update.discard()
         self._emit(Events.STARTED)
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            self._position = self._apply(loaded)
+            self._position = put_back(self, loaded, allowed=self._allowed)
             self._rewind()
         self._reconsider_stop()
         if self._bound_reached():
@@ -409,53 +410,6 @@ class Engine:
             update.discard()
             update.filled = 0
 
-    def _set_bounds(
-        self,
-        data: Any,
-        max_epochs: int | None,
-        max_iters: int | None,
-        max_steps: int | None,
-        max_time: str | Interval | None,
-        min_epochs: int,
-        min_iters: int,
-        epoch_length: int | None,
-    ) -> None:
-        numbers = {
-            "max_epochs": max_epochs,
-            "max_iters": max_iters,
-            "max_steps": max_steps,
-            "epoch_length": epoch_length,
-        }
-        for name, number in numbers.items():
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"run({name}={number!r}): it has to be an int of 1 or more, or None")
-        for name, number, largest in (("min_epochs", min_epochs, max_epochs), ("min_iters", min_iters, max_iters)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"run({name}={number!r}): it has to be an int of 0 or more")
-            if largest is not None and number > largest:
-                raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
-        seconds = None if max_time is None else Interval.parse(max_time).time("run(max_time)")
-        if data is None and epoch_length is None and max_iters is None:
-            raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
-        if max_epochs is max_iters is max_steps is seconds is None:
-            if self.training:
-                raise ValueError("run(): give at least one of max_epochs, max_iters, max_steps and max_time")
-            max_epochs = 1
-        if not self.training and max_steps is not None:
-            raise ValueError("run(max_steps=): an engine that evaluates makes no optimizer steps")
-        state = self.state
-        state.max_epochs, state.max_iters, state.max_steps, state.max_seconds = (
-            max_epochs,
-            max_iters,
-            max_steps,
-            seconds,
-        )
-        state.min_epochs, state.min_iters = min_epochs, min_iters
-        self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._attention = seconds is not None or max_steps is not None
-        self._stops.clear()
-        self._epoch_stop = None
-
     def _reconsider_stop(self) -> None:
         """A stopped run goes on if it is now given larger bounds than those it was stopped under."""
         state = self.state
@@ -473,390 +427,6 @@ class Engine:
             f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
             "Give larger bounds to continue, or call engine.reset() to begin anew"
         )
-
-    def _build_optimizers(self) -> None:
-        for update in self.updates if self.training else ():
-            spec = update.spec
-            where = f"update {spec.name!r}"
-            if update.optimizer is None:
-                assert spec.optimizer is not None
-                assert not isinstance(spec.optimizer, Optimizer)
-                if spec.parameters is not None:
-                    parameters = list(spec.parameters(self))
-                else:
-                    parameters = list(dict.fromkeys(p for root in self.modules.values() for p in root.parameters()))
-                if not parameters:
-                    raise ValueError(
-                        f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
-                        "or the Update parameters="
-                    )
-                update.optimizer = spec.optimizer(parameters)
-                if not isinstance(update.optimizer, Optimizer):
-                    made, update.optimizer = update.optimizer, None
-                    raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
-            optimizer = update.optimizer
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                raise NotImplementedError(
-                    f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
-                    "which this version does not support; choose another optimizer"
-                )
-            known = {p for root in self.modules.values() for p in root.parameters()}
-            if known and not any(p in known for p in update.parameters):
-                raise ValueError(
-                    f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
-                    "for another model, or the model's parameters were replaced since: give a factory instead, "
-                    f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
-                )
-        for name, root in self.modules.items():
-            meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
-            if meta is not None:
-                raise ValueError(
-                    f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
-                    "values; materialise it first: model.to_empty(device=...) and initialise it"
-                )
-
-    # ---- events ---------------------------------------------------------------------------------------------------
-
-    def signal(self, event: EventEnum) -> Signal:
-        """The blinker signal of an event.
-
-        Raises:
-            TypeError, ValueError: for what is no event, or one whose catalogue was not registered.
-        """
-        if not isinstance(event, EventEnum):
-            resolve(event)
-            raise TypeError(f"{event} is filtered; an unfiltered event has a signal")
-        if type(event) not in self._catalogues:
-            raise ValueError(
-                f"{event} is not known to this engine: engine.register_events({type(event).__name__}) first"
-            )
-        return self.signals.of(event)
-
-    def register_events(self, *catalogues: type[EventEnum]) -> None:
-        """Make events of your own known, so that receivers may be connected to them and `fire` may fire them."""
-        for catalogue in catalogues:
-            if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
-                raise TypeError(f"register_events({catalogue!r}): it has to be a subclass of EventEnum")
-            self._catalogues.add(catalogue)
-
-    def fire(self, event: EventEnum) -> None:
-        """Fire an event of your own: its receivers run now, in the order of phases."""
-        if type(event) is Events:
-            raise ValueError(f"fire({event}): the engine fires its own events; for one of yours subclass EventEnum")
-        self._emit(event)
-
-    def _emit(self, event: EventEnum) -> None:
-        signal = self.signal(event)
-        signal.fired += 1
-        if signal.receivers:
-            signal.emit(self, signal.count(self))
-
-    def _rewind(self) -> None:
-        for signal in self.signals.all():
-            signal.rewind(self)
-
-    def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
-        """Call ``receiver(engine)`` at an event; the handle takes it off again, also as a context manager."""
-        pairs = [(self.signal(one), chosen) for one, chosen in resolve(event)]
-        check_receiver(receiver, f"connect({event})")
-        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
-        for signal, connection in made:
-            if any(connection.same(other) for other in signal.connections):
-                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
-        for signal, connection in made:
-            self._connect(signal, connection)
-
-        def disconnect() -> None:
-            for signal, connection in made:
-                signal.remove(connection)
-
-        return Attachment(disconnect)
-
-    def _connect(self, signal: Signal, connection: Connection) -> None:
-        signal.add(connection)
-        restart = getattr(connection.filter and connection.filter.when, "restart", None)
-        if restart is not None:
-            restart(self)
-
-    def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
-        """Decorate a function to be called as ``function(engine)`` at an event.
-
-        Example:
-            >>> from signalfire import Engine, Events, Update
-            >>> engine = Engine(Update.from_function(lambda engine, batch: None))
-            >>> @engine.on(Events.ITERATION_COMPLETED(every=2))
-            ... def show(engine):
-            ...     print(engine.state.iteration)
-            >>> _ = engine.run(max_iters=4)
-            2
-            4
-        """
-
-        def decorate(function: F) -> F:
-            self.connect(event, function, phase=phase, rank=rank)
-            return function
-
-        return decorate
-
-    def enter(self, region: AbstractContextManager[T]) -> T:
-        """Enter a context manager that is left at the end of the innermost open region, also when something raises.
-
-        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
-        """
-        if not self.running and self.regions.depth == 0:
-            raise RuntimeError(f"enter({region!r}): no region is open outside a run")
-        return self.regions.enter(region)
-
-    # ---- handlers -------------------------------------------------------------------------------------------------
-
-    def attach(self, *handlers: Handler) -> Attachment:
-        """Attach handlers; in which order never matters for the ones that come with Signalfire.
-
-        Returns:
-            A handle: ``handle.detach()`` takes them off again, and it works as a context manager.
-
-        Raises:
-            TypeError, ValueError: for what is no handler, or a name that is taken; then none of them is attached.
-        """
-        done: list[Handler] = []
-        try:
-            for handler in handlers:
-                self._attach(handler)
-                done.append(handler)
-        except BaseException:
-            for handler in done:
-                self.detach(handler)
-            raise
-
-        def detach() -> None:
-            for handler in done:
-                if handler.engine is self:
-                    self.detach(handler)
-
-        return Attachment(detach)
-
-    def _attach(self, handler: Handler) -> None:
-        if not isinstance(handler, Handler):
-            hint = (
-                f"give an instance: {handler.__name__}(...)"
-                if isinstance(handler, type)
-                else ("for a plain function use engine.on(event) or engine.connect(event, function)")
-            )
-            raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
-        other = self.handlers.get(handler.name)
-        if other is handler:
-            raise ValueError(f"{handler!r} is attached already")
-        if other is not None:
-            raise ValueError(
-                f"{handler!r}: the name is taken by {other!r}; give it another: "
-                f"{type(handler).__name__}(..., name='...')"
-            )
-        if handler.engine is not None:
-            raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
-        if handler.trains and not self.training:
-            raise ValueError(
-                f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
-            )
-        if self.running:
-            self._refuse_setup(handler)
-        handler._engine = weakref.ref(self)
-        self.handlers[handler.name] = handler
-        self._initial[handler.name] = copy.deepcopy(handler.state_dict())
-        try:
-            self._settle_later(handler)
-        except BaseException:
-            self._forget(handler)
-            raise
-
-    def detach(self, handler: Handler | str | Receiver) -> None:
-        """Take off a handler, by itself or by name, or a function from all of its events.
-
-        Raises:
-            KeyError, ValueError: if there is no such handler or function.
-        """
-        if callable(handler) and not isinstance(handler, Handler):
-            connected = [signal for signal in self.signals.all() if signal.has(handler)]
-            if not connected:
-                raise ValueError(f"detach({handler!r}): this function is not connected")
-            for signal in connected:
-                signal.disconnect(handler)
-            return
-        found = self._find(handler)
-        if self.running:
-            self._refuse_setup(found)
-        self._leaving.add(found.name)
-        self._settle_later(found)
-
-    def has(self, handler: Handler | str | Receiver, event: EventEnum | None = None) -> bool:
-        """Whether a handler, by itself or by name, or a function is attached (at this event, if one is given)."""
-        if isinstance(handler, str):
-            if handler not in self.handlers:
-                return False
-            handler = self.handlers[handler]
-        if isinstance(handler, Handler):
-            connected = self._connected.get(handler.name, [])
-            attached = self.handlers.get(handler.name) is handler
-            return attached and (event is None or any(signal.event is event for signal, _ in connected))
-        return any(signal.has(handler) for signal in (self.signals.all() if event is None else [self.signal(event)]))
-
-    @contextmanager
-    def without(self, *names: str) -> Iterator[None]:
-        """Do without these handlers inside the ``with`` block, as if they had never been attached."""
-        found = [self._find(name) for name in names]
-        off = [handler for handler in found if handler.enabled]
-        with ExitStack() as stack:
-            for handler in off:
-                handler.enabled = False
-                stack.callback(setattr, handler, "enabled", True)
-            yield
-
-    def toggle(self, handler: Handler) -> None:
-        """Make what is connected agree with ``handler.enabled``; setting that calls this."""
-        if self.running:
-            self._refuse_setup(handler)
-        self._settle_later(handler)
-
-    def claim(self, what: str, *, by: Handler) -> None:
-        """Say that one handler alone may do this, until it is detached; for what would depend on an order if two did it.
-
-        Raises:
-            ValueError: if another handler claimed it, naming both.
-        """
-        other = self._claims.setdefault(what, by.name)
-        if other != by.name:
-            raise ValueError(f"both {other!r} and {by.name!r} would be in charge of {what}; detach one of the two")
-
-    def replace(self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None) -> None:
-        """Perform an act of the loop with a function of the handler's own, until the handler is detached.
-
-        The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
-        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute(engine, update)`` is
-        what it replaces; "step", ``function(engine, update, step)``, where ``step()`` is the optimizer's.
-
-        Raises:
-            ValueError: if another handler replaces the same act, naming both.
-        """
-        if act not in _ACTS:
-            raise ValueError(f"{by!r} replaces {act!r}; it has to be one of {', '.join(_ACTS)}")
-        targets = self.updates if update is None else (self.find_update(update),)
-        if act != "window":
-            self.claim(f"the act {act!r}", by=by)
-            setattr(self, f"replaced_{act}", function)
-            return
-        for target in targets:
-            self.claim(f"the act 'window' of update {target.name!r}", by=by)
-            target.window_of = function
-            if self.running and self.state.epoch:
-                target.window = function(self.state.epoch)
-
-    def _restore(self, handler: Handler) -> None:
-        """Take back what the handler asked of the engine."""
-        self._stops.pop(handler.name, None)
-        self.state.metrics.withdraw(handler.name)
-        for what in [what for what, name in self._claims.items() if name == handler.name]:
-            del self._claims[what]
-            for act in ("gradients", "step"):
-                if what == f"the act {act!r}":
-                    setattr(self, f"replaced_{act}", None)
-            for target in self.updates:
-                if what == f"the act 'window' of update {target.name!r}":
-                    target.window_of = None
-                    target.window = 1
-
-    def _find(self, handler: Handler | str) -> Handler:
-        name = handler if isinstance(handler, str) else handler.name
-        found = self.handlers.get(name)
-        if found is None or (isinstance(handler, Handler) and found is not handler):
-            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self.handlers) or 'none'}")
-        return found
-
-    def find_update(self, name: str | None = None) -> UpdateState:
-        """The update with this name; the first without one."""
-        for update in self.updates:
-            if name is None or update.name == name:
-                return update
-        raise KeyError(f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}")
-
-    def _refuse_setup(self, handler: Handler) -> None:
-        for subscription in handler.subscriptions:
-            if not isinstance(subscription.event, str) and any(
-                event in _SETUP for event, _ in resolve(subscription.event)
-            ):
-                raise RuntimeError(
-                    f"{handler!r} sets the model or the optimizers up before a run, and cannot join or leave a "
-                    "running one; attach, detach or toggle it between two runs"
-                )
-
-    def _settle_later(self, handler: Handler) -> None:
-        self._pending.append(handler)
-        if self.running:
-            self._attention = True
-        else:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Connect and disconnect what was attached, detached or toggled."""
-        pending, self._pending = list(dict.fromkeys(self._pending)), []
-        for handler in pending:
-            name = handler.name
-            if self.handlers.get(name) is not handler:
-                continue
-            wanted = handler.enabled and name not in self._leaving
-            if wanted and name not in self._connected:
-                self._join(handler)
-            elif not wanted and name in self._connected:
-                self._leave(handler)
-            if name in self._leaving:
-                self._forget(handler)
-
-    def _join(self, handler: Handler) -> None:
-        connections: list[tuple[Signal, Connection]] = []
-        try:
-            handler.attached(self)
-            for subscription in handler.subscriptions:
-                method = getattr(handler, subscription.method)
-                event = subscription.event
-                if isinstance(event, str):
-                    if (every := getattr(handler, event)) is None:
-                        continue
-                    event = event_of(every)
-                check_receiver(method, f"{type(handler).__name__}.{subscription.method} at {event}")
-                for one, chosen in resolve(event):
-                    connection = Connection(method, subscription.phase, subscription.rank, chosen, handler.name)
-                    connections.append((self.signal(one), connection))
-        except BaseException:
-            self._restore(handler)
-            raise
-        self._connected[handler.name] = connections
-        for signal, connection in connections:
-            self._connect(signal, connection)
-        if self.running:
-            self._tell(handler, Events.STARTED)
-            if self.state.epoch_open:
-                self._tell(handler, Events.EPOCH_STARTED)
-
-    def _leave(self, handler: Handler) -> None:
-        if self.running:
-            self._tell(handler, Events.ENDED)
-        for signal, connection in self._connected.pop(handler.name):
-            signal.remove(connection)
-        self._restore(handler)
-        handler.detached(self)
-
-    def _tell(self, handler: Handler, event: EventEnum) -> None:
-        signal = self.signal(event)
-        count = signal.count(self)
-        for connection in signal.connections:
-            passes = connection.filter is None or connection.filter.next_due(count) == count
-            if connection.owner == handler.name and passes:
-                connection.call(self)
-
-    def _forget(self, handler: Handler) -> None:
-        self._leaving.discard(handler.name)
-        self.handlers.pop(handler.name, None)
-        self._initial.pop(handler.name, None)
-        handler._engine = None
 
     # ---- what handlers ask for ------------------------------------------------------------------------------------
 
@@ -956,6 +526,56 @@ class Engine:
             epoch, size, filled = epoch + 1, length, 0
         return steps if most is None else min(steps, most)
 
+    def enter(self, region: AbstractContextManager[T]) -> T:
+        """Enter a context manager that is left at the end of the innermost open region, also when something raises.
+
+        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
+        """
+        if not self.running and self.regions.depth == 0:
+            raise RuntimeError(f"enter({region!r}): no region is open outside a run")
+        return self.regions.enter(region)
+
+    def replace(self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None) -> None:
+        """Perform an act of the loop with a function of the handler's own, until the handler is detached.
+
+        The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
+        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute(engine, update)`` is
+        what it replaces; "step", ``function(engine, update, step)``, where ``step()`` is the optimizer's.
+
+        Raises:
+            ValueError: if another handler replaces the same act, naming both.
+        """
+        if act not in _ACTS:
+            raise ValueError(f"{by!r} replaces {act!r}; it has to be one of {', '.join(_ACTS)}")
+        targets = self.updates if update is None else (self.find_update(update),)
+        if act != "window":
+            self.claim(f"the act {act!r}", by=by)
+            setattr(self, f"replaced_{act}", function)
+            return
+        for target in targets:
+            self.claim(f"the act 'window' of update {target.name!r}", by=by)
+            target.window_of = function
+            if self.running and self.state.epoch:
+                target.window = function(self.state.epoch)
+
+    def _released(self, handler: Handler, claims: list[str]) -> None:
+        self._stops.pop(handler.name, None)
+        self.state.metrics.withdraw(handler.name)
+        for act in ("gradients", "step"):
+            if f"the act {act!r}" in claims:
+                setattr(self, f"replaced_{act}", None)
+        for target in self.updates:
+            if f"the act 'window' of update {target.name!r}" in claims:
+                target.window_of = None
+                target.window = 1
+
+    def find_update(self, name: str | None = None) -> UpdateState:
+        """The update with this name; the first without one."""
+        for update in self.updates:
+            if name is None or update.name == name:
+                return update
+        raise KeyError(f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}")
+
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -968,26 +588,7 @@ class Engine:
             raise RuntimeError("state_dict(): not inside an update; take it at ITERATION_COMPLETED or later")
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        state = self.state
-        return {
-            "format": 1,
-            "engine": {
-                "epoch": state.epoch,
-                "iteration": state.iteration,
-                "epoch_start": state.epoch_start,
-                "epoch_open": state.epoch_open,
-                "stop_reason": state.stop_reason,
-                "stopped_bounds": self._stopped_bounds,
-                "seed": self.seed,
-                "fired": {name: signal.fired for name, signal in self._counted_signals() if signal.fired},
-                "metrics": copied(state.metrics.state_dict()),
-            },
-            "modules": {name: copied(root.state_dict()) for name, root in self.modules.items()},
-            "updates": {update.name: self._update_state(update) for update in self.updates},
-            "handlers": {name: copied(handler.state_dict()) for name, handler in sorted(self.handlers.items())},
-            "data": None if self._source is None else copied(self._source.state_dict()),
-            "random": random_state(),
-        }
+        return gather(self)
 
     def snapshot(self) -> dict[str, Any]:
         """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST."""
@@ -1009,7 +610,7 @@ class Engine:
         """
         if self.running:
             raise RuntimeError("load_state_dict(): not inside a run; load before run()")
-        if not isinstance(state, Mapping) or state.get("format") != 1:
+        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise ValueError(
                 "load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives"
             )
@@ -1036,129 +637,9 @@ class Engine:
         for name, handler in self.handlers.items():
             handler.load_state_dict(copy.deepcopy(self._initial[name]))
 
-    def _update_state(self, update: UpdateState) -> dict[str, Any]:
-        optimizer = update.optimizer
-        names = {p: f"{root}.{key}" for root, module in self.modules.items() for key, p in module.named_parameters()}
-        window = None
-        if update.filled:
-            gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
-            window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
-                      "gradients": gradients}  # fmt: skip
-        return {
-            "steps": update.steps,
-            "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
-            "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
-            "window": window,
-        }
-
-    def _apply(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Put a loaded state in place; returns the position of its data."""
-        self._check_fit(saved)
-        for name, root in self.modules.items():
-            root.load_state_dict(saved["modules"][name])
-        for update in self.updates:
-            part = saved["updates"][update.name]
-            update.steps = part["steps"]
-            if update.optimizer is not None and part["optimizer"] is not None:
-                update.optimizer.load_state_dict(copied(part["optimizer"]))
-            update.discard()
-            update.filled = 0
-            if (window := part["window"]) is not None:
-                update.filled, update.held = window["filled"], window["held"]
-                update.extra_weight = copied(window["extra_weight"])
-                for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
-                    parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
-        for name, handler in self.handlers.items():
-            if name in saved["handlers"]:
-                handler.load_state_dict(copied(saved["handlers"][name]))
-        position = saved["engine"]
-        state = self.state
-        state.epoch, state.iteration = position["epoch"], position["iteration"]
-        state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
-        state.stop_reason, self._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
-        self.seed = position["seed"]
-        state.metrics.load_state_dict(copied(position["metrics"]))
-        for name, signal in self._counted_signals():
-            signal.fired = position["fired"].get(name, 0)
-        set_random_state(saved["random"])
-        data: dict[str, Any] | None = saved["data"]
-        return data
-
-    def _check_fit(self, saved: Mapping[str, Any]) -> None:
-        own: dict[str, set[str]] = {"modules": set(self.modules), "updates": {update.name for update in self.updates}}
-        there = {part: set(saved[part]) for part in own}
-        with_state = {name for name, handler in self.handlers.items() if handler.state_dict()}
-        own["handlers"] = with_state - self._allowed
-        there["handlers"] = {name for name, state in saved["handlers"].items() if state} - self._allowed
-        for part in own:
-            # A handler may have had nothing to save when it was saved, and the other way round.
-            missing = own[part] - set(saved[part])
-            unknown = there[part] - (set(self.handlers) if part == "handlers" else own[part])
-            if missing or unknown:
-                told = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
-                told += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
-                way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
-                raise ValueError(f"the loaded state does not fit: {part} {'; '.join(told)}{way_out}")
-        for update in self.updates:
-            part_names = saved["updates"][update.name]["parameters"]
-            names = self._update_state(update)["parameters"]
-            if part_names != names and update.optimizer is not None:
-                raise ValueError(
-                    f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
-                    f"and here it optimizes {names}"
-                )
-
-    def _counted_signals(self) -> list[tuple[str, Signal]]:
-        counted = [signal for signal in self.signals.all() if signal.event.counter == "fired"]
-        return sorted((str(signal.event), signal) for signal in counted)
-
-    # ---- seeing it ------------------------------------------------------------------------------------------------
-
-    def wiring(self) -> Wiring:
-        """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
-        return Wiring(self)
-
-    def __str__(self) -> str:
-        return str(self.wiring())
-
     def __repr__(self) -> str:
         kind = "trains" if self.training else "evaluates"
         return f"<Engine {kind} {', '.join(update.name for update in self.updates)}; {len(self.handlers)} handlers>"
-
-
-class Attachment:
-    """What `Engine.attach` and `Engine.connect` return: detaches by call, or at the end of a ``with`` block."""
-
-    def __init__(self, undo: Callable[[], object]) -> None:
-        self._undo: Callable[[], object] | None = undo
-
-    def detach(self) -> None:
-        """Take off what was attached; a second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def __enter__(self) -> Attachment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
-
-
-def copied(value: Any) -> Any:
-    """A copy of a state that shares no tensor with what it was taken from."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
-        for key, item in value.items():
-            same[key] = copied(item)
-        return same
-    if isinstance(value, list | tuple):
-        return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
-    return copy.deepcopy(value)
 
 
 def note_problems(problems: list[BaseException], error: BaseException | None) -> None:

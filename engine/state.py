@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .interval import Interval
+
 if TYPE_CHECKING:
     from .update import UpdateState
 
@@ -125,6 +127,46 @@ class State:
         self.epoch_start = 0  # the iterations that were completed when this epoch began
         self.epoch_open = False  # whether EPOCH_STARTED was told and EPOCH_COMPLETED not yet
         self.stop_reason: str | None = None
+
+    def set_bounds(
+        self,
+        *,
+        training: bool,
+        has_data: bool,
+        max_epochs: int | None,
+        max_iters: int | None,
+        max_steps: int | None,
+        max_time: str | Interval | None,
+        min_epochs: int,
+        min_iters: int,
+        epoch_length: int | None,
+    ) -> None:
+        """Take the bounds of the next run; the arguments are those of `Engine.run`."""
+        numbers = {
+            "max_epochs": max_epochs,
+            "max_iters": max_iters,
+            "max_steps": max_steps,
+            "epoch_length": epoch_length,
+        }
+        for name, number in numbers.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ValueError(f"run({name}={number!r}): it has to be an int of 1 or more, or None")
+        for name, number, largest in (("min_epochs", min_epochs, max_epochs), ("min_iters", min_iters, max_iters)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"run({name}={number!r}): it has to be an int of 0 or more")
+            if largest is not None and number > largest:
+                raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
+        seconds = None if max_time is None else Interval.parse(max_time).time("run(max_time)")
+        if not has_data and epoch_length is None and max_iters is None:
+            raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
+        if max_epochs is max_iters is max_steps is seconds is None:
+            if training:
+                raise ValueError("run(): give at least one of max_epochs, max_iters, max_steps and max_time")
+            max_epochs = 1
+        if not training and max_steps is not None:
+            raise ValueError("run(max_steps=): an engine that evaluates makes no optimizer steps")
+        self.max_epochs, self.max_iters, self.max_steps, self.max_seconds = max_epochs, max_iters, max_steps, seconds
+        self.min_epochs, self.min_iters = min_epochs, min_iters
 
     @property
     def epoch_iteration(self) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Update", "UpdateState"]
 
-T = TypeVar("T")
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
@@ -364,36 +362,6 @@ def _average(update: UpdateState) -> None:
         update.skip("the weights of the window add up to zero")
         return
     torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
-
-
-class Regions:
-    """The context managers that are open around what the engine does now.
-
-    Attributes:
-        depth: how many are open; a region that opens remembers it, and closes what was entered since.
-    """
-
-    __slots__ = ("_open", "depth")
-
-    def __init__(self) -> None:
-        self._open: list[AbstractContextManager[Any]] = []
-        self.depth = 0
-
-    def enter(self, manager: AbstractContextManager[T]) -> T:
-        value = manager.__enter__()
-        self._open.append(manager)
-        self.depth += 1
-        return value
-
-    def close(self, outside: int, error: BaseException | None = None) -> None:
-        """Leave what was entered since the depth was ``outside``: last in, first out, every one, also after an error."""
-        stack = ExitStack()
-        for manager in self._open[outside:]:
-            stack.push(manager)
-        del self._open[outside:]
-        self.depth = outside
-        # What a manager answers is not asked: an error always leaves.
-        stack.__exit__(*((None, None, None) if error is None else (type(error), error, error.__traceback__)))
 
 
 def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) -> None:

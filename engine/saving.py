@@ -1,0 +1,138 @@
+"""The engine's whole state: gathered from the loop, the components and the handlers by name, and put back in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .bus import Signal
+from .randomness import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .update import UpdateState
+
+__all__ = ["FORMAT", "copied", "gather", "put_back"]
+
+FORMAT = 1
+
+
+def gather(engine: Engine) -> dict[str, Any]:
+    """Everything that is needed to go on, sharing no tensor with the engine."""
+    state = engine.state
+    return {
+        "format": FORMAT,
+        "engine": {
+            "epoch": state.epoch,
+            "iteration": state.iteration,
+            "epoch_start": state.epoch_start,
+            "epoch_open": state.epoch_open,
+            "stop_reason": state.stop_reason,
+            "stopped_bounds": engine._stopped_bounds,
+            "seed": engine.seed,
+            "fired": {name: signal.fired for name, signal in _counted_signals(engine) if signal.fired},
+            "metrics": copied(state.metrics.state_dict()),
+        },
+        "modules": {name: copied(root.state_dict()) for name, root in engine.modules.items()},
+        "updates": {update.name: _update_state(engine, update) for update in engine.updates},
+        "handlers": {name: copied(handler.state_dict()) for name, handler in sorted(engine.handlers.items())},
+        "data": None if engine._source is None else copied(engine._source.state_dict()),
+        "random": random_state(),
+    }
+
+
+def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
+    """Put a loaded state in place; returns the position of its data."""
+    _check_fit(engine, saved, allowed)
+    for name, root in engine.modules.items():
+        root.load_state_dict(saved["modules"][name])
+    for update in engine.updates:
+        part = saved["updates"][update.name]
+        update.steps = part["steps"]
+        if update.optimizer is not None and part["optimizer"] is not None:
+            update.optimizer.load_state_dict(copied(part["optimizer"]))
+        update.discard()
+        update.filled = 0
+        if (window := part["window"]) is not None:
+            update.filled, update.held = window["filled"], window["held"]
+            update.extra_weight = copied(window["extra_weight"])
+            for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
+                parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+    for name, handler in engine.handlers.items():
+        if name in saved["handlers"]:
+            handler.load_state_dict(copied(saved["handlers"][name]))
+    position = saved["engine"]
+    state = engine.state
+    state.epoch, state.iteration = position["epoch"], position["iteration"]
+    state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
+    state.stop_reason, engine._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
+    engine.seed = position["seed"]
+    state.metrics.load_state_dict(copied(position["metrics"]))
+    for name, signal in _counted_signals(engine):
+        signal.fired = position["fired"].get(name, 0)
+    set_random_state(saved["random"])
+    data: dict[str, Any] | None = saved["data"]
+    return data
+
+
+def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
+    optimizer = update.optimizer
+    names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
+    window = None
+    if update.filled:
+        gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+        window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
+                  "gradients": gradients}  # fmt: skip
+    return {
+        "steps": update.steps,
+        "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
+        "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
+        "window": window,
+    }
+
+
+def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    own: dict[str, set[str]] = {"modules": set(engine.modules), "updates": {update.name for update in engine.updates}}
+    there = {part: set(saved[part]) for part in own}
+    with_state = {name for name, handler in engine.handlers.items() if handler.state_dict()}
+    own["handlers"] = with_state - allowed
+    there["handlers"] = {name for name, state in saved["handlers"].items() if state} - allowed
+    for part in own:
+        # A handler may have had nothing to save when it was saved, and the other way round.
+        missing = own[part] - set(saved[part])
+        unknown = there[part] - (set(engine.handlers) if part == "handlers" else own[part])
+        if missing or unknown:
+            told = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
+            told += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
+            way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
+            raise ValueError(f"the loaded state does not fit: {part} {'; '.join(told)}{way_out}")
+    for update in engine.updates:
+        part_names = saved["updates"][update.name]["parameters"]
+        names = _update_state(engine, update)["parameters"]
+        if part_names != names and update.optimizer is not None:
+            raise ValueError(
+                f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
+                f"and here it optimizes {names}"
+            )
+
+
+def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
+    counted = [signal for signal in engine.signals.all() if signal.event.counter == "fired"]
+    return sorted((str(signal.event), signal) for signal in counted)
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state that shares no tensor with what it was taken from."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
+        for key, item in value.items():
+            same[key] = copied(item)
+        return same
+    if isinstance(value, list | tuple):
+        return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,61 @@
+"""What happens before a run starts: optimizers are built, and what could not be trained is refused."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["build_optimizers", "check_modules"]
+
+
+def build_optimizers(engine: Engine) -> None:
+    """Call the optimizers' factories, now that the model is set up, and refuse optimizers that could not work."""
+    for update in engine.updates if engine.training else ():
+        spec = update.spec
+        where = f"update {spec.name!r}"
+        if update.optimizer is None:
+            assert spec.optimizer is not None
+            assert not isinstance(spec.optimizer, Optimizer)
+            if spec.parameters is not None:
+                parameters = list(spec.parameters(engine))
+            else:
+                parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
+            if not parameters:
+                raise ValueError(
+                    f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
+                    "or the Update parameters="
+                )
+            update.optimizer = spec.optimizer(parameters)
+            if not isinstance(update.optimizer, Optimizer):
+                made, update.optimizer = update.optimizer, None
+                raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
+        optimizer = update.optimizer
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise NotImplementedError(
+                f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
+                "which this version does not support; choose another optimizer"
+            )
+        known = {p for root in engine.modules.values() for p in root.parameters()}
+        if known and not any(p in known for p in update.parameters):
+            raise ValueError(
+                f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
+                "for another model, or the model's parameters were replaced since: give a factory instead, "
+                f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
+            )
+
+
+def check_modules(engine: Engine) -> None:
+    """Refuse parameters without values."""
+    for name, root in engine.modules.items():
+        meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
+        if meta is not None:
+            raise ValueError(
+                f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
+                "values; materialise it first: model.to_empty(device=...) and initialise it"
+            )
