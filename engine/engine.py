@@ -67,8 +67,8 @@ class Engine(HandlerHost):
 
     # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
     __slots__ = (
-        "__dict__", "__weakref__", "_allowed", "_deadline", "_epoch_stop", "_loaded", "_position", "_snapshot", "_source",
-        "_stopped_bounds", "_stops", "_updating", "_was_loaded", "has_data", "model", "modules", "regions",
+        "__dict__", "__weakref__", "_allowed", "_completed", "_deadline", "_epoch_stop", "_loaded", "_position", "_snapshot",
+        "_source", "_stopped_bounds", "_stops", "_was_loaded", "has_data", "model", "modules", "regions",
         "replaced_gradients", "replaced_step", "seed", "state", "training", "update_signals", "updates",
     )  # fmt: skip
 
@@ -110,7 +110,7 @@ class Engine(HandlerHost):
         self.has_data = False
         self._stops: dict[str, str] = {}
         self._epoch_stop: str | None = None
-        self._updating = False
+        self._completed = 0  # the last iteration whose updates were all made
         self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
         self._was_loaded = False
@@ -132,9 +132,7 @@ class Engine(HandlerHost):
         )  # fmt: skip
         while not self._bound_reached():
             iterator, epoch_end = self._begin_epoch(source)
-            iteration = state.iteration
-            while iteration < epoch_end:
-                iteration += 1
+            for iteration in range(state.iteration + 1, epoch_end + 1):
                 if get_batch_started.due <= iteration:
                     get_batch_started.emit(self, iteration)
                 batch = next(iterator, END)
@@ -151,10 +149,9 @@ class Engine(HandlerHost):
                     state.plan = updates
                     iteration_started.emit(self, iteration)
                     plan = state.plan
-                self._updating = True
                 for update in plan:
                     run_update(self, update)
-                self._updating = False
+                self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
                 if self._attention and self._attend():
@@ -223,6 +220,7 @@ class Engine(HandlerHost):
         self._epoch_stop = None
         if not self.training:
             self.state.restart()
+            self._completed = 0
         modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
         error: BaseException | None = None
         self.running = True
@@ -243,7 +241,8 @@ class Engine(HandlerHost):
                 problems.append(problem)
             for module, mode in modes:
                 module.training = mode
-            self.running = self._updating = self._attention = False
+            self.running = self._attention = False
+            self._completed = self.state.iteration
             self._settle()
             self.state.exception = self.state.batch = None
             note_problems(problems, error)
@@ -270,6 +269,7 @@ class Engine(HandlerHost):
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             self._position = put_back(self, loaded, allowed=self._allowed)
+            self._completed = self.state.iteration
             self._rewind()
         self._reconsider_stop()
         if self._bound_reached():
@@ -307,7 +307,7 @@ class Engine(HandlerHost):
         ends = [state.epoch_start + source.epoch_length] if source.epoch_length is not None else []
         if state.max_iters is not None:
             ends.append(state.max_iters)
-        return iterator, min(ends, default=sys.maxsize)
+        return iterator, min(ends, default=sys.maxsize - 1)
 
     def _data_ended(self, source: Source) -> tuple[Iterator[Any], Any]:
         """The data gave no more batches: the end of an unsized epoch, a new start, or an error."""
@@ -582,10 +582,10 @@ class Engine(HandlerHost):
         """Everything that is needed to go on: position, modules, optimizers, handlers, random states; all copied.
 
         Raises:
-            RuntimeError: inside an update, where half a step would be saved.
+            RuntimeError: inside an iteration, where half of it would be saved.
         """
-        if self._updating:
-            raise RuntimeError("state_dict(): not inside an update; take it at ITERATION_COMPLETED or later")
+        if self._completed != self.state.iteration:
+            raise RuntimeError("state_dict(): not inside an iteration; take it at ITERATION_COMPLETED or later")
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         return gather(self)
@@ -627,6 +627,7 @@ class Engine(HandlerHost):
             raise RuntimeError("reset(): not inside a run")
         self._loaded = self._source = self._position = self._stopped_bounds = None
         self.state.restart()
+        self._completed = 0
         self.state.metrics.clear()
         for signal in self.signals.all():
             signal.fired = 0

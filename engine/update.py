@@ -241,9 +241,9 @@ def run_update(engine: Engine, update: UpdateState) -> None:
     """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
     state = engine.state
     iteration = state.iteration
-    # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
-    listened = engine.update_signals.due <= iteration
     signals = engine.update_signals
+    # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
+    listened = signals.due <= iteration
     state.update = update
     update.skipped = None
     optimizer = update.optimizer
@@ -317,9 +317,11 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
             loss = (
                 None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
             )
-        update.raw_loss = update.backward_loss = loss
-        if loss is not None and listened and signals.loss_computed.due <= iteration:
-            signals.loss_computed.emit(engine, iteration)
+        update.raw_loss = loss
+        if loss is not None:
+            update.backward_loss = loss
+            if listened and signals.loss_computed.due <= iteration:
+                signals.loss_computed.emit(engine, iteration)
         if regions.depth > outside:
             regions.close(outside)
         if loss is None or update.skipped is not None or update.optimizer is None:

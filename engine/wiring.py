@@ -61,7 +61,7 @@ class Wiring:
         total = sum(heights) + 1
         figure = Figure(figsize=(18, 0.32 * total + 0.8), layout="constrained")
         axes = figure.add_subplot()
-        axes.set(xlim=(-0.55, 6), ylim=(total, 0))
+        axes.set(xlim=(-0.8, 6), ylim=(total, 0))
         axes.axis("off")
         for phase in Phase:
             axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=10)
@@ -69,7 +69,7 @@ class Wiring:
         for number, ((event, connections), height) in enumerate(zip(self.rows, heights, strict=True)):
             if number % 2 == 0:
                 axes.axhspan(y, y + height, color="#f2f2f2", lw=0)
-            axes.text(-0.5, y + 0.5, event.name, va="center", size=8, weight="bold")
+            axes.text(-0.75, y + 0.5, event.name, va="center", size=8, weight="bold")
             for phase in Phase:
                 for row, one in enumerate(one for one in connections if one.phase is phase):
                     axes.text(phase + 0.5, y + row + 0.5, describe(one), ha="center", va="center", size=7,
