@@ -243,7 +243,10 @@ class Engine(HandlerHost):
                 module.training = mode
             self.running = self._attention = False
             self._completed = self.state.iteration
-            self._settle()
+            try:
+                self._settle()
+            except BaseException as problem:
+                problems.append(problem)
             self.state.exception = self.state.batch = None
             note_problems(problems, error)
             del error, problems
