@@ -13,9 +13,9 @@ from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
 from .host import Attachment
 from .interval import Interval, check_every, unfiltered
-from .monitor import Monitor, as_number
+from .monitor import Monitor
 from .randomness import derived_seed, seed_everything, unchanged_random_state
-from .state import MetricStore, State
+from .state import MetricStore, State, as_number
 from .update import Update, UpdateState, tensors_in
 from .wiring import Wiring
 

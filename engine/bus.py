@@ -8,6 +8,7 @@ is worked out once for each change.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from bisect import insort
@@ -49,7 +50,7 @@ class Phase(IntEnum):
 class Connection:
     """One receiver under one filter, at its place in the order."""
 
-    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver")
+    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver", "when")
 
     def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
         self.receiver = receiver
@@ -58,7 +59,15 @@ class Connection:
         self.filter = filter
         self.owner = owner
         self.key = (int(phase), rank, next(_connection_numbers))
-        self.call = receiver if filter is None or filter.when is None else _guarded(receiver, filter.when)
+        # An interval's predicate remembers when it passed last: each connection has one of its own.
+        self.when = None if filter is None else copy.copy(filter.when)
+        self.call = receiver if self.when is None else _guarded(receiver, self.when)
+
+    def restart(self, engine: Engine) -> None:
+        """Let a predicate that remembers counts begin at the present ones."""
+        restart = getattr(self.when, "restart", None)
+        if restart is not None:
+            restart(engine)
 
     def __repr__(self) -> str:
         name = getattr(self.receiver, "__name__", type(self.receiver).__name__)
@@ -112,7 +121,18 @@ class Signal(blinker.NamedSignal):
         fired: how often the event was fired, for events that are counted by that.
     """
 
-    __slots__ = ("_connections", "_filtered_due", "_muted", "_plan", "_plans", "due", "event", "fired", "group")
+    __slots__ = (
+        "_connections",
+        "_filtered_due",
+        "_muted",
+        "_plan",
+        "_plans",
+        "_selected",
+        "due",
+        "event",
+        "fired",
+        "group",
+    )
 
     def __init__(self, event: EventEnum) -> None:
         self.event = event
@@ -122,6 +142,7 @@ class Signal(blinker.NamedSignal):
         self._muted = False
         self._connections: tuple[Connection, ...] = ()
         self._plan = Plan([])  # of those whom no count filters
+        self._selected: Plan | None = None  # of the last count at which a filter may have passed
         self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
         self._filtered_due = NEVER
         super().__init__(event.label)
@@ -210,6 +231,7 @@ class Signal(blinker.NamedSignal):
         for reference in self._plans:
             if (plan := reference()) is not None:
                 plan.silence(active)
+        self._selected = None
         self._connections = connections
         self._plan = self._new_plan([one for one in active if one.filter is None or not one.filter.counts])
         # 0: whatever the next count is, `_select` looks at it and works out the following one.
@@ -225,20 +247,22 @@ class Signal(blinker.NamedSignal):
         """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
         self._replan(self._connections)
         for connection in self._connections:
-            restart = getattr(connection.filter and connection.filter.when, "restart", None)
-            if restart is not None:
-                restart(engine)
+            connection.restart(engine)
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
     def emit(self, engine: Engine, count: int) -> None:
         """Call the receivers in order. The first error stops the others and leaves, saying whose it was."""
         plan = self._plan if count < self._filtered_due else self._select(count)
+        receiver: Receiver | None = None
         try:
             for receiver in plan:
                 receiver(engine)
         except BaseException as error:
-            self._blame(error, next(one for one in plan.connections if one.call is receiver), engine)
+            # None if an interrupt came before the first receiver.
+            at_work = next((one for one in plan.connections if one.call is receiver), None)
+            if at_work is not None:
+                self._blame(error, at_work, engine)
             raise
 
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
@@ -266,8 +290,7 @@ class Signal(blinker.NamedSignal):
         """The receivers in order, each if its filter passes at its turn; for ``send_async``."""
         plan = self._select(self.count(sender) if self._connections else 0)
         for call, connection in zip(plan, plan.connections, strict=True):
-            when = None if connection.filter is None else connection.filter.when
-            if call is not _do_nothing and (when is None or when(sender)):
+            if call is not _do_nothing and (connection.when is None or connection.when(sender)):
                 yield connection.receiver
 
     def count(self, engine: Engine) -> int:
@@ -295,7 +318,9 @@ class Signal(blinker.NamedSignal):
         # A user's own counter may begin again at any time, so that nothing can be worked out from it.
         self._filtered_due = 0 if callable(self.event.counter) else following
         self._set_due(0 if self._plan else self._filtered_due)
-        return self._new_plan(chosen)
+        if self._selected is None or self._selected.connections != chosen:
+            self._selected = self._new_plan(chosen)
+        return self._selected
 
     def _new_plan(self, connections: list[Connection]) -> Plan:
         plan = Plan(connections)
@@ -341,6 +366,8 @@ class Bus(blinker.Namespace):
         signal = self.get(name)
         if not isinstance(signal, Signal):
             signal = self[name] = Signal(event)
+        if signal.event is not event:
+            raise ValueError(f"{event}: there is another catalogue of this name; rename one of the two classes")
         return signal
 
     def all(self) -> list[Signal]:

@@ -67,6 +67,14 @@ class Source:
         self.iterator = iterator
         return iterator
 
+    def fits(self, saved: Mapping[str, Any], epoch_start: int) -> bool:
+        """Whether a saved position is inside what is iterated now: data that starts anew in each epoch has that of its epoch."""
+        return "random" in saved and (self.continues or saved["started_at"] == epoch_start)
+
+    def adopt(self, other: Source) -> None:
+        """Go on with an iterator that an earlier run has begun, and with what was read ahead of it: it cannot begin again."""
+        self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
+
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Iterate as the saved run did, past the batches that it had taken."""
         set_random_state(saved["random"])

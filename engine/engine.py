@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,14 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .data import END, DataError, Source
-from .events import Events
+from .events import EventEnum, Events
 from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
 from .randomness import check_seed, unchanged_random_state
-from .regions import Regions
+from .regions import Regions, note_problems
 from .saving import FORMAT, gather, put_back
-from .setup import build_optimizers, check_modules
+from .setup import build_optimizers, check_modules, check_windows
 from .state import State
 from .update import Update, UpdateSignals, UpdateState, run_update
 
@@ -67,9 +68,32 @@ class Engine(HandlerHost):
 
     # Slots are quicker than a dict of more than thirty attributes; a user may still set attributes of their own.
     __slots__ = (
-        "__dict__", "__weakref__", "_allowed", "_completed", "_deadline", "_epoch_stop", "_loaded", "_position", "_snapshot",
-        "_source", "_stopped_bounds", "_stops", "_was_loaded", "has_data", "model", "modules", "regions",
-        "replaced_gradients", "replaced_step", "seed", "state", "training", "update_signals", "updates",
+        "__dict__",
+        "__weakref__",
+        "_allowed",
+        "_completed",
+        "_deadline",
+        "_epoch_stop",
+        "_evaluating",
+        "_held_states",
+        "_loaded",
+        "_position",
+        "_snapshot",
+        "_source",
+        "_stop_now",
+        "_stopped_bounds",
+        "_stops",
+        "has_data",
+        "model",
+        "modules",
+        "regions",
+        "replaced_gradients",
+        "replaced_step",
+        "seed",
+        "state",
+        "training",
+        "update_signals",
+        "updates",
     )  # fmt: skip
 
     def __init__(
@@ -109,11 +133,13 @@ class Engine(HandlerHost):
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
         self._stops: dict[str, str] = {}
+        self._stop_now = False  # a stop was asked for inside this iteration
+        self._evaluating = False
         self._epoch_stop: str | None = None
         self._completed = 0  # the last iteration whose updates were all made
         self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
-        self._was_loaded = False
+        self._held_states: dict[str, Mapping[str, Any]] = {}  # loaded for handlers that are switched off now
         self._snapshot: dict[str, Any] | None = None
         self._source: Source | None = None
         self._position: dict[str, Any] | None = None  # where the data of an earlier run stood
@@ -130,7 +156,7 @@ class Engine(HandlerHost):
             for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
                           Events.ITERATION_COMPLETED)
         )  # fmt: skip
-        while not self._bound_reached():
+        while not self._bound_reached() or self._epoch_to_be_told(source):
             iterator, epoch_end = self._begin_epoch(source)
             for iteration in range(state.iteration + 1, epoch_end + 1):
                 if get_batch_started.due <= iteration:
@@ -149,8 +175,14 @@ class Engine(HandlerHost):
                     state.plan = updates
                     iteration_started.emit(self, iteration)
                     plan = state.plan
+                if self._stop_now:  # before the iteration's first update: it is not made
+                    state.iteration = self._completed
+                    self._attend()
+                    break
                 for update in plan:
                     run_update(self, update)
+                    if self._stop_now:
+                        break
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
@@ -158,6 +190,8 @@ class Engine(HandlerHost):
                     break
             if self._epoch_is_over(source):
                 state.epoch_open = False
+                if any(update.filled for update in updates):  # left out of the epoch's last plan
+                    self._discard_windows()
                 self._emit(Events.EPOCH_COMPLETED)
                 if self._attention:
                     self._attend()
@@ -217,7 +251,8 @@ class Engine(HandlerHost):
         self._deadline = None if self.state.max_seconds is None else time.monotonic() + self.state.max_seconds
         self._attention = self._deadline is not None or max_steps is not None
         self._stops.clear()
-        self._epoch_stop = None
+        self._stop_now = False
+        self._snapshot = None
         if not self.training:
             self.state.restart()
             self._completed = 0
@@ -234,30 +269,42 @@ class Engine(HandlerHost):
             self._report(caught)
             raise
         finally:
-            problems = self.signal(Events.ENDED).emit_to_all(self)
             try:
-                self.regions.close(0, error)
-            except BaseException as problem:
-                problems.append(problem)
-            for module, mode in modes:
-                module.training = mode
-            self.running = self._attention = False
-            self._completed = self.state.iteration
-            try:
-                self._settle()
-            except BaseException as problem:
-                problems.append(problem)
-            self.state.exception = self.state.batch = None
+                problems = self._clean_up(error, modes)
+            finally:
+                self.running = self._attention = self._stop_now = False
             note_problems(problems, error)
             del error, problems
         return self.state
 
+    def _clean_up(self, error: BaseException | None, modes: list[tuple[nn.Module, bool]]) -> list[BaseException]:
+        """Put everything back after a run; what goes wrong is collected, so that nothing is left out."""
+        problems = self.signal(Events.ENDED).emit_to_all(self)
+        for module, mode in modes:
+            module.training = mode
+        self.running = False
+        for act in (partial(self.regions.close, 0, error), self._settle):
+            try:
+                act()
+            except BaseException as problem:
+                problems.append(problem)
+        state = self.state
+        if self.training:
+            state.iteration = self._completed  # an iteration that an error cut short was not made
+        self._completed = state.iteration
+        state.exception = state.batch = self._snapshot = None
+        for update in self.updates:
+            update.output, update.backward_loss, update.loss = None, None, update.loss  # let go of the graph
+        return problems
+
     # ---- the parts of the loop ------------------------------------------------------------------------------------
 
     def _start(self, source: Source) -> None:
-        if self._source is not None and self.training:
-            self._position = self._source.state_dict()
-        self._source = source
+        previous, self._source = self._source, source
+        if previous is not None and self.training:
+            self._position = previous.state_dict()
+            if previous.data is source.data and isinstance(source.data, Iterator):
+                source.adopt(previous)
         for root in self.modules.values():
             root.train(self.training)
         self._rewind()
@@ -269,16 +316,17 @@ class Engine(HandlerHost):
             if update.filled == 0:
                 update.discard()
         self._emit(Events.STARTED)
+        was_loaded = self._loaded is not None
         if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            self._position = put_back(self, loaded, allowed=self._allowed)
+            self._position = put_back(self, self._loaded, allowed=self._allowed)
+            self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
             self._completed = self.state.iteration
             self._rewind()
+        self._give_held_states()
         self._reconsider_stop()
-        if self._bound_reached():
+        if self._bound_reached() and not self._epoch_to_be_told(source):
             warnings.warn(self._nothing_to_run(), stacklevel=4)
-        if self._was_loaded:
-            self._was_loaded = False
+        if was_loaded:
             self._emit(Events.CHECKPOINT_LOADED)
         if self._attention:
             self._attend()
@@ -287,6 +335,7 @@ class Engine(HandlerHost):
         """Enter the next epoch, or go on in an open one; the batches to come, and the iteration at which they end."""
         state = self.state
         position, self._position = self._position, None
+        self._epoch_stop = None
         resumed = state.epoch_open
         if not resumed:
             state.epoch += 1
@@ -294,18 +343,23 @@ class Engine(HandlerHost):
             state.epoch_open = True
         for update in self.updates:
             update.window = 1 if update.window_of is None else update.window_of(state.epoch)
+        check_windows(self)
         if not resumed:
             self._emit(Events.EPOCH_STARTED)
-        if position is not None and position and (resumed or source.continues):
+        if source.iterator is not None and isinstance(source.data, Iterator):
+            iterator = source.iterator
+        elif position is not None and source.fits(position, state.epoch_start) and (resumed or source.continues):
             with unchanged_random_state():
                 iterator = source.resume(position, state.iteration)
         elif source.iterator is None or not source.continues:
-            if position:
+            if position is not None and "generator_now" in position:
                 source.go_on(position)
             iterator = source.begin(state.iteration, ahead=any(update.window > 1 for update in self.updates))
         else:
             iterator = source.iterator
         if self._attention and self._attend():
+            return iterator, state.iteration
+        if self._bound_reached():  # only the epoch's end is to be told
             return iterator, state.iteration
         ends = [state.epoch_start + source.epoch_length] if source.epoch_length is not None else []
         if state.max_iters is not None:
@@ -367,10 +421,11 @@ class Engine(HandlerHost):
             else:
                 self._settle()
         if self._stops:
-            if state.epoch - state.epoch_open >= state.min_epochs and state.iteration >= state.min_iters:
+            if self._may_stop():
                 state.stop_reason = self._stops[min(self._stops)]
                 self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
                 self._stops.clear()
+                self._stop_now = False
                 self._discard_windows()
                 return True
             self._attention = True
@@ -379,20 +434,40 @@ class Engine(HandlerHost):
             return True
         return self._attention and self._bound_reached()
 
+    def _may_stop(self) -> bool:
+        """Whether the minimum bounds let a stop take effect."""
+        state = self.state
+        return state.epoch - state.epoch_open >= state.min_epochs and state.iteration >= state.min_iters
+
+    def _emit(self, event: EventEnum) -> None:
+        self._snapshot = None  # a snapshot is that of one event
+        try:
+            super()._emit(event)
+        finally:
+            self._snapshot = None
+
     def _bound_reached(self) -> bool:
         state = self.state
         return (
             state.stop_reason is not None
             or (state.max_epochs is not None and state.epoch - state.epoch_open >= state.max_epochs)
-            or (state.max_iters is not None and state.iteration >= state.max_iters and not self._epoch_to_be_told())
+            or (state.max_iters is not None and state.iteration >= state.max_iters)
             or (state.max_steps is not None and self.updates[0].steps >= state.max_steps)
             or (self._deadline is not None and time.monotonic() >= self._deadline)
         )
 
-    def _epoch_to_be_told(self) -> bool:
+    def _epoch_to_be_told(self, source: Source) -> bool:
         """Whether every batch of the epoch was taken while its end was not told; a saved run may stop just there."""
-        length = self.state.epoch_length
-        return self.state.epoch_open and length is not None and self.state.epoch_iteration >= length
+        state = self.state
+        if not state.epoch_open or state.stop_reason is not None or self._position is None:
+            return False
+        if source.epoch_length is not None:
+            return state.epoch_iteration >= source.epoch_length
+        if isinstance(source.data, Iterator) or not source.fits(self._position, state.epoch_start):
+            return False
+        with unchanged_random_state():
+            source.resume(self._position, state.iteration)
+            return source.last()
 
     def _finish(self) -> None:
         if self.state.stop_reason is not None:
@@ -419,9 +494,15 @@ class Engine(HandlerHost):
         if state.stop_reason is None:
             return
         now = [state.max_epochs, state.max_iters, state.max_steps]
-        for new, old in zip(now, self._stopped_bounds or now, strict=True):
-            if old is not None and (new is None or new > old):
-                state.stop_reason = None
+        before = self._stopped_bounds or now
+        larger = [old is not None and (new is None or new > old) for new, old in zip(now, before, strict=True)]
+        if any(larger) or before == [None] * 3:  # stopped under a bound of time, which every run has anew
+            state.stop_reason = None
+
+    def _give_held_states(self) -> None:
+        """Handlers that were switched off when a state was loaded get theirs once they take part."""
+        for name in [name for name in self._held_states if name in self._connected]:
+            self.handlers[name].load_state_dict(self._held_states.pop(name))
 
     def _nothing_to_run(self) -> str:
         state = self.state
@@ -436,6 +517,9 @@ class Engine(HandlerHost):
     def terminate(self, reason: str, *, by: str = "user") -> None:
         """Stop the run once all receivers of this event have run. An open window is discarded; COMPLETED still comes.
 
+        Inside an iteration, a step that was not made yet is skipped, and updates that were not begun are left out; an
+        iteration of which no update was begun is not made at all.
+
         Args:
             reason: told in ``state.stop_reason``.
             by: who asks; the same name may take it back with `withdraw_termination` while ``min_epochs`` or ``min_iters``
@@ -443,8 +527,14 @@ class Engine(HandlerHost):
         """
         if not self.running:
             raise RuntimeError(f"terminate({reason!r}): the engine is not running")
+        if not isinstance(reason, str) or not reason:
+            raise TypeError(f"terminate({reason!r}): say why, in a few words")
         self._stops.setdefault(by, reason)
         self._attention = True
+        if self._may_stop():
+            self._stop_now = True
+            if self._completed != self.state.iteration:
+                self.state.update.skip(f"the run is stopped: {reason}")
 
     def withdraw_termination(self, by: str = "user") -> None:
         """Take back a stop that was asked for and has not taken effect."""
@@ -452,8 +542,8 @@ class Engine(HandlerHost):
 
     def terminate_epoch(self, reason: str) -> None:
         """End the epoch once all receivers of this event have run; EPOCH_COMPLETED comes, and then the next epoch."""
-        if not self.running:
-            raise RuntimeError(f"terminate_epoch({reason!r}): the engine is not running")
+        if not self.running or not self.state.epoch_open:
+            raise RuntimeError(f"terminate_epoch({reason!r}): no epoch is going on")
         self._epoch_stop = reason
         self._attention = True
 
@@ -480,15 +570,19 @@ class Engine(HandlerHost):
                 "optimizer: Update.evaluation() makes such a one"
             )
         outside = self.regions.depth
+        seen = dict(evaluator.state.metrics.serials)
+        was_evaluating, self._evaluating = self._evaluating, True
         try:
             self._emit(Events.EVALUATION_STARTED)
-            with unchanged_random_state():
+            with unchanged_random_state(getattr(data, "generator", None)):
                 evaluator.run(data, **bounds)
         except BaseException as error:
             self.regions.close(outside, error)
             raise
+        finally:
+            self._evaluating = was_evaluating
         self.regions.close(outside)
-        measured = {prefix + name: value for name, value in evaluator.state.metrics.items()}
+        measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
         self.state.metrics.update(measured)
         self._emit(Events.EVALUATION_COMPLETED)
         return measured
@@ -534,7 +628,7 @@ class Engine(HandlerHost):
 
         The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
         """
-        if not self.running and self.regions.depth == 0:
+        if not self.running and not self._evaluating:
             raise RuntimeError(f"enter({region!r}): no region is open outside a run")
         return self.regions.enter(region)
 
@@ -594,10 +688,12 @@ class Engine(HandlerHost):
         return gather(self)
 
     def snapshot(self) -> dict[str, Any]:
-        """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST."""
+        """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST of the same event."""
+        if not self.running:
+            return self.state_dict()
+        self._attention = True  # it is dropped with the event
         if self._snapshot is None:
             self._snapshot = self.state_dict()
-            self._attention = self._attention or self.running
         return self._snapshot
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
@@ -617,9 +713,11 @@ class Engine(HandlerHost):
             raise ValueError(
                 "load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives"
             )
+        if isinstance(allow, str):
+            raise TypeError(f"load_state_dict(allow={allow!r}): give a list of names: [{allow!r}]")
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
-        self._was_loaded = True
+        self._held_states.clear()
 
     def reset(self) -> None:
         """Begin anew: counters and handlers as new, optimizers built by factories anew, weights kept.
@@ -629,6 +727,7 @@ class Engine(HandlerHost):
         if self.running:
             raise RuntimeError("reset(): not inside a run")
         self._loaded = self._source = self._position = self._stopped_bounds = None
+        self._held_states.clear()
         self.state.restart()
         self._completed = 0
         self.state.metrics.clear()
@@ -641,26 +740,15 @@ class Engine(HandlerHost):
         for name, handler in self.handlers.items():
             handler.load_state_dict(copy.deepcopy(self._initial[name]))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an Engine can be neither copied nor pickled, since its handlers and receivers belong to it; build another one with "
+            "the same function, and give it this one's state_dict()"
+        )
+
     def __repr__(self) -> str:
         kind = "trains" if self.training else "evaluates"
         return f"<Engine {kind} {', '.join(update.name for update in self.updates)}; {len(self.handlers)} handlers>"
-
-
-def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
-    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself.
-
-    An interrupt is never swallowed: it leaves in place of an error.
-    """
-    leaving = error
-    if error is None or isinstance(error, Exception):
-        interrupt = next((problem for problem in problems if not isinstance(problem, Exception)), None)
-        leaving = interrupt or error or next(iter(problems), None)
-    for problem in problems:
-        if leaving is not None and problem is not leaving:
-            notes = "; ".join(getattr(problem, "__notes__", ()))
-            leaving.add_note(f"besides, {type(problem).__name__}: {problem} ({notes})")
-    if leaving is not None and leaving is not error:
-        raise leaving
 
 
 def _named_modules(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module]:

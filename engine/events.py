@@ -38,7 +38,7 @@ class Filter:
     @property
     def counts(self) -> bool:
         """Whether the filter looks at the event's count at all."""
-        return not (self.every is None and self.once is None and self.after is None and self.before is None)
+        return not (self.every in (None, 1) and self.once is None and self.after is None and self.before is None)
 
     def next_due(self, count: int) -> int:
         """The smallest count from ``count`` on that passes the filter, or ``NEVER``."""

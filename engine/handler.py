@@ -171,6 +171,10 @@ class Handler:
         parts = (engine.seed, self.name, engine.state.iteration, *(() if of_rank is None else (of_rank,)))
         return generator.manual_seed(derived_seed(*parts))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle of a handler is attached to nothing."""
+        return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators")}
+
     def __repr__(self) -> str:
         off = "" if self._enabled else ", disabled"
         return f"<{type(self).__name__} {self.name!r}{off}>"

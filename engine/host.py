@@ -13,6 +13,7 @@ from .bus import Bus, Connection, Phase, Receiver, Signal
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
 from .handler import Handler
 from .interval import event_of
+from .regions import note_problems
 from .wiring import Wiring
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class HandlerHost:
         """The engine that this is a part of."""
         return cast("Engine", self)
 
+    def _give_held_states(self) -> None:
+        """Called when a handler has joined a running engine: a state that was loaded for it is due."""
+
     def _released(self, handler: Handler, claims: list[str]) -> None:
         """Called when a handler takes no part any more, with what it had claimed."""
 
@@ -84,6 +88,8 @@ class HandlerHost:
         for catalogue in catalogues:
             if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
                 raise TypeError(f"register_events({catalogue!r}): it has to be a subclass of EventEnum")
+            if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
+                raise ValueError(f"register_events({catalogue!r}): there is another catalogue of this name; rename it")
             self._catalogues.add(catalogue)
 
     def fire(self, event: EventEnum) -> None:
@@ -121,9 +127,7 @@ class HandlerHost:
 
     def _connect(self, signal: Signal, connection: Connection) -> None:
         signal.add(connection)
-        restart = getattr(connection.filter and connection.filter.when, "restart", None)
-        if restart is not None:
-            restart(self)
+        connection.restart(self._engine)
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
         """Decorate a function to be called as ``function(engine)`` at an event.
@@ -197,10 +201,10 @@ class HandlerHost:
             )
         if self.running:
             self._refuse_setup(handler)
-        handler._engine = weakref.ref(self._engine)
-        self.handlers[handler.name] = handler
-        self._initial[handler.name] = copy.deepcopy(handler.state_dict())
         try:
+            self._initial[handler.name] = copy.deepcopy(handler.state_dict())
+            handler._engine = weakref.ref(self._engine)
+            self.handlers[handler.name] = handler
             self._settle_later(handler)
         except BaseException:
             self._forget(handler)
@@ -240,6 +244,11 @@ class HandlerHost:
     @contextmanager
     def without(self, *names: str) -> Iterator[None]:
         """Do without these handlers inside the ``with`` block, as if they had never been attached."""
+        if self.running:
+            raise RuntimeError(
+                f"without({', '.join(map(repr, names))}): inside a run, what is switched off stays so until the next iteration "
+                "boundary at least; set handler.enabled instead"
+            )
         found = [self._find(name) for name in names]
         off = [handler for handler in found if handler.enabled]
         with ExitStack() as stack:
@@ -289,19 +298,26 @@ class HandlerHost:
             self._settle()
 
     def _settle(self) -> None:
-        """Connect and disconnect what was attached, detached or toggled."""
+        """Connect and disconnect what was attached, detached or toggled; the first error leaves once all of it is done."""
         pending, self._pending = list(dict.fromkeys(self._pending)), []
+        problems: list[BaseException] = []
         for handler in pending:
             name = handler.name
             if self.handlers.get(name) is not handler:
                 continue
             wanted = handler.enabled and name not in self._leaving
-            if wanted and name not in self._connected:
-                self._join(handler)
-            elif not wanted and name in self._connected:
-                self._leave(handler)
+            try:
+                if wanted and name not in self._connected:
+                    self._join(handler)
+                elif not wanted and name in self._connected:
+                    self._leave(handler)
+            except BaseException as problem:
+                problems.append(problem)
+                if wanted and self.running:  # attached or switched on inside the run, and impossible: it is not there
+                    self._leaving.add(name)
             if name in self._leaving:
                 self._forget(handler)
+        note_problems(problems, None)
 
     def _join(self, handler: Handler) -> None:
         connections: list[tuple[Signal, Connection]] = []
@@ -326,16 +342,19 @@ class HandlerHost:
             self._connect(signal, connection)
         if self.running:
             self._tell(handler, Events.STARTED)
+            self._give_held_states()
             if self._engine.state.epoch_open:
                 self._tell(handler, Events.EPOCH_STARTED)
 
     def _leave(self, handler: Handler) -> None:
-        if self.running:
-            self._tell(handler, Events.ENDED)
-        for signal, connection in self._connected.pop(handler.name):
-            signal.remove(connection)
-        self._release(handler)
-        handler.detached(self._engine)
+        try:
+            if self.running:
+                self._tell(handler, Events.ENDED)
+        finally:
+            for signal, connection in self._connected.pop(handler.name):
+                signal.remove(connection)
+            self._release(handler)
+            handler.detached(self._engine)
 
     def _tell(self, handler: Handler, event: EventEnum) -> None:
         signal = self.signal(event)

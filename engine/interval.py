@@ -38,6 +38,8 @@ class Interval:
     unit: str
 
     def __post_init__(self) -> None:
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+            raise TypeError(f"Interval({self.value!r}, {self.unit!r}): the amount has to be a number")
         if self.unit not in (*_COUNTED, *_SECONDS):
             raise ValueError(f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of ep, it, st, s, min, h")
         if self.value <= 0:

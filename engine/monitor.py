@@ -7,10 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from .state import as_number
+
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Monitor", "as_number"]
+__all__ = ["Monitor"]
 
 Mode = Literal["min", "max"]
 
@@ -57,7 +59,14 @@ class Monitor:
         if serial == self.seen:
             return None
         self.seen = serial
-        return as_number(self.handler, self.metric, metrics[self.metric])
+        value = metrics[self.metric]
+        number = as_number(value)
+        if number is None:
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            raise TypeError(
+                f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; it has to be one number"
+            )
+        return number
 
     def require(self, engine: Engine) -> None:
         """Refuse a metric that nobody announced and that does not exist, now that an epoch's values are there."""
@@ -90,18 +99,3 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
         self.serial = -1  # look again
-
-
-def as_number(handler: str, metric: str, value: Any) -> float:
-    """A metric's value as a float; synchronises if it is a tensor on a device.
-
-    Raises:
-        TypeError: naming the metric, if it is not one number.
-    """
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        raise TypeError(
-            f"{handler}: the metric {metric!r} is a {type(value).__name__}{shape}; it has to be one number"
-        ) from None

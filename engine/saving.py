@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .bus import Signal
@@ -38,7 +39,10 @@ def gather(engine: Engine) -> dict[str, Any]:
         },
         "modules": {name: copied(root.state_dict()) for name, root in engine.modules.items()},
         "updates": {update.name: _update_state(engine, update) for update in engine.updates},
-        "handlers": {name: copied(handler.state_dict()) for name, handler in sorted(engine.handlers.items())},
+        "handlers": {
+            name: copied(engine._held_states.get(name) or handler.state_dict())
+            for name, handler in sorted(engine.handlers.items())
+        },
         "data": None if engine._source is None else copied(engine._source.state_dict()),
         "random": random_state(),
     }
@@ -56,6 +60,9 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
             update.optimizer.load_state_dict(copied(part["optimizer"]))
         update.discard()
         update.filled = 0
+        with torch.no_grad():
+            for index, value in part["own_parameters"].items():
+                update.parameters[index].copy_(value)
         if (window := part["window"]) is not None:
             update.filled, update.held = window["filled"], window["held"]
             update.extra_weight = copied(window["extra_weight"])
@@ -63,7 +70,11 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
                 parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
     for name, handler in engine.handlers.items():
         if name in saved["handlers"]:
-            handler.load_state_dict(copied(saved["handlers"][name]))
+            state_of_handler = copied(saved["handlers"][name])
+            if handler.enabled:
+                handler.load_state_dict(state_of_handler)
+            else:  # it has not begun; it gets its state when it takes part again
+                engine._held_states[name] = state_of_handler
     position = saved["engine"]
     state = engine.state
     state.epoch, state.iteration = position["epoch"], position["iteration"]
@@ -90,11 +101,16 @@ def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
         "steps": update.steps,
         "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
         "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
+        # Those that belong to no module, such as a learned temperature: nobody else would save them.
+        "own_parameters": {i: copied(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
     }
 
 
 def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    missing_parts = [part for part in ("engine", "modules", "updates", "handlers", "random") if part not in saved]
+    if missing_parts:
+        raise ValueError(f"the loaded state is not whole: it has no {', '.join(missing_parts)}")
     own: dict[str, set[str]] = {"modules": set(engine.modules), "updates": {update.name for update in engine.updates}}
     there = {part: set(saved[part]) for part in own}
     with_state = {name for name, handler in engine.handlers.items() if handler.state_dict()}
@@ -109,6 +125,14 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
             told += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
             way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(told)}{way_out}")
+    for name, root in engine.modules.items():
+        own_shapes = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, Tensor)}
+        shapes = {key: value.shape for key, value in saved["modules"][name].items() if isinstance(value, Tensor)}
+        if own_shapes != shapes:
+            different = sorted(
+                key for key in own_shapes.keys() | shapes.keys() if own_shapes.get(key) != shapes.get(key)
+            )
+            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {', '.join(different)}")
     for update in engine.updates:
         part_names = saved["updates"][update.name]["parameters"]
         names = _update_state(engine, update)["parameters"]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["build_optimizers", "check_modules"]
+__all__ = ["build_optimizers", "check_modules", "check_windows"]
 
 
 def build_optimizers(engine: Engine) -> None:
@@ -48,6 +48,21 @@ def build_optimizers(engine: Engine) -> None:
                 "for another model, or the model's parameters were replaced since: give a factory instead, "
                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
             )
+
+
+def check_windows(engine: Engine) -> None:
+    """Refuse to accumulate for one of several updates that share parameters: each would clear what the other holds."""
+    if len(engine.updates) > 1 and any(update.window > 1 for update in engine.updates):
+        seen: dict[object, str] = {}
+        for update in engine.updates:
+            for parameter in update.parameters:
+                other = seen.setdefault(parameter, update.name)
+                if other != update.name:
+                    raise ValueError(
+                        f"updates {other!r} and {update.name!r} share parameters, so that gradients cannot be "
+                        "accumulated for one of them; give each its own with Update(..., parameters=), or "
+                        "do without GradientAccumulation"
+                    )
 
 
 def check_modules(engine: Engine) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .interval import Interval
 
 if TYPE_CHECKING:
     from .update import UpdateState
 
-__all__ = ["MetricStore", "State"]
+__all__ = ["MetricStore", "State", "as_number"]
 
 
 class MetricStore(dict[str, Any]):
@@ -31,12 +33,22 @@ class MetricStore(dict[str, Any]):
         self.serial = 0
         self.serials: dict[str, int] = {}
         self.owners: dict[str, str] = {}
-        self.running: dict[str, Callable[[], float]] = {}
+        self.running: dict[str, Callable[[], float | None]] = {}
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.serial += 1
         self.serials[name] = self.serials.get(name, 0) + 1
-        super().__setitem__(name, value)
+        # NumPy's numbers, which scikit-learn returns, could not be loaded safely from a checkpoint.
+        super().__setitem__(name, value.item() if isinstance(value, np.generic) else value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __ior__(self, other: Any) -> MetricStore:  # type: ignore[override, misc]
+        self.update(other)
+        return self
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
@@ -45,6 +57,14 @@ class MetricStore(dict[str, Any]):
     def new_since(self, seen: Mapping[str, int]) -> dict[str, Any]:
         """The metrics, in the order of their names, that were written since ``serials`` was what ``seen`` is."""
         return {name: self[name] for name in sorted(self) if self.serials[name] > seen.get(name, 0)}
+
+    def numbers_since(self, seen: Mapping[str, int]) -> dict[str, float]:
+        """As `new_since`, as floats, without the values that are not one number, such as a confusion matrix."""
+        numbers = {}
+        for name, value in self.new_since(seen).items():
+            if (number := as_number(value)) is not None:
+                numbers[name] = number
+        return numbers
 
     def announce(self, owner: str, names: Iterable[str]) -> None:
         """Say that ``owner`` will write these metrics.
@@ -81,6 +101,14 @@ class MetricStore(dict[str, Any]):
         super().update(state["values"])
         self.serials = dict(state["serials"])
         self.serial = state["serial"]
+
+
+def as_number(value: Any) -> float | None:
+    """A metric's value as a float, or None if it is not one number; synchronises if it is a tensor on a device."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 class State:

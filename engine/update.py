@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,9 +161,9 @@ class UpdateState:
     """
 
     __slots__ = (
-        "_parameters", "_parameters_of", "backward_loss", "evaluation", "extra_weight", "filled", "forward", "function", "held",
-        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "weight", "window",
-        "window_of",
+        "_parameters", "_parameters_of", "backward_loss", "extra_weight", "filled", "forward", "function", "held",
+        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "undecided", "weight",
+        "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -185,7 +185,7 @@ class UpdateState:
         self.backward_loss: Any = None
         self.weight: Any = ONE
         self.skipped: str | None = None
-        self.evaluation = 0
+        self.undecided = False  # whether the step can still be skipped
         self.steps = 0
         self.discard()
         self.filled = 0
@@ -208,7 +208,7 @@ class UpdateState:
     @property
     def loss(self) -> Tensor | None:
         """The loss to be reported, detached: neither divided by the window's length, nor weighted, nor scaled."""
-        return None if self.raw_loss is None else self.raw_loss.detach()
+        return self.raw_loss.detach() if isinstance(self.raw_loss, Tensor) else self.raw_loss
 
     @loss.setter
     def loss(self, value: Tensor | None) -> None:
@@ -221,16 +221,17 @@ class UpdateState:
             return []
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._parameters_of:  # a group was added, as gradual unfreezing does
-            self._parameters_of = sizes
             self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self._parameters_of = sizes
         return self._parameters
 
     def skip(self, reason: str) -> None:
         """Do without the step, or without the whole update if its forward was not made yet; the first reason stays.
 
-        What the window holds is discarded. Schedules, averages and step counters do not move.
+        What the window holds is discarded. Schedules, averages and step counters do not move. Once the step was made it is
+        too late, and nothing happens.
         """
-        if self.skipped is None:
+        if self.skipped is None and self.undecided:
             self.skipped = reason
 
     def __repr__(self) -> str:
@@ -246,6 +247,7 @@ def run_update(engine: Engine, update: UpdateState) -> None:
     listened = signals.due <= iteration
     state.update = update
     update.skipped = None
+    update.undecided = True
     optimizer = update.optimizer
     regions = engine.regions
     outside = regions.depth
@@ -272,6 +274,7 @@ def run_update(engine: Engine, update: UpdateState) -> None:
                     signals.gradients_ready.emit(engine, iteration)
                 if listened and signals.step_started.due <= iteration:
                     signals.step_started.emit(engine, iteration)
+                update.undecided = False
                 if update.skipped is None:
                     if engine.replaced_step is None:
                         optimizer.step()
@@ -395,9 +398,11 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a batch: a tensor, or tuples, lists and dicts of them, nested."""
+    """The tensors in a batch: a tensor, or tuples, lists, dicts and dataclasses of them, nested."""
     if isinstance(value, Tensor):
         return [value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, one.name) for one in fields(value)]
     if isinstance(value, dict):
         value = list(value.values())
     return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []

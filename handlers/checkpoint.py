@@ -83,6 +83,7 @@ class Checkpoint(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def open(self, engine: Engine) -> None:
         """Make the folder, so that a place that cannot be written shows before the first batch."""
+        self._due = None  # what an error kept from being written is not written under its old name
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.name!r}: the folder {str(self.folder)!r} cannot be written")
@@ -101,9 +102,10 @@ class Checkpoint(Handler):
         value = self.monitor.new_value(engine)
         if value is None:
             return
+        file = self._file(engine)
+        self.kept = [kept for kept in self.kept if kept[0] != file]  # a second new value in one iteration
         place = next((i for i, (_, other) in enumerate(self.kept) if self.monitor.better(value, other)), len(self.kept))
         if place < self.keep and value == value:
-            file = self._file(engine)
             self._keep(file, [*self.kept[:place], (file, value), *self.kept[place:]][: self.keep])
 
     @on("requiring", phase=Phase.CONTROL)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from signalfire import Engine, Events, Handler, Phase, as_number, on
+from signalfire import Engine, Events, Handler, Phase, on
 
 __all__ = ["History"]
 
 
 class History(Handler):
-    """Remembers every new value of every metric, with the epoch and iteration at which it came.
+    """Remembers every new value of every metric that is one number, with the epoch and iteration at which it came.
 
     Attributes:
         records: name -> list of (epoch, iteration, value), in the order in which they came.
@@ -32,9 +32,8 @@ class History(Handler):
     def record(self, engine: Engine) -> None:
         """Record what is new."""
         state = engine.state
-        for name, value in state.metrics.new_since(self._seen).items():
-            number = as_number("History", name, value)
-            self.records.setdefault(name, []).append((state.epoch, state.iteration, number))
+        for name, value in state.metrics.numbers_since(self._seen).items():
+            self.records.setdefault(name, []).append((state.epoch, state.iteration, value))
         self._seen = dict(state.metrics.serials)
 
     @property

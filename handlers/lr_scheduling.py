@@ -93,9 +93,10 @@ class LRScheduling(Handler):
         update = engine.find_update(self.update)
         optimizer = update.optimizer
         assert optimizer is not None
-        if self.scheduler is not None:
+        if self.scheduler is not None and getattr(self.scheduler, "optimizer", optimizer) is optimizer:
             self.check(engine)
             return
+        self.stepped = 0
         arguments = {}
         missing = _missing_total(self.factory)
         if missing is not None:
@@ -191,6 +192,9 @@ class LRScheduling(Handler):
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
+            if self.scheduler is not None:  # begin anew, from the rate that the optimizer was built with
+                for group in self.scheduler.optimizer.param_groups:
+                    group["lr"] = group.get("initial_lr", group["lr"])
             self.scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])

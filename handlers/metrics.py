@@ -125,9 +125,17 @@ class Accuracy:
         self._count = 0
 
     def update(self, output: Tensor, target: Tensor) -> None:
-        predicted = output.argmax(1) if output.dim() == target.dim() + 1 else output
+        predicted = output
         if self.threshold is not None:
             predicted = output > self.threshold
+        elif output.dim() == target.dim() + 1 and output.shape[1] > 1:
+            predicted = output.argmax(1)
+        elif output.is_floating_point():
+            raise ValueError(
+                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not say "
+                "which class is predicted: give scores of shape (N, C, ...) for targets (N, ...), "
+                "or threshold= for one score a target"
+            )
         if predicted.shape != target.shape:
             raise ValueError(
                 f"Accuracy: an output of shape {tuple(output.shape)} does not go with targets of shape "
@@ -168,6 +176,7 @@ class Metrics(Handler):
             ``(output, target) -> the batch's mean``, which is averaged over the samples.
         inputs: called as ``inputs(engine)``, returns what the metrics take; by default the output and the batch's second
             part. A dict output, or targets somewhere else, want one of your own.
+        update: the name of the update that is measured; it has to be given if there are several.
         named: the same as ``metrics``, as keyword arguments.
 
     Example:
@@ -180,6 +189,7 @@ class Metrics(Handler):
         metrics: Mapping[str, Any] | None = None,
         *,
         inputs: Inputs | None = None,
+        update: str | None = None,
         name: str | None = None,
         **named: Any,
     ) -> None:
@@ -198,6 +208,7 @@ class Metrics(Handler):
                     )
                 self.metrics[key] = Average(metric)
         self.inputs = inputs or _output_and_target
+        self.update = update
         # Not told apart by `in`: torchmetrics' `==` gives a metric, which is true.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
@@ -209,20 +220,26 @@ class Metrics(Handler):
         return list(self.metrics)
 
     def attached(self, engine: Engine) -> None:
+        if self.update is None and len(engine.updates) > 1:
+            names = ", ".join(update.name for update in engine.updates)
+            raise ValueError(
+                f"{self.name!r}: there are several updates ({names}); say with update= which one is measured"
+            )
         engine.state.metrics.announce(self.name, self.names)
-        without = [update.forward is not None and update.loss_function is None for update in engine.updates]
-        self.measuring = Events.FORWARD_COMPLETED if any(without) else None
-        for update in engine.updates:
-            if self._of_output and update.forward is None:
-                raise ValueError(
-                    f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
-                    "is a single function, which shows none; give the Update forward= and loss="
-                )
-            if self._of_loss and update.forward is not None and update.loss_function is None:
-                raise ValueError(
-                    f"{self.name!r}: an Average without a function is that of the loss, but update "
-                    f"{update.name!r} has no loss"
-                )
+        update = engine.find_update(self.update)
+        self.measuring = (
+            Events.FORWARD_COMPLETED if update.forward is not None and update.loss_function is None else None
+        )
+        if self._of_output and update.forward is None:
+            raise ValueError(
+                f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
+                "is a single function, which shows none; give the Update forward= and loss="
+            )
+        if self._of_loss and update.forward is not None and update.loss_function is None:
+            raise ValueError(
+                f"{self.name!r}: an Average without a function is that of the loss, but update "
+                f"{update.name!r} has no loss"
+            )
 
     def detached(self, engine: Engine) -> None:
         for key in self.names:
@@ -238,12 +255,14 @@ class Metrics(Handler):
     def show_running(self, engine: Engine) -> None:
         """Offer the values so far to displays."""
         for key, metric in self.metrics.items():
-            engine.state.metrics.running[key] = partial(_current, key, metric)
+            engine.state.metrics.running[key] = partial(_current, metric)
 
     @on(Events.LOSS_COMPUTED, phase=Phase.RECORD)
     def measure(self, engine: Engine) -> None:
         """Measure this batch, or the part of it that the forward saw."""
         update = engine.state.update
+        if self.update not in (None, update.name):
+            return
         if self._of_loss:
             size = batch_size(engine.state.batch)
             for metric in self._of_loss:
@@ -254,7 +273,7 @@ class Metrics(Handler):
     @on("measuring", phase=Phase.RECORD)
     def measure_prediction(self, engine: Engine) -> None:
         """Measure an update that only predicts; there will be no loss."""
-        if engine.state.update.loss_function is None:
+        if self.update in (None, engine.state.update.name):
             self._measure_output(engine)
 
     def _measure_output(self, engine: Engine) -> None:
@@ -268,10 +287,14 @@ class Metrics(Handler):
     def publish(self, engine: Engine) -> None:
         """Put the epoch's values where monitors and loggers find them."""
         for key, metric in self.metrics.items():
-            engine.state.metrics[key] = metric.compute()
+            value = metric.compute()
+            if isinstance(value, Mapping):  # a torchmetrics MetricCollection
+                for part, one in value.items():
+                    engine.state.metrics[f"{key}/{part}"] = one
+            else:
+                engine.state.metrics[key] = value
 
     def state_dict(self) -> dict[str, Any]:
-        # torchmetrics saves only what is marked persistent; its own state is in these attributes.
         return {key: _state_of(metric) for key, metric in self.metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,22 +312,31 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
     return engine.state.update.output, engine.state.batch[1]
 
 
-def _current(key: str, metric: Any) -> float:
-    return as_number("Metrics", key, metric.compute())
+def _current(metric: Any) -> float | None:
+    return as_number(metric.compute())
+
+
+def _torchmetrics(metric: Any) -> dict[str, Any]:
+    """A torchmetrics metric and those inside it (a collection, a wrapper), by their paths."""
+    if not isinstance(metric, torch.nn.Module):
+        return {}
+    return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    if hasattr(metric, "metric_state"):  # torchmetrics
-        return {"state": dict(metric.metric_state), "update_count": metric._update_count}
+    # torchmetrics' own state_dict saves only what was marked persistent.
+    if parts := _torchmetrics(metric):
+        return {path: {"state": dict(m.metric_state), "count": m._update_count} for path, m in parts.items()}
     return metric.state_dict() if hasattr(metric, "state_dict") else {}
 
 
 def _load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
-    if hasattr(metric, "metric_state"):
+    if parts := _torchmetrics(metric):
         metric.reset()
-        for key, value in state["state"].items():
-            setattr(metric, key, value)
-        metric._update_count = state["update_count"]
+        for path, part in parts.items():
+            for key, value in state[path]["state"].items():
+                setattr(part, key, value)
+            part._update_count = state[path]["count"]
     elif hasattr(metric, "load_state_dict"):
         metric.load_state_dict(state)
 

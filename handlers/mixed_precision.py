@@ -49,6 +49,10 @@ class MixedPrecision(Handler):
         super().__init__(name=name)
         if precision not in _DTYPES:
             raise ValueError(f"MixedPrecision({precision!r}): it has to be 'bf16' or 'fp16'")
+        if not all(isinstance(n, int | float) for n in (init_scale, growth_factor, backoff_factor, growth_interval)):
+            raise TypeError(
+                "MixedPrecision: init_scale, growth_factor, backoff_factor and growth_interval have to be numbers"
+            )
         if not init_scale > 0 or not growth_factor > 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 f"MixedPrecision(init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor="
@@ -113,8 +117,10 @@ class MixedPrecision(Handler):
     def adapt(self, engine: Engine) -> None:
         """Let the scale follow, also when somebody skipped the step."""
         update = engine.state.update
-        if self._found(update):  # not for a window that held no gradient
+        if self._found(update):
             self.scalers[update.name].update()
+        else:  # no parameter of the window had a gradient: there is nothing to adapt to
+            self.scalers[update.name]._per_optimizer_states.clear()
 
     def _found(self, update: UpdateState) -> Mapping[Any, Any]:
         assert update.optimizer is not None
@@ -136,5 +142,10 @@ class MixedPrecision(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not state:
             self.scalers = {}
+        if state and set(state) != set(self.scalers):
+            raise ValueError(
+                f"{self.name!r}: the state has gradient scalers for {sorted(state)}, but here there are scalers for "
+                f"{sorted(self.scalers)}; go on with the precision of the saved run"
+            )
         for name, saved in state.items():
             self.scalers[name].load_state_dict(dict(saved))

@@ -124,12 +124,12 @@ class ProgressBar(Handler):
         names = self.metrics if self.metrics is not None else list(dict.fromkeys([*metrics.running, *metrics]))
         values = {}
         for name in names:
-            if engine.state.epoch_open and name in metrics.running:
-                values[name] = f"{metrics.running[name]():.4g}"
-            elif name in metrics:
-                values[name] = f"{as_number('ProgressBar', name, metrics[name]):.4g}"
+            running = engine.state.epoch_open and name in metrics.running
+            value = metrics.running[name]() if running else as_number(metrics.get(name))
+            if value is not None:  # not there yet, or not one number
+                values[name] = f"{value:.4g}"
         if not names and (loss := engine.state.update.loss) is not None:
-            values["loss"] = f"{loss.item():.4g}"
+            values["loss"] = f"{float(loss):.4g}"
         return values
 
     def _close(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, as_number, check_every, on
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
 
 __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger(Handler):
-    """Writes the loss, every new value of every metric, and the learning rates that were used, as TensorBoard scalars.
+    """Writes losses, metrics that are one number, and the learning rates that were used, as TensorBoard scalars.
 
     The horizontal axis is the iteration. A run that continues cuts off what an earlier one wrote after its starting point, so
     that there is one clean curve. The file is closed, and so complete, when the run ends, also by an exception.
@@ -62,6 +62,9 @@ class TensorBoardLogger(Handler):
     def begin(self, engine: Engine) -> None:
         """What was measured up to here was written by the run before."""
         self._running = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise PermissionError(f"{self.name!r}: the folder {str(self.folder)!r} cannot be written")
         self._seen = dict(engine.state.metrics.serials)
         self._first = engine.state.iteration + 1
 
@@ -111,8 +114,8 @@ class TensorBoardLogger(Handler):
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
         metrics = engine.state.metrics
-        for name, value in metrics.new_since(self._seen).items():
-            self._add(f"metrics/{name}", as_number("TensorBoardLogger", name, value), engine.state.iteration)
+        for name, value in metrics.numbers_since(self._seen).items():
+            self._add(f"metrics/{name}", value, engine.state.iteration)
         self._seen = dict(metrics.serials)
 
     @on(Events.ENDED, phase=Phase.PERSIST)

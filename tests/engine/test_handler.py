@@ -314,7 +314,9 @@ def test_toggled_off_and_on_before_the_boundary_nothing_happens() -> None:
 
     @engine.on(Events.ITERATION_STARTED(once=2))
     def flicker(engine: Engine) -> None:
-        with engine.without("recorder"):
+        recorder.enabled = False
+        recorder.enabled = True
+        with pytest.raises(RuntimeError, match="inside a run"), engine.without("recorder"):
             pass
 
     engine.run(make_data(3), max_epochs=1)

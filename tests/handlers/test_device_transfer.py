@@ -182,8 +182,10 @@ def test_it_serves_an_evaluator_too() -> None:
     model = nn.Linear(3, 1)
     evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
     evaluator.attach(DeviceTransfer("cpu"))
+    shapes: list[Any] = []
+    evaluator.connect(Events.FORWARD_COMPLETED, lambda engine: shapes.append(engine.state.update.output.shape))
     evaluator.run([(torch.ones(2, 3), torch.ones(2, 1))])
-    assert evaluator.state.update.output.shape == (2, 1)
+    assert shapes == [(2, 1)]
 
 
 def test_it_cannot_join_or_leave_a_running_engine() -> None:

@@ -176,7 +176,7 @@ def test_the_loss_is_measured_undivided_under_accumulation() -> None:
 
 def test_running_values_can_be_had_within_the_epoch() -> None:
     engine = evaluator_of(network(), Metrics(accuracy=Accuracy(), loss=Average()))
-    running: list[tuple[float, float]] = []
+    running: list[tuple[float | None, float | None]] = []
 
     @engine.on(Events.ITERATION_COMPLETED)
     def look(engine: Engine) -> None:
@@ -346,9 +346,9 @@ def test_a_state_is_a_copy() -> None:
     states: list[dict[str, Any]] = []
     engine.connect(Events.ITERATION_COMPLETED(once=1), lambda engine: states.append(engine.state_dict()))
     engine.run(batches(), max_iters=1)
-    before = {key: value.clone() for key, value in states[0]["handlers"]["metrics"]["f1"]["state"].items()}
+    before = {key: value.clone() for key, value in states[0]["handlers"]["metrics"]["f1"][""]["state"].items()}
     engine.run(batches(), max_epochs=1)
-    after = states[0]["handlers"]["metrics"]["f1"]["state"]
+    after = states[0]["handlers"]["metrics"]["f1"][""]["state"]
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
