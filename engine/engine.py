@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .bus import SignalGroup
 from .data import END, DataError, Source
 from .events import EventEnum, Events
 from .handler import Handler
@@ -149,17 +150,20 @@ class Engine(HandlerHost):
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def _loop(self, source: Source) -> None:
-        """The whole loop. A signal's ``due`` is the next count at which somebody may listen: the guard costs a comparison."""
+        """The whole loop. A signal's ``due`` is the next count at which somebody may listen; the guard costs a comparison, and
+        for the events before the updates one comparison does for all."""
         state, updates = self.state, self.updates
         get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
             self.signal(event)
             for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
                           Events.ITERATION_COMPLETED)
         )  # fmt: skip
+        before = SignalGroup(get_batch_started, get_batch_completed, iteration_started)
         while not self._bound_reached() or self._epoch_to_be_told(source):
             iterator, epoch_end = self._begin_epoch(source)
             for iteration in range(state.iteration + 1, epoch_end + 1):
-                if get_batch_started.due <= iteration:
+                listened = before.due <= iteration
+                if listened and get_batch_started.due <= iteration:
                     get_batch_started.emit(self, iteration)
                 batch = next(iterator, END)
                 if batch is END:
@@ -168,21 +172,21 @@ class Engine(HandlerHost):
                         break
                 state.iteration = iteration
                 state.batch = batch
-                if get_batch_completed.due <= iteration:
+                if listened and get_batch_completed.due <= iteration:
                     get_batch_completed.emit(self, iteration)
                 plan: Sequence[UpdateState] = updates
-                if iteration_started.due <= iteration:
+                if listened and iteration_started.due <= iteration:
                     state.plan = updates
                     iteration_started.emit(self, iteration)
                     plan = state.plan
-                if self._stop_now:  # before the iteration's first update: it is not made
+                if listened and self._stop_now:  # the iteration was not begun: it is not made
                     state.iteration = self._completed
                     self._attend()
                     break
                 for update in plan:
-                    run_update(self, update)
                     if self._stop_now:
                         break
+                    run_update(self, update)
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)

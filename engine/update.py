@@ -185,7 +185,7 @@ class UpdateState:
         self.backward_loss: Any = None
         self.weight: Any = ONE
         self.skipped: str | None = None
-        self.undecided = False  # whether the step can still be skipped
+        self.undecided = True  # whether the step can still be skipped
         self.steps = 0
         self.discard()
         self.filled = 0
@@ -247,7 +247,6 @@ def run_update(engine: Engine, update: UpdateState) -> None:
     listened = signals.due <= iteration
     state.update = update
     update.skipped = None
-    update.undecided = True
     optimizer = update.optimizer
     regions = engine.regions
     outside = regions.depth
@@ -286,6 +285,7 @@ def run_update(engine: Engine, update: UpdateState) -> None:
                 update.discard()
         if listened and signals.completed.due <= iteration:
             signals.completed.emit(engine, iteration)
+        update.undecided = True
     except BaseException as error:
         regions.close(outside, error)
         raise
@@ -333,15 +333,10 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
         act = "backward"
         if listened and signals.backward_started.due <= iteration:
             signals.backward_started.emit(engine, iteration)
-        # Of several updates, each leaves gradients with its own parameters only: a generator's goes through the
-        # discriminator without a trace there.
-        inputs = None if len(engine.updates) == 1 else [p for p in update.parameters if p.requires_grad]
-        if update.weight is ONE:
-            update.backward_loss.backward(inputs=inputs)
+        if update.weight is ONE and len(engine.updates) == 1:
+            update.backward_loss.backward()
         else:
-            (update.backward_loss * update.weight).backward(inputs=inputs)
-            update.extra_weight = update.extra_weight + (update.weight - 1)
-            update.weight = ONE
+            _backward(engine, update)
         update.held += 1
         if listened and signals.backward_completed.due <= iteration:
             signals.backward_completed.emit(engine, iteration)
@@ -355,6 +350,19 @@ def compute_gradients(engine: Engine, update: UpdateState) -> None:
 
 # CPython's small ints are single objects: `is` tells the usual case without comparing a tensor, which would synchronise.
 ZERO, ONE = 0, 1
+
+
+def _backward(engine: Engine, update: UpdateState) -> None:
+    """The backward of a weighted loss, or of one of several updates."""
+    loss, weight = update.backward_loss, update.weight
+    if weight is not ONE:
+        loss = loss * weight
+        update.extra_weight = update.extra_weight + (weight - 1)
+        update.weight = ONE
+    # Of several updates, each leaves gradients with its own parameters only: a generator's goes through the discriminator
+    # without a trace there.
+    several = len(engine.updates) > 1
+    loss.backward(inputs=[p for p in update.parameters if p.requires_grad] if several else None)
 
 
 def _average(update: UpdateState) -> None:
