@@ -1,4 +1,4 @@
-"""The engine: a loop that only emits events. What it emits, and when, stands in `Events`; what it performs, in `run_update`."""
+"""The engine: a loop that only emits events. What it emits, and when, stands in `Events`; what it performs, in `updater`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .regions import Regions, note_problems
 from .saving import FORMAT, gather, put_back
 from .setup import build_optimizers, check_modules, check_windows
 from .state import State
-from .update import Update, UpdateSignals, UpdateState, run_update
+from .update import Update, UpdateSignals, UpdateState, updater
 
 __all__ = ["Engine"]
 
@@ -152,7 +152,7 @@ class Engine(HandlerHost):
     def _loop(self, source: Source) -> None:
         """The whole loop. A signal's ``due`` is the next count at which somebody may listen; the guard costs a comparison, and
         for the events before the updates one comparison does for all."""
-        state, updates = self.state, self.updates
+        state, updates, run_update = self.state, self.updates, updater(self)
         get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
             self.signal(event)
             for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
@@ -165,8 +165,9 @@ class Engine(HandlerHost):
                 listened = before.due <= iteration
                 if listened and get_batch_started.due <= iteration:
                     get_batch_started.emit(self, iteration)
-                batch = next(iterator, END)
-                if batch is END:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
                     iterator, batch = self._data_ended(source)
                     if batch is END:
                         break
@@ -186,7 +187,7 @@ class Engine(HandlerHost):
                 for update in plan:
                     if self._stop_now:
                         break
-                    run_update(self, update)
+                    run_update(update, iteration)
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
@@ -640,7 +641,7 @@ class Engine(HandlerHost):
         """Perform an act of the loop with a function of the handler's own, until the handler is detached.
 
         The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
-        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute(engine, update)`` is
+        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute()`` is
         what it replaces; "step", ``function(engine, update, step)``, where ``step()`` is the optimizer's.
 
         Raises:

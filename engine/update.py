@@ -1,6 +1,6 @@
 """What is trained: an update's forward, loss and optimizer, and the one function that performs it.
 
-`run_update` is the whole training step. It acts; handlers change how: they wrap its regions, transform its values, skip its
+`updater` gives the whole training step. It acts; handlers change how: they wrap its regions, transform its values, skip its
 step, or replace the gradient computation or the step (`Engine.replace`).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,121 +239,120 @@ class UpdateState:
         return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"
 
 
-def run_update(engine: Engine, update: UpdateState) -> None:
-    """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
-    state = engine.state
-    iteration = state.iteration
-    signals = engine.update_signals
-    # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
-    listened = signals.due <= iteration
-    state.update = update
-    update.skipped = None
-    optimizer = update.optimizer
-    regions = engine.regions
-    outside = regions.depth
-    try:
-        if listened and signals.started.due <= iteration:
-            signals.started.emit(engine, iteration)
-        window_complete = update.window == 1 or update.fill(engine)
-        if update.skipped is not None:
-            update.output = update.raw_loss = None
-        else:
-            if engine.replaced_gradients is None:
-                compute_gradients(engine, update)
-            else:
-                engine.replaced_gradients(engine, update, compute_gradients)
-        if optimizer is not None:
+def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
+    """The function that performs an engine's updates, with what it needs in every iteration at hand.
+
+    It is made once for each run: in its scope a name costs one instruction, where an attribute of the engine would cost three.
+    """
+    state, signals, regions = engine.state, engine.update_signals, engine.regions
+    one_update = len(engine.updates) == 1
+
+    def run_update(update: UpdateState, iteration: int) -> None:
+        """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
+        # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
+        listened = signals.due <= iteration
+        state.update = update
+        update.skipped = None
+        optimizer = update.optimizer
+        outside = regions.depth
+        try:
+            if listened and signals.started.due <= iteration:
+                signals.started.emit(engine, iteration)
+            window_complete = update.window == 1 or update.fill(engine)
             if update.skipped is not None:
-                update.discard()
-            if window_complete:
-                if update.held == 0:
-                    update.skip("the window holds no gradient")
-                elif update.held != 1 or update.extra_weight is not ZERO:
-                    _average(update)
-                if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
-                    signals.gradients_ready.emit(engine, iteration)
-                if listened and signals.step_started.due <= iteration:
-                    signals.step_started.emit(engine, iteration)
-                update.undecided = False
-                if update.skipped is None:
-                    if engine.replaced_step is None:
-                        optimizer.step()
-                    else:
-                        engine.replaced_step(engine, update, optimizer.step)
-                    update.steps += 1
-                if listened and signals.step_completed.due <= iteration:
-                    signals.step_completed.emit(engine, iteration)
-                update.discard()
-        if listened and signals.completed.due <= iteration:
-            signals.completed.emit(engine, iteration)
-        update.undecided = True
-    except BaseException as error:
-        regions.close(outside, error)
-        raise
-    if regions.depth > outside:
-        regions.close(outside)
-
-
-def compute_gradients(engine: Engine, update: UpdateState) -> None:
-    """Forward, loss and backward of ``state.batch``; the gradients are added to those that the window holds."""
-    state = engine.state
-    iteration = state.iteration
-    signals = engine.update_signals
-    listened = signals.due <= iteration
-    batch = state.batch
-    if batch is None and engine.has_data:
-        update.output = update.raw_loss = None
-        return
-    regions = engine.regions
-    outside = regions.depth
-    act = "forward"
-    try:
-        if listened and signals.forward_started.due <= iteration:
-            signals.forward_started.emit(engine, iteration)
-        if update.forward is None:
-            loss = update.function(engine, batch)
-        else:
-            update.output = output = update.forward(engine, batch)
-            if listened and signals.forward_completed.due <= iteration:
-                signals.forward_completed.emit(engine, iteration)
-                output = update.output
-            act = "loss"
-            loss = (
-                None if output is None or update.loss_function is None else update.loss_function(engine, output, batch)
-            )
-        update.raw_loss = loss
-        if loss is not None:
-            update.backward_loss = loss
-            if listened and signals.loss_computed.due <= iteration:
-                signals.loss_computed.emit(engine, iteration)
+                update.output = update.raw_loss = None
+            elif engine.replaced_gradients is None:
+                compute_gradients(update, iteration, listened)
+            else:
+                compute = partial(compute_gradients, update, iteration, listened)
+                engine.replaced_gradients(engine, update, compute)
+            if optimizer is not None:
+                if update.skipped is not None:
+                    update.discard()
+                if window_complete:
+                    if update.held == 0:
+                        update.skip("the window holds no gradient")
+                    elif update.held != 1 or update.extra_weight is not ZERO:
+                        _average(update)
+                    if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
+                        signals.gradients_ready.emit(engine, iteration)
+                    if listened and signals.step_started.due <= iteration:
+                        signals.step_started.emit(engine, iteration)
+                    update.undecided = False
+                    if update.skipped is None:
+                        if engine.replaced_step is None:
+                            optimizer.step()
+                        else:
+                            engine.replaced_step(engine, update, optimizer.step)
+                        update.steps += 1
+                    if listened and signals.step_completed.due <= iteration:
+                        signals.step_completed.emit(engine, iteration)
+                    update.discard()
+            if listened and signals.completed.due <= iteration:
+                signals.completed.emit(engine, iteration)
+            update.undecided = True
+        except BaseException as error:
+            regions.close(outside, error)
+            raise
         if regions.depth > outside:
             regions.close(outside)
-        if loss is None or update.skipped is not None or update.optimizer is None:
-            update.weight = ONE
+
+    def compute_gradients(update: UpdateState, iteration: int, listened: bool) -> None:
+        """Forward, loss and backward of ``state.batch``; the gradients are added to those that the window holds."""
+        batch = state.batch
+        if batch is None and engine.has_data:
+            update.output = update.raw_loss = None
             return
-        act = "backward"
-        if listened and signals.backward_started.due <= iteration:
-            signals.backward_started.emit(engine, iteration)
-        if update.weight is ONE and len(engine.updates) == 1:
-            update.backward_loss.backward()
-        else:
-            _backward(engine, update)
-        update.held += 1
-        if listened and signals.backward_completed.due <= iteration:
-            signals.backward_completed.emit(engine, iteration)
-    except BaseException as error:
-        regions.close(outside, error)
-        error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
-        if isinstance(error, Exception):
-            _explain(error, act, engine, update)
-        raise
+        outside = regions.depth
+        act = "forward"
+        try:
+            if listened and signals.forward_started.due <= iteration:
+                signals.forward_started.emit(engine, iteration)
+            if update.forward is None:
+                loss = update.function(engine, batch)
+            else:
+                update.output = output = update.forward(engine, batch)
+                if listened and signals.forward_completed.due <= iteration:
+                    signals.forward_completed.emit(engine, iteration)
+                    output = update.output
+                act = "loss"
+                no_loss = output is None or update.loss_function is None
+                loss = None if no_loss else update.loss_function(engine, output, batch)
+            update.raw_loss = loss
+            if loss is not None:
+                update.backward_loss = loss
+                if listened and signals.loss_computed.due <= iteration:
+                    signals.loss_computed.emit(engine, iteration)
+            if regions.depth > outside:
+                regions.close(outside)
+            if loss is None or update.skipped is not None or update.optimizer is None:
+                update.weight = ONE
+                return
+            act = "backward"
+            if listened and signals.backward_started.due <= iteration:
+                signals.backward_started.emit(engine, iteration)
+            if one_update and update.weight is ONE:
+                update.backward_loss.backward()
+            else:
+                _backward(update, alone=one_update)
+            update.held += 1
+            if listened and signals.backward_completed.due <= iteration:
+                signals.backward_completed.emit(engine, iteration)
+        except BaseException as error:
+            regions.close(outside, error)
+            error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
+            if isinstance(error, Exception):
+                _explain(error, act, engine, update)
+            raise
+
+    return run_update
 
 
 # CPython's small ints are single objects: `is` tells the usual case without comparing a tensor, which would synchronise.
 ZERO, ONE = 0, 1
 
 
-def _backward(engine: Engine, update: UpdateState) -> None:
+def _backward(update: UpdateState, *, alone: bool) -> None:
     """The backward of a weighted loss, or of one of several updates."""
     loss, weight = update.backward_loss, update.weight
     if weight is not ONE:
@@ -361,8 +361,7 @@ def _backward(engine: Engine, update: UpdateState) -> None:
         update.weight = ONE
     # Of several updates, each leaves gradients with its own parameters only: a generator's goes through the discriminator
     # without a trace there.
-    several = len(engine.updates) > 1
-    loss.backward(inputs=[p for p in update.parameters if p.requires_grad] if several else None)
+    loss.backward(inputs=None if alone else [p for p in update.parameters if p.requires_grad])
 
 
 def _average(update: UpdateState) -> None:

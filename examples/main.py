@@ -103,7 +103,9 @@ def load_data() -> tuple[DataLoader[Any], DataLoader[Any]]:
     return train, DataLoader(TensorDataset(x_test, y_test), batch_size=1000, generator=torch.Generator())
 
 
-def build(kind: str, *, seed: int, folder: Path, schedule: str, test_data: DataLoader[Any]) -> Engine:
+def build(
+    kind: str, *, seed: int, folder: Path, schedule: str, evaluate_every: int, test_data: DataLoader[Any]
+) -> Engine:
     """Compose the trainer. The order in which handlers are attached does not matter."""
     seed_everything(seed)
     model = build_model(kind)
@@ -118,7 +120,7 @@ def build(kind: str, *, seed: int, folder: Path, schedule: str, test_data: DataL
         Seeding(),
         DeviceTransfer(),
         Metrics(train_loss=Average(), train_accuracy=Accuracy()),
-        Validation(evaluator, test_data, every=f"{EVALUATE_EVERY}st"),
+        Validation(evaluator, test_data, every=f"{evaluate_every}st"),
         GradientAccumulation(ACCUMULATED),
         GradientClipping(max_norm=5.0),
         LRScheduling(factory),
@@ -146,7 +148,12 @@ def main() -> None:
     folder = arguments.folder or Path("runs") / f"mnist1d-{arguments.model}"
     train_data, test_data = load_data()
     trainer = build(
-        arguments.model, seed=arguments.seed, folder=folder, schedule=arguments.schedule, test_data=test_data
+        arguments.model,
+        seed=arguments.seed,
+        folder=folder,
+        schedule=arguments.schedule,
+        evaluate_every=min(EVALUATE_EVERY, arguments.steps),
+        test_data=test_data,
     )
     off = [name for name in arguments.without.split(",") if name]
     if unknown := [name for name in off if not trainer.has(name)]:

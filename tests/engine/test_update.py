@@ -562,7 +562,7 @@ class HalvedGradients(Handler):
 
     def halve(self, engine: Engine, update: UpdateState, compute: Callable[[Engine, UpdateState], None]) -> None:
         self.calls += 1
-        compute(engine, update)
+        compute()
         for p in update.parameters:
             if p.grad is not None:
                 p.grad.mul_(0.5)
