@@ -173,17 +173,18 @@ class Engine(HandlerHost):
                         break
                 state.iteration = iteration
                 state.batch = batch
-                if listened and get_batch_completed.due <= iteration:
-                    get_batch_completed.emit(self, iteration)
                 plan: Sequence[UpdateState] = updates
-                if listened and iteration_started.due <= iteration:
-                    state.plan = updates
-                    iteration_started.emit(self, iteration)
-                    plan = state.plan
-                if listened and self._stop_now:  # the iteration was not begun: it is not made
-                    state.iteration = self._completed
-                    self._attend()
-                    break
+                if listened:
+                    if get_batch_completed.due <= iteration:
+                        get_batch_completed.emit(self, iteration)
+                    if iteration_started.due <= iteration:
+                        state.plan = updates
+                        iteration_started.emit(self, iteration)
+                        plan = state.plan
+                    if self._stop_now:  # the iteration was not begun: it is not made
+                        state.iteration = self._completed
+                        self._attend()
+                        break
                 for update in plan:
                     if self._stop_now:
                         break
