@@ -1,6 +1,6 @@
 """What the loop costs: an empty step with 0, 1 and 10 handlers, and a tiny supervised step, beside the bare loop.
 
-    python tests/benchmarks/loop.py [--rounds 100]
+    python tests/benchmarks/loop.py [--rounds 200]
 
 The bare loops are the limit. All variants take turns in many short rounds, so that what else the machine does hits them alike;
 times are medians over the rounds, with the quartiles as the spread. Beside them stands the number of Python and C calls
@@ -25,7 +25,7 @@ from torch import nn
 
 from signalfire import Engine, Events, Handler, Update, on
 
-EMPTY_ITERATIONS, TINY_ITERATIONS = 20_000, 1_000
+EMPTY_ITERATIONS, TINY_ITERATIONS = 10_000, 500
 Variant = Callable[[int], Any]
 
 
@@ -149,7 +149,7 @@ def spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
 
