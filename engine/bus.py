@@ -12,7 +12,8 @@ import copy
 import inspect
 import weakref
 from bisect import insort
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -124,6 +125,7 @@ class Signal(blinker.NamedSignal):
     __slots__ = (
         "_connections",
         "_filtered_due",
+        "_last_phase",
         "_muted",
         "_plan",
         "_plans",
@@ -140,6 +142,7 @@ class Signal(blinker.NamedSignal):
         self.due = NEVER
         self.group: weakref.ref[SignalGroup] | None = None
         self._muted = False
+        self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
         self._plan = Plan([])  # of those whom no count filters
         self._selected: Plan | None = None  # of the last count at which a filter may have passed
@@ -224,10 +227,29 @@ class Signal(blinker.NamedSignal):
         self._muted = muted
         self._replan(self._connections)
 
+    @property
+    def last_phase(self) -> Phase:
+        """Receivers of later phases are left out."""
+        return self._last_phase
+
+    @last_phase.setter
+    def last_phase(self, phase: Phase) -> None:
+        if phase is not self._last_phase:
+            self._last_phase = phase
+            if self._connections:
+                self._replan(self._connections)
+
+    def _active(self, connections: tuple[Connection, ...]) -> tuple[Connection, ...]:
+        if self._muted:
+            return ()
+        if self._last_phase is Phase.PERSIST:
+            return connections
+        return tuple(one for one in connections if one.phase <= self._last_phase)
+
     def _replan(self, connections: tuple[Connection, ...]) -> None:
         # A plan that is being worked through is left as it is, so that whoever was added waits for the next time; but
         # whoever was removed does not run any more.
-        active = () if self._muted else connections
+        active = self._active(connections)
         for reference in self._plans:
             if (plan := reference()) is not None:
                 plan.silence(active)
@@ -307,7 +329,7 @@ class Signal(blinker.NamedSignal):
     def _select(self, count: int) -> Plan:
         """Whom to call at this count; also works out when a filter passes next."""
         chosen, following = [], NEVER
-        for connection in () if self._muted else self._connections:
+        for connection in self._active(self._connections):
             if connection.filter is not None and connection.filter.counts:
                 due = connection.filter.next_due(count)
                 # A count may be emitted more than once (micro-batches), so that one that passes stays due for itself.
@@ -355,6 +377,17 @@ class SignalGroup:
 
     def refresh(self) -> None:
         self.due = min(signal.due for signal in self._members)
+
+    @contextmanager
+    def without_recording(self) -> Iterator[None]:
+        """Leave out the receivers of the phases that record and decide: what happens is done again, and they have seen it."""
+        for signal in self._members:
+            signal.last_phase = Phase.FINALIZE
+        try:
+            yield
+        finally:
+            for signal in self._members:
+                signal.last_phase = Phase.PERSIST
 
 
 class Bus(blinker.Namespace):

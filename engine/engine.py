@@ -21,18 +21,19 @@ from .events import EventEnum, Events
 from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
-from .randomness import check_seed, unchanged_random_state
+from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .regions import Regions, note_problems
-from .saving import FORMAT, gather, put_back
+from .saving import FORMAT, copied, gather, put_back
 from .setup import build_optimizers, check_modules, check_windows
 from .state import State
-from .update import Update, UpdateSignals, UpdateState, updater
+from .update import Update, UpdateSignals, UpdateState, needs_closure, updater
 
 __all__ = ["Engine"]
 
 T = TypeVar("T")
 
-_ACTS = ("window", "gradients", "step")
+_ACTS = ("window", "gradients", "step", "data")
+_ONCE = "how often a step computes its gradients"
 
 
 class Engine(HandlerHost):
@@ -55,6 +56,7 @@ class Engine(HandlerHost):
         modules: the bare modules by name, for state, averages and optimizers.
         updates: the updates at work.
         handlers: the attached handlers by name.
+        dry_run: whether handlers that write files (`Handler.writes`) are left out of every run.
 
     Example:
         >>> import torch
@@ -84,10 +86,12 @@ class Engine(HandlerHost):
         "_stop_now",
         "_stopped_bounds",
         "_stops",
+        "dry_run",
         "has_data",
         "model",
         "modules",
         "regions",
+        "replaced_data",
         "replaced_gradients",
         "replaced_step",
         "seed",
@@ -130,6 +134,8 @@ class Engine(HandlerHost):
         self.state = State(self.updates[0])
         self.update_signals = UpdateSignals(self.signals)
         self.regions = Regions()
+        self.dry_run = False
+        self.replaced_data: Callable[[Engine, Any], Any] | None = None
         self.replaced_gradients: Callable[..., None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
@@ -240,6 +246,20 @@ class Engine(HandlerHost):
                 "run() was called on an engine that is running; evaluate with another engine: "
                 "engine.evaluate(evaluator, data)"
             )
+        if self.dry_run and (writers := [name for name, one in self.handlers.items() if one.writes and one.enabled]):
+            with self.without(*writers):
+                return self.run(
+                    data,
+                    max_epochs=max_epochs,
+                    max_iters=max_iters,
+                    max_steps=max_steps,
+                    max_time=max_time,
+                    min_epochs=min_epochs,
+                    min_iters=min_iters,
+                    epoch_length=epoch_length,
+                )
+        if self.replaced_data is not None:
+            data = self.replaced_data(self, data)
         self.state.set_bounds(
             training=self.training,
             has_data=data is not None,
@@ -492,7 +512,8 @@ class Engine(HandlerHost):
     def _discard_windows(self) -> None:
         for update in self.updates:
             update.discard()
-            update.filled = 0
+            update.filled = update.evaluation = 0
+            update.hidden, update.more = None, False
 
     def _reconsider_stop(self) -> None:
         """A stopped run goes on if it is now given larger bounds than those it was stopped under."""
@@ -577,7 +598,10 @@ class Engine(HandlerHost):
             )
         outside = self.regions.depth
         seen = dict(evaluator.state.metrics.serials)
+        if self.replaced_data is not None:
+            data = self.replaced_data(evaluator, data)
         was_evaluating, self._evaluating = self._evaluating, True
+        was_dry, evaluator.dry_run = evaluator.dry_run, self.dry_run or evaluator.dry_run
         try:
             self._emit(Events.EVALUATION_STARTED)
             with unchanged_random_state(getattr(data, "generator", None)):
@@ -587,6 +611,7 @@ class Engine(HandlerHost):
             raise
         finally:
             self._evaluating = was_evaluating
+            evaluator.dry_run = was_dry
         self.regions.close(outside)
         measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
         self.state.metrics.update(measured)
@@ -604,9 +629,13 @@ class Engine(HandlerHost):
     def steps_to_come(self, update: UpdateState) -> int | None:
         """The optimizer steps that an update will make from here up to the run's bounds; None if nobody can know.
 
-        Each batch is taken for one would-be step, none of which is skipped.
+        No step is taken to be skipped. Without further knowledge each batch is one would-be step; where it is not, as with
+        time chunks, only `max_steps` bounds the first update's.
         """
         state = self.state
+        if not update.regular:
+            known = update is self.updates[0] and state.max_steps is not None
+            return max(0, (state.max_steps or 0) - update.steps) if known else None
         length, last_epoch = state.epoch_length, state.max_epochs
         window_of = update.window_of or (lambda epoch: 1)
         most = None if state.max_steps is None else max(0, state.max_steps - self.updates[0].steps)
@@ -638,39 +667,93 @@ class Engine(HandlerHost):
             raise RuntimeError(f"enter({region!r}): no region is open outside a run")
         return self.regions.enter(region)
 
-    def replace(self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None) -> None:
+    def replace(
+        self, act: str, function: Callable[..., Any], *, by: Handler, update: str | None = None, again: bool = False
+    ) -> None:
         """Perform an act of the loop with a function of the handler's own, until the handler is detached.
 
-        The acts, and how their replacements are called: "window", ``function(epoch) -> int``, over how many would-be steps
-        gradients are accumulated; "gradients", ``function(engine, update, compute)``, where ``compute()`` is
-        what it replaces; "step", ``function(engine, update, step)``, where ``step()`` is the optimizer's.
+        The acts, and how their replacements are called:
+
+        - "window": ``function(epoch) -> int``, over how many would-be steps gradients are accumulated;
+        - "gradients": ``function(engine, update, compute)``, where ``compute()`` is what it replaces: forward, loss and backward
+          of ``state.batch``, adding to the gradients that the window holds;
+        - "step": ``function(engine, update, step)``, where ``step()`` is the optimizer's;
+        - "data": ``function(engine, data) -> data`` gives what this engine, or one that it evaluates, iterates instead.
+
+        Args:
+            act: which act.
+            function: what performs it.
+            by: the handler.
+            update: for "window", the name of the update; all by default.
+            again: for "step": whether the function calls ``update.again()``, which computes the gradients of the whole window
+                once more, at the weights as they are then, and returns its mean loss. The window's batches are kept for it.
 
         Raises:
             ValueError: if another handler replaces the same act, naming both.
         """
         if act not in _ACTS:
             raise ValueError(f"{by!r} replaces {act!r}; it has to be one of {', '.join(_ACTS)}")
-        targets = self.updates if update is None else (self.find_update(update),)
-        if act != "window":
-            self.claim(f"the act {act!r}", by=by)
-            setattr(self, f"replaced_{act}", function)
+        if act == "window":
+            for target in self.updates if update is None else (self.find_update(update),):
+                self.claim(f"the act 'window' of update {target.name!r}", by=by)
+                target.window_of = function
+                if self.running and self.state.epoch:
+                    target.window = function(self.state.epoch)
             return
-        for target in targets:
-            self.claim(f"the act 'window' of update {target.name!r}", by=by)
-            target.window_of = function
-            if self.running and self.state.epoch:
-                target.window = function(self.state.epoch)
+        self.claim(f"the act {act!r}", by=by)
+        if again:
+            self.claim(_ONCE, by=by)
+            for target in self.updates:
+                target.kept = []
+        setattr(self, f"replaced_{act}", function)
+
+    def compute_gradients_once(self, *, by: Handler) -> None:
+        """Say that a handler cannot do with steps that compute their gradients several times, as closures and SAM do.
+
+        Raises:
+            ValueError: if another handler needs just that, naming both; for optimizers with a closure, at the next run.
+        """
+        self.claim(_ONCE, by=by)
 
     def _released(self, handler: Handler, claims: list[str]) -> None:
         self._stops.pop(handler.name, None)
         self.state.metrics.withdraw(handler.name)
-        for act in ("gradients", "step"):
+        for act in ("gradients", "step", "data"):
             if f"the act {act!r}" in claims:
                 setattr(self, f"replaced_{act}", None)
         for target in self.updates:
+            if _ONCE in claims:
+                target.kept = [] if target.optimizer is not None and needs_closure(target.optimizer) else None
             if f"the act 'window' of update {target.name!r}" in claims:
                 target.window_of = None
                 target.window = 1
+
+    def attempt(self, update: UpdateState, compute: Callable[[], None]) -> bool:
+        """Compute gradients; if the memory runs out, put everything back as it was, tell UPDATE_RETRIED and return False.
+
+        What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
+        had entered are closed.
+        """
+        state = self.state
+        batch, held, extra_weight, hidden = state.batch, update.held, update.extra_weight, update.hidden
+        gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+        buffers = [(b, b.clone()) for root in self.modules.values() for b in root.buffers()]
+        random = random_state()
+        try:
+            compute()
+            return True
+        except torch.OutOfMemoryError:
+            pass  # what the traceback holds has to go before anything is tried again
+        state.batch, update.held, update.extra_weight, update.hidden = batch, held, extra_weight, hidden
+        update.output = update.raw_loss = update.backward_loss = None
+        for parameter, gradient in zip(update.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_random_state(random)
+        self._emit(Events.UPDATE_RETRIED)
+        return False
 
     def find_update(self, name: str | None = None) -> UpdateState:
         """The update with this name; the first without one."""
@@ -701,6 +784,41 @@ class Engine(HandlerHost):
         if self._snapshot is None:
             self._snapshot = self.state_dict()
         return self._snapshot
+
+    def weights(self) -> dict[str, Any]:
+        """The states of the modules by name, as they are to be used: with averages in place, where a handler has them.
+
+        Receivers of CHECKPOINT_SAVING may `enter` what puts them there; it is left before this returns.
+        """
+        outside = self.regions.depth
+        was_evaluating, self._evaluating = self._evaluating, True
+        try:
+            self._emit(Events.CHECKPOINT_SAVING)
+            weights = {name: copied(root.state_dict()) for name, root in self.modules.items()}
+        except BaseException as error:
+            self.regions.close(outside, error)
+            raise
+        finally:
+            self._evaluating = was_evaluating
+        self.regions.close(outside)
+        return weights
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Put weights in place, and nothing else: what `weights` gave, or the modules' part of a `state_dict`.
+
+        Raises:
+            ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.
+        """
+        weights = weights.get("modules", weights) if "format" in weights else weights
+        if set(weights) != set(self.modules):
+            raise ValueError(f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(self.modules)}")
+        for name, root in self.modules.items():
+            own = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, torch.Tensor)}
+            given = {key: value.shape for key, value in weights[name].items() if isinstance(value, torch.Tensor)}
+            if different := sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key)):
+                raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
+        for name, root in self.modules.items():
+            root.load_state_dict(weights[name])
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Continue from a saved state at the next `run`, once the receivers of STARTED have run.

@@ -76,10 +76,12 @@ class Handler:
     Attributes:
         subscriptions: what the class declared, in the order of its methods.
         trains: whether the handler only makes sense on an engine that trains.
+        writes: whether the handler writes files or sends something away, so that a dry run does without it.
     """
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
     trains: ClassVar[bool] = False
+    writes: ClassVar[bool] = False
     _name: str | None = None
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None

@@ -66,6 +66,8 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
         if (window := part["window"]) is not None:
             update.filled, update.held = window["filled"], window["held"]
             update.extra_weight = copied(window["extra_weight"])
+            if update.kept is not None:
+                update.kept.extend(copied(window["kept"]))
             for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
                 parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
     for name, handler in engine.handlers.items():
@@ -96,7 +98,7 @@ def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
     if update.filled:
         gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
         window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
-                  "gradients": gradients}  # fmt: skip
+                  "gradients": gradients, "kept": copied(update.kept)}  # fmt: skip
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else copied(optimizer.state_dict()),

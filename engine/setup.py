@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
+
+from .update import needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -35,12 +36,8 @@ def build_optimizers(engine: Engine) -> None:
                 made, update.optimizer = update.optimizer, None
                 raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
         optimizer = update.optimizer
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise NotImplementedError(
-                f"{where}: {type(optimizer).__name__} evaluates the loss inside its step (a closure), "
-                "which this version does not support; choose another optimizer"
-            )
+        if update.kept is None and needs_closure(optimizer):
+            update.kept = []
         known = {p for root in engine.modules.values() for p in root.parameters()}
         if known and not any(p in known for p in update.parameters):
             raise ValueError(

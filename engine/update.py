@@ -159,12 +159,16 @@ class UpdateState:
         window: over how many would-be steps gradients are accumulated in this epoch.
         filled: how many would-be steps of the open window were made.
         held: how many of them gave a gradient.
+        evaluation: how often the gradients of this step were computed before, by a closure or a handler that needs that.
+        hidden: what the forward carries from one time chunk of a batch to the next; None in front of the first.
+        more: whether this iteration has further would-be steps of this update, such as further time chunks.
+        regular: whether each batch is one would-be step; whoever changes that says so here.
     """
 
     __slots__ = (
-        "_parameters", "_parameters_of", "backward_loss", "extra_weight", "filled", "forward", "function", "held",
-        "loss_function", "name", "optimizer", "output", "raw_loss", "skipped", "spec", "steps", "undecided", "weight",
-        "window", "window_of",
+        "_parameters", "_parameters_of", "again", "backward_loss", "evaluation", "extra_weight", "filled", "forward",
+        "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output", "raw_loss",
+        "regular", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -176,6 +180,9 @@ class UpdateState:
         self.optimizer = spec.optimizer if training and isinstance(spec.optimizer, Optimizer) else None
         self.window = 1
         self.window_of: Callable[[int], int] | None = None  # the window's length in an epoch; see Engine.replace
+        self.kept: list[Kept] | None = None  # what the window was computed from, if it may have to be computed again
+        self.again: Callable[[], Tensor] = _not_again
+        self.regular = True
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
         self.restart()
@@ -187,6 +194,9 @@ class UpdateState:
         self.weight: Any = ONE
         self.skipped: str | None = None
         self.undecided = True  # whether the step can still be skipped
+        self.evaluation = 0
+        self.hidden: Any = None
+        self.more = False
         self.steps = 0
         self.discard()
         self.filled = 0
@@ -195,13 +205,15 @@ class UpdateState:
         """Forget what the open window holds."""
         self.held = 0
         self.extra_weight: Any = ZERO  # by how much the sum of the window's weights exceeds `held`
+        if self.kept:
+            self.kept.clear()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
     def fill(self, engine: Engine) -> bool:
         """Count one more would-be step; whether it completes the window, which is known before its forward."""
         self.filled += 1
-        if self.filled < self.window and not engine.on_last_batch():
+        if self.filled < self.window and (self.more or not engine.on_last_batch()):
             return False
         self.filled = 0
         return True
@@ -239,6 +251,21 @@ class UpdateState:
         return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"
 
 
+# What a window was computed from, if that may have to be done again: batch, mean loss and weight of each would-be step.
+Kept = tuple[Any, Tensor, Any]
+
+
+def _keep(update: UpdateState, batch: Any) -> None:
+    assert update.kept is not None
+    if update.raw_loss is not None:
+        weight = update.held + update.extra_weight - sum((weight for _, _, weight in update.kept), start=ZERO)
+        update.kept.append((batch, update.backward_loss.detach(), weight))
+
+
+def _not_again() -> Tensor:
+    raise RuntimeError("again(): the gradients of a step can be computed again inside the step alone")
+
+
 def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     """The function that performs an engine's updates, with what it needs in every iteration at hand.
 
@@ -269,6 +296,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
             if optimizer is not None:
                 if update.skipped is not None:
                     update.discard()
+                elif update.kept is not None:
+                    _keep(update, state.batch)
                 if window_complete:
                     if update.held == 0:
                         update.skip("the window holds no gradient")
@@ -280,10 +309,10 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                         signals.step_started.emit(engine, iteration)
                     update.undecided = False
                     if update.skipped is None:
-                        if engine.replaced_step is None:
+                        if engine.replaced_step is None and update.kept is None:
                             optimizer.step()
                         else:
-                            engine.replaced_step(engine, update, optimizer.step)
+                            _special_step(engine, update, partial(compute_again, update, iteration))
                         update.steps += 1
                     if listened and signals.step_completed.due <= iteration:
                         signals.step_completed.emit(engine, iteration)
@@ -345,7 +374,71 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                 _explain(error, act, engine, update)
             raise
 
+    def compute_again(update: UpdateState, iteration: int) -> Tensor:
+        """The window's gradients at the weights as they are now, and its mean loss; the first evaluation stays what is seen."""
+        assert update.kept is not None
+        window, seen = list(update.kept), (state.batch, update.output, update.raw_loss, update.hidden)
+        update.held, update.extra_weight = 0, ZERO
+        assert update.optimizer is not None
+        update.optimizer.zero_grad()
+        update.evaluation += 1
+        losses = []
+        with signals.without_recording():
+            listened = signals.due <= iteration
+            for batch, _, weight in window:
+                state.batch = batch
+                compute = partial(compute_gradients, update, iteration, listened)
+                if engine.replaced_gradients is None:
+                    compute()
+                else:
+                    engine.replaced_gradients(engine, update, compute)
+                losses.append((batch, update.backward_loss.detach(), weight))
+            if update.held != 1 or update.extra_weight is not ZERO:
+                _average(update)
+            if listened and signals.gradients_ready.due <= iteration:
+                signals.gradients_ready.emit(engine, iteration)
+        state.batch, update.output, update.raw_loss, update.hidden = seen
+        return _mean_loss(losses)
+
     return run_update
+
+
+def _special_step(engine: Engine, update: UpdateState, compute_again: Callable[[], Tensor]) -> None:
+    """A step that a handler replaces, or that computes the gradients more than once."""
+    assert update.optimizer is not None
+    step: Callable[[], Any] = update.optimizer.step
+    update.again = compute_again
+    if needs_closure(update.optimizer):
+        assert update.kept is not None
+        losses = [_mean_loss(update.kept)]
+
+        def closure() -> Tensor:
+            # The first evaluation is the one that was made to see whether there is to be a step.
+            return losses.pop() if losses else compute_again()
+
+        step = partial(update.optimizer.step, closure)
+    try:
+        if engine.replaced_step is None:
+            step()
+        else:
+            engine.replaced_step(engine, update, step)
+    finally:
+        update.again = _not_again
+        update.evaluation = 0
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether this optimizer evaluates the loss inside its step, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _mean_loss(window: list[Kept]) -> Tensor:
+    if len(window) == 1:
+        return window[0][1]
+    total = sum((weight for _, _, weight in window), start=ZERO)
+    mean: Tensor = torch.stack([loss * weight for _, loss, weight in window]).sum() / total
+    return mean
 
 
 # CPython's small ints are single objects: `is` tells the usual case without comparing a tensor, which would synchronise.

@@ -43,6 +43,8 @@ class Checkpoint(Handler):
 
     trains = True
 
+    writes = True
+
     def __init__(
         self,
         folder: str | os.PathLike[str],

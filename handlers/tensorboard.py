@@ -31,6 +31,8 @@ class TensorBoardLogger(Handler):
         'tensorboard'
     """
 
+    writes = True
+
     def __init__(
         self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
     ) -> None:

@@ -560,7 +560,7 @@ class HalvedGradients(Handler):
     def attached(self, engine: Engine) -> None:
         engine.replace("gradients", self.halve, by=self)
 
-    def halve(self, engine: Engine, update: UpdateState, compute: Callable[[Engine, UpdateState], None]) -> None:
+    def halve(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         self.calls += 1
         compute()
         for p in update.parameters:
@@ -1030,15 +1030,6 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
     trainer = Engine(Update.supervised(mse, SGD), model=make_model().to("meta"))
     with pytest.raises(ValueError, match=r"the model 'model' is on the meta device.*'0.weight'.*to_empty"):
         trainer.run(make_data(), max_epochs=1)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
-    trainer = make_trainer(Update.supervised(mse, torch.optim.LBFGS))
-    started: list[str] = []
-    trainer.connect(Events.EPOCH_STARTED, lambda engine: started.append("epoch"))
-    with pytest.raises(NotImplementedError, match=r"update 'main': LBFGS .*closure"):
-        trainer.run(make_data(), max_epochs=1)
-    assert started == []
 
 
 def test_a_factory_that_makes_no_optimizer_is_refused() -> None:
