@@ -9,6 +9,28 @@ DECIDE_CHECKPOINTS = 10
 """CONTROL of the completed events: which checkpoints to keep is decided last, since a best one of this event has to hold
 what the schedules and the patience decided in it."""
 
+MIX = -10
+"""GET_BATCH_COMPLETED / CHANGE: samples are mixed before parts of them are cut out, as the papers do."""
+
+CHOOSE_UPDATES = -10
+"""ITERATION_STARTED / CHANGE: which updates are made is chosen before each is repeated for its time chunks."""
+
+MIX_LOSS, SMOOTH_LOSS = -20, -10
+"""LOSS_COMPUTED / CHANGE: the loss of mixed targets first, then its smoothing, then what users and penalties add."""
+
+MEASURE_GRADIENTS = 10
+"""GRADIENTS_READY / PREPARE: norms are measured on unscaled gradients, before anything changes them."""
+
+ADD_NOISE, CLIP_ADAPTIVELY = -20, -10
+"""GRADIENTS_READY / CHANGE: noise first, so that clips bound what the step sees; then the adaptive clip of each unit; then
+the clips by value and by global norm, which hold for all that was done before."""
+
+GUARD = 10
+"""GRADIENTS_READY / FINALIZE: the guard looks after the gradient scaler, whose overflows are its own to handle."""
+
+AVERAGE = -10
+"""EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
+
 COMMUTING = {
     (
         "STARTED",
