@@ -361,9 +361,9 @@ class Engine(HandlerHost):
         """Enter the next epoch, or go on in an open one; the batches to come, and the iteration at which they end."""
         state = self.state
         position, self._position = self._position, None
-        self._epoch_stop = None
         resumed = state.epoch_open
         if not resumed:
+            self._epoch_stop = None
             state.epoch += 1
             state.epoch_start = state.iteration
             state.epoch_open = True
@@ -383,7 +383,7 @@ class Engine(HandlerHost):
             iterator = source.begin(state.iteration, ahead=any(update.window > 1 for update in self.updates))
         else:
             iterator = source.iterator
-        if self._attention and self._attend():
+        if (self._attention and self._attend()) or self._epoch_stop is not None:
             return iterator, state.iteration
         if self._bound_reached():  # only the epoch's end is to be told
             return iterator, state.iteration
@@ -434,11 +434,14 @@ class Engine(HandlerHost):
             return True
         if source.epoch_length is not None:
             return self.state.epoch_iteration >= source.epoch_length
-        return source.ended()
+        with unchanged_random_state():  # one batch may be read to know, and is read again if the run goes on
+            return source.ended()
 
     def _attend(self) -> bool:
         """What had to wait for the end of the iteration: toggles, stops, bounds. True if the epoch does not go on."""
         state = self.state
+        for update in self.updates:
+            update.skipped = None
         self._snapshot = None
         self._attention = self._deadline is not None or state.max_steps is not None
         if self._pending:
@@ -504,14 +507,20 @@ class Engine(HandlerHost):
         self._discard_windows()
         state = self.state
         if not getattr(error, "__notes__", None):
-            error.add_note(f"in epoch {state.epoch}, after iteration {state.iteration} had begun")
+            begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"
+            error.add_note(begun if state.epoch else "before the first epoch")
         state.exception = error
         event = Events.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Events.EXCEPTION_RAISED
         note_problems(self.signal(event).emit_to_all(self), error)
 
+    def attend_to_skips(self) -> None:
+        """Forget, once the iteration is complete, why an update was skipped in it."""
+        self._attention = True
+
     def _discard_windows(self) -> None:
         for update in self.updates:
             update.discard()
+            update.skipped = None
             update.filled = update.evaluation = 0
             update.hidden, update.more = None, False
 
@@ -562,6 +571,13 @@ class Engine(HandlerHost):
             self._stop_now = True
             if self._completed != self.state.iteration:
                 self.state.update.skip(f"the run is stopped: {reason}")
+
+    def ask_again(self, stops: Mapping[str, str], epoch_stop: str | None) -> None:
+        """Let stops take effect that were asked for when a state was saved."""
+        self._stops = dict(stops)
+        self._epoch_stop = epoch_stop
+        if stops or epoch_stop is not None:
+            self._attention = True
 
     def withdraw_termination(self, by: str = "user") -> None:
         """Take back a stop that was asked for and has not taken effect."""
@@ -736,8 +752,12 @@ class Engine(HandlerHost):
         """
         state = self.state
         batch, held, extra_weight, hidden = state.batch, update.held, update.extra_weight, update.hidden
+        weight = update.weight
         gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
-        buffers = [(b, b.clone()) for root in self.modules.values() for b in root.buffers()]
+        modules = [module for root in self.modules.values() for module in root.modules()]
+        buffers = [
+            (m._buffers, key, b, None if b is None else b.clone()) for m in modules for key, b in m._buffers.items()
+        ]
         random = random_state()
         try:
             compute()
@@ -745,12 +765,15 @@ class Engine(HandlerHost):
         except torch.OutOfMemoryError:
             pass  # what the traceback holds has to go before anything is tried again
         state.batch, update.held, update.extra_weight, update.hidden = batch, held, extra_weight, hidden
+        update.weight = weight
         update.output = update.raw_loss = update.backward_loss = None
         for parameter, gradient in zip(update.parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for own, key, buffer, before in buffers:
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
+                own[key] = buffer  # a forward may have put another tensor in its place
         set_random_state(random)
         self._emit(Events.UPDATE_RETRIED)
         return False
@@ -784,6 +807,12 @@ class Engine(HandlerHost):
         if self._snapshot is None:
             self._snapshot = self.state_dict()
         return self._snapshot
+
+    def tell_saved(self) -> None:
+        """Emit CHECKPOINT_SAVED; for handlers that have written a checkpoint."""
+        snapshot = self._snapshot
+        self._emit(Events.CHECKPOINT_SAVED)
+        self._snapshot = snapshot  # others may still have to write what this event comes to
 
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used: with averages in place, where a handler has them.

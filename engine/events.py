@@ -284,5 +284,5 @@ class Events(EventEnum):
     DATA_EXHAUSTED = "data_exhausted", "fired"  # the data ended inside an epoch of a given length, and starts again
     EVALUATION_STARTED = "evaluation_started", "fired"  # a region, on the engine that asked for the evaluation
     EVALUATION_COMPLETED = "evaluation_completed", "fired"  # state.metrics holds what was measured
-    CHECKPOINT_SAVING = "checkpoint_saving", "fired"
-    CHECKPOINT_SAVED = "checkpoint_saved", "fired"
+    CHECKPOINT_SAVING = "checkpoint_saving", "fired"  # a region: weights are about to be read for an export
+    CHECKPOINT_SAVED = "checkpoint_saved", "fired"  # a checkpoint is safely on the disk

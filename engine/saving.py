@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ def gather(engine: Engine) -> dict[str, Any]:
             "epoch_start": state.epoch_start,
             "epoch_open": state.epoch_open,
             "stop_reason": state.stop_reason,
+            "stops": dict(engine._stops),  # asked for, and to take effect
+            "epoch_stop": engine._epoch_stop,
             "stopped_bounds": engine._stopped_bounds,
             "seed": engine.seed,
             "fired": {name: signal.fired for name, signal in _counted_signals(engine) if signal.fired},
@@ -82,6 +85,7 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     state.epoch, state.iteration = position["epoch"], position["iteration"]
     state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
     state.stop_reason, engine._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
+    engine.ask_again(position["stops"], position["epoch_stop"])
     engine.seed = position["seed"]
     state.metrics.load_state_dict(copied(position["metrics"]))
     for name, signal in _counted_signals(engine):
@@ -102,6 +106,7 @@ def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
+        "kind": None if optimizer is None else type(optimizer).__name__,
         "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
         # Those that belong to no module, such as a learned temperature: nobody else would save them.
         "own_parameters": {i: copied(p) for i, p in enumerate(update.parameters) if p not in names},
@@ -136,9 +141,17 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
             )
             raise ValueError(f"the loaded state does not fit: module {name!r} differs in {', '.join(different)}")
     for update in engine.updates:
-        part_names = saved["updates"][update.name]["parameters"]
+        part = saved["updates"][update.name]
+        part_names = part["parameters"]
         names = _update_state(engine, update)["parameters"]
-        if part_names != names and update.optimizer is not None:
+        if part["optimizer"] is None or update.optimizer is None:
+            continue  # it was saved before its optimizer was built
+        kind = type(update.optimizer).__name__
+        if part["kind"] != kind:
+            raise ValueError(
+                f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, and here by {kind}"
+            )
+        if part_names != names:
             raise ValueError(
                 f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
                 f"and here it optimizes {names}"
@@ -159,6 +172,13 @@ def copied(value: Any) -> Any:
         for key, item in value.items():
             same[key] = copied(item)
         return same
+    if isinstance(value, np.generic):  # a safe load accepts none of NumPy's types
+        return value.item()
+    if isinstance(value, np.ndarray):
+        raise TypeError(
+            f"a NumPy array of shape {value.shape} cannot be saved in a way that loads safely: make it a tensor "
+            "(torch.from_numpy) or a list"
+        )
     if isinstance(value, list | tuple):
         return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
     return copy.deepcopy(value)

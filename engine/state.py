@@ -84,6 +84,9 @@ class MetricStore(dict[str, Any]):
         """Take back what ``owner`` announced."""
         self.owners = {name: other for name, other in self.owners.items() if other != owner}
 
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # who wrote what means nothing elsewhere
+
     def clear(self) -> None:
         super().clear()
         self.serial = 0

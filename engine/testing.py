@@ -117,7 +117,7 @@ def check_handler(
 
     engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
     run(engine)
-    for iteration, file in saved[:-1]:
+    for iteration, file in saved:
         resumed = build()
         resumed.attach(make())
         resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))

@@ -241,8 +241,8 @@ class UpdateState:
     def skip(self, reason: str) -> None:
         """Do without the step, or without the whole update if its forward was not made yet; the first reason stays.
 
-        What the window holds is discarded. Schedules, averages and step counters do not move. Once the step was made it is
-        too late, and nothing happens.
+        It holds for this iteration. What the window holds is discarded. Schedules, averages and step counters do not move. Once
+        the step was made it is too late, and nothing happens.
         """
         if self.skipped is None and self.undecided:
             self.skipped = reason
@@ -279,7 +279,6 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
         listened = signals.due <= iteration
         state.update = update
-        update.skipped = None
         optimizer = update.optimizer
         outside = regions.depth
         try:
@@ -319,6 +318,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     update.discard()
             if listened and signals.completed.due <= iteration:
                 signals.completed.emit(engine, iteration)
+            if update.skipped is not None:
+                engine.attend_to_skips()
             update.undecided = True
         except BaseException as error:
             regions.close(outside, error)
@@ -377,7 +378,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     def compute_again(update: UpdateState, iteration: int) -> Tensor:
         """The window's gradients at the weights as they are now, and its mean loss; the first evaluation stays what is seen."""
         assert update.kept is not None
-        window, seen = list(update.kept), (state.batch, update.output, update.raw_loss, update.hidden)
+        window = list(update.kept)
+        seen = state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden
         update.held, update.extra_weight = 0, ZERO
         assert update.optimizer is not None
         update.optimizer.zero_grad()
@@ -392,12 +394,18 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     compute()
                 else:
                     engine.replaced_gradients(engine, update, compute)
-                losses.append((batch, update.backward_loss.detach(), weight))
+                if update.raw_loss is not None:
+                    losses.append((batch, update.backward_loss.detach(), weight))
+            if not losses:
+                raise RuntimeError(
+                    f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, of whose batches it gave one "
+                    "before; forward and loss have to do the same each time that a step computes its gradients"
+                )
             if update.held != 1 or update.extra_weight is not ZERO:
                 _average(update)
             if listened and signals.gradients_ready.due <= iteration:
                 signals.gradients_ready.emit(engine, iteration)
-        state.batch, update.output, update.raw_loss, update.hidden = seen
+        state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden = seen
         return _mean_loss(losses)
 
     return run_update

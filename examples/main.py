@@ -143,6 +143,8 @@ def main() -> None:
     parser.add_argument("--without", default="", metavar="NAME[,NAME]", help="handlers to do without")
     parser.add_argument("--list", action="store_true", help="print the wiring and stop")
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: it has to be 1 or more")
     torch.set_num_threads(1)
 
     folder = arguments.folder or Path("runs") / f"mnist1d-{arguments.model}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,14 @@ class Checkpoint(Handler):
     @staticmethod
     def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint for ``engine.load_state_dict``. Nothing in the file can run code."""
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"Checkpoint.load({str(path)!r}): this is not a whole checkpoint: {type(error).__name__}: {error}"
+            ) from error
         return state
 
     @on(Events.STARTED, phase=Phase.PREPARE)
@@ -131,10 +139,15 @@ class Checkpoint(Handler):
         if self._due is None:
             return
         file, self._due = self._due, None
-        write(engine.snapshot(), self.folder / file)
+        try:
+            write(engine.snapshot(), self.folder / file)
+        except BaseException:
+            self.kept = [kept for kept in self.kept if kept[0] != file]
+            raise
         superseded, self._superseded = self._superseded, []
         for name in superseded:
             (self.folder / name).unlink(missing_ok=True)
+        engine.tell_saved()
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [list(kept) for kept in self.kept], "monitor": self.monitor and self.monitor.state_dict()}
@@ -149,8 +162,11 @@ def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a state so that at any moment, also of a crash, ``path`` is either whole or not there."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
+        # Through memory: torch turns what a file raises, a full disk or Ctrl-C, into an error that says nothing of it.
+        content = io.BytesIO()
+        torch.save(dict(state), content)
         with open(aside, "wb") as file:
-            torch.save(dict(state), file)
+            file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class GradientClipping(Handler):
         if max_norm is None and max_value is None:
             raise ValueError("GradientClipping(): give max_norm, max_value or both")
         for argument, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
-            if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value <= 0):
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and (not number or math.isnan(value) or value <= 0):
                 raise ValueError(f"GradientClipping({argument}={value!r}): it has to be a number greater than zero")
         self.max_norm = max_norm
         self.max_value = max_value

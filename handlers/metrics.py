@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from signalfire import AnyEvent, Engine, Events, Handler, Phase, as_number, on, tensors_in
+from signalfire import Engine, Events, Handler, Phase, as_number, on, tensors_in
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics"]
 
@@ -212,12 +212,17 @@ class Metrics(Handler):
         # Not told apart by `in`: torchmetrics' `==` gives a metric, which is true.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
-        self.measuring: AnyEvent | None = None  # an update without a loss is measured after its forward
 
     @property
     def names(self) -> list[str]:
         """The names under which the values appear."""
-        return list(self.metrics)
+        names = []
+        for key, metric in self.metrics.items():
+            parts = (
+                metric.keys() if isinstance(metric, torch.nn.ModuleDict) else None
+            )  # a torchmetrics MetricCollection
+            names += [key] if parts is None else [f"{key}/{part}" for part in parts]
+        return names
 
     def attached(self, engine: Engine) -> None:
         if self.update is None and len(engine.updates) > 1:
@@ -227,9 +232,6 @@ class Metrics(Handler):
             )
         engine.state.metrics.announce(self.name, self.names)
         update = engine.find_update(self.update)
-        self.measuring = (
-            Events.FORWARD_COMPLETED if update.forward is not None and update.loss_function is None else None
-        )
         if self._of_output and update.forward is None:
             raise ValueError(
                 f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
@@ -242,7 +244,7 @@ class Metrics(Handler):
             )
 
     def detached(self, engine: Engine) -> None:
-        for key in self.names:
+        for key in self.metrics:
             engine.state.metrics.running.pop(key, None)
 
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
@@ -257,23 +259,17 @@ class Metrics(Handler):
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
 
-    @on(Events.LOSS_COMPUTED, phase=Phase.RECORD)
+    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD)
     def measure(self, engine: Engine) -> None:
-        """Measure this batch, or the part of it that the forward saw."""
+        """Measure this batch, or the time chunk of it that the update saw, once its gradients were computed for good."""
         update = engine.state.update
         if self.update not in (None, update.name):
             return
-        if self._of_loss:
+        if self._of_loss and (loss := update.loss) is not None:
             size = batch_size(engine.state.batch)
             for metric in self._of_loss:
-                metric.add(update.loss, size)
-        if self._of_output:
-            self._measure_output(engine)
-
-    @on("measuring", phase=Phase.RECORD)
-    def measure_prediction(self, engine: Engine) -> None:
-        """Measure an update that only predicts; there will be no loss."""
-        if self.update in (None, engine.state.update.name):
+                metric.add(loss, size)
+        if self._of_output and update.output is not None:
             self._measure_output(engine)
 
     def _measure_output(self, engine: Engine) -> None:

@@ -67,7 +67,15 @@ class ProgressBar(Handler):
         file = self.file or sys.stderr
         notebook = "ipykernel" in sys.modules and self.file is None
         self._plain = not notebook and not (hasattr(file, "isatty") and file.isatty())
-        self._last_line = time.monotonic()
+        self._last_line = self._epoch_began = time.monotonic()
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def go_on(self, engine: Engine) -> None:
+        """Go on in an epoch that was begun elsewhere."""
+        if engine.state.epoch_open:
+            self.begin_epoch(engine)
+            if self._bar is not None:
+                self._bar.update(engine.state.epoch_iteration)
 
     @on(Events.EPOCH_STARTED, phase=Phase.RECORD)
     def begin_epoch(self, engine: Engine) -> None:

@@ -24,7 +24,8 @@ class TensorBoardLogger(Handler):
 
     Args:
         folder: TensorBoard's log folder; made if it is not there.
-        every: the interval of losses and learning rates, in iterations, such as "10it"; metrics are written as they come.
+        every: the interval of losses and learning rates, in iterations, such as "10it"; new values of metrics are written
+            after every evaluation and every epoch.
 
     Example:
         >>> TensorBoardLogger("runs/digits", every="50it").name
@@ -91,7 +92,17 @@ class TensorBoardLogger(Handler):
         if step != self._last_step:
             self._last, self._last_step = {}, step
         self._last[tag] = value
-        self._open().add_scalar(tag, value, step)
+        writer = self._open()
+        if not self._thread_lives():
+            raise OSError(
+                f"{self.name!r}: the events could not be written to {str(self.folder)!r} any more; is the disk full?"
+            )
+        writer.add_scalar(tag, value, step)
+
+    def _thread_lives(self) -> bool:
+        # tensorboardX writes in a thread. Where that dies, its queue fills up, and the next entry would wait for ever.
+        worker = self._writer.file_writer.event_writer._worker if self._writer is not None else None
+        return worker is None or worker.is_alive()
 
     @on("rates_used", phase=Phase.RECORD)
     def note_rates(self, engine: Engine) -> None:
@@ -124,9 +135,12 @@ class TensorBoardLogger(Handler):
     def close(self, engine: Engine) -> None:
         """Close the file; a killed process would lose what was not flushed."""
         self._running = False
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, lives = self._writer, self._thread_lives()
+        self._writer = None
+        if writer is not None and lives:
+            writer.close()
+        elif writer is not None:  # nobody takes from its queue any more: do not wait for it when the process ends
+            writer.file_writer.event_writer._event_queue.cancel_join_thread()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._last_step, "values": dict(self._last)} if self._last else {}

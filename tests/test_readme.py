@@ -29,8 +29,12 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     shown = re.search(r"^prints\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
-    for line in shown[1].splitlines() if number == 0 else ():
-        assert line.split()[0] in result.stdout
+    if number == 0:  # other processors round otherwise: the figures are compared, not their last digits
+        told, real = (
+            re.findall(r"^epoch (\d+): ([\d.]+)% of the test digits$", text, re.M) for text in (shown[1], result.stdout)
+        )
+        assert [epoch for epoch, _ in told] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
+        assert [float(share) for _, share in told] == pytest.approx([float(share) for _, share in real], abs=4)
 
 
 def test_the_two_commands_are_there_for_the_continuous_integration_to_run() -> None:
