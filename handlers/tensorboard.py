@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX import FileWriter, RecordWriter, SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
 
 __all__ = ["TensorBoardLogger"]
+
+_FLUSH_SECONDS = 30  # what a killed process would lose at most
 
 
 class TensorBoardLogger(Handler):
@@ -82,27 +86,14 @@ class TensorBoardLogger(Handler):
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:
-            # TensorBoard reads the files in the order of their names; two of one name would lose events.
-            suffix = f".{time.time_ns():020d}.{uuid.uuid4().hex[:8]}"
-            purge = self._first if self._first > 1 else None
-            self._writer = SummaryWriter(str(self.folder), purge_step=purge, filename_suffix=suffix)
+            self._writer = _Writer(str(self.folder), purge_step=self._first if self._first > 1 else None)
         return self._writer
 
     def _add(self, tag: str, value: float, step: int) -> None:
         if step != self._last_step:
             self._last, self._last_step = {}, step
         self._last[tag] = value
-        writer = self._open()
-        if not self._thread_lives():
-            raise OSError(
-                f"{self.name!r}: the events could not be written to {str(self.folder)!r} any more; is the disk full?"
-            )
-        writer.add_scalar(tag, value, step)
-
-    def _thread_lives(self) -> bool:
-        # tensorboardX writes in a thread. Where that dies, its queue fills up, and the next entry would wait for ever.
-        worker = self._writer.file_writer.event_writer._worker if self._writer is not None else None
-        return worker is None or worker.is_alive()
+        self._open().add_scalar(tag, value, step)
 
     @on("rates_used", phase=Phase.RECORD)
     def note_rates(self, engine: Engine) -> None:
@@ -135,18 +126,79 @@ class TensorBoardLogger(Handler):
     def close(self, engine: Engine) -> None:
         """Close the file; a killed process would lose what was not flushed."""
         self._running = False
-        writer, lives = self._writer, self._thread_lives()
-        self._writer = None
-        if writer is not None and lives:
+        writer, self._writer = self._writer, None
+        if writer is not None:
             writer.close()
-        elif writer is not None:  # nobody takes from its queue any more: do not wait for it when the process ends
-            writer.file_writer.event_writer._event_queue.cancel_join_thread()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._last_step, "values": dict(self._last)} if self._last else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._last_step, self._last = (state["step"], dict(state["values"])) if state else (0, {})
+
+
+class _EventFile:
+    """tensorboardX's event file without its thread, in which a full disk would end the writing unseen and hang the run."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.failed = False
+        self.flushed = time.monotonic()
+        # TensorBoard reads the files in the order of their names; two of one name would lose events.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{uuid.uuid4().hex[:8]}"
+        with self._told():
+            self.file = RecordWriter(os.path.join(folder, name))
+        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def get_logdir(self) -> str:
+        return self.folder
+
+    def add_event(self, event: Event) -> None:
+        with self._told():
+            self.file.write(event.SerializeToString())
+        if time.monotonic() - self.flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        self.flushed = time.monotonic()
+        if not self.failed:
+            with self._told():
+                self.file.flush()
+
+    def close(self) -> None:
+        with suppress(OSError) if self.failed else self._told():
+            self.file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = True
+            error.add_note(f"TensorBoardLogger: the events could not be written to {self.folder!r}")
+            raise
+
+
+class _FileWriter(FileWriter):  # type: ignore[misc]
+    def __init__(self, folder: str) -> None:
+        self.event_writer = _EventFile(folder)
+        self._default_metadata: dict[str, Any] = {}
+
+
+class _Writer(SummaryWriter):  # type: ignore[misc]
+    """tensorboardX's writer, which writes in the run's own thread."""
+
+    file_writer: _FileWriter | None
+
+    def _get_file_writer(self) -> _FileWriter:
+        if self.file_writer is None:
+            self.file_writer = _FileWriter(self.logdir)
+            self.all_writers = {self.logdir: self.file_writer}
+            if self.purge_step is not None:  # TensorBoard then forgets what other files have from this step on
+                start = SessionLog(status=SessionLog.START)
+                self.file_writer.add_event(Event(session_log=start), self.purge_step)
+        return self.file_writer
 
 
 def _rates(engine: Engine, update: str) -> dict[str, float]:
