@@ -1,10 +1,12 @@
-"""Intervals and amounts of training as one small type: ``"10ep"``, ``"500it"``, ``"2000st"``, ``"15min"``."""
+"""Intervals and amounts of training as one small type: ``"10ep"``, ``"0.25ep"``, ``"500it"``, ``"2000st"``, ``"15min"``."""
 
 from __future__ import annotations
 
 import re
 import time
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING
 
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent, resolve
@@ -27,6 +29,9 @@ class Interval:
     and ``s``, ``min``, ``h`` (wall-clock time). Used as ``every=``, it means the events at which a handler acts: the
     completion of every n-th epoch or iteration, or the first completed iteration after n more steps or that much more time.
 
+    A number of epochs that is not whole, such as ``"0.25ep"``, means the first completed iteration that reaches the next
+    multiple of it; a multiple that is a whole epoch is reached in that epoch's last iteration. It needs a known epoch length.
+
     Example:
         >>> Interval.parse("500it")
         Interval(value=500, unit='it')
@@ -44,7 +49,7 @@ class Interval:
             raise ValueError(f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of ep, it, st, s, min, h")
         if self.value <= 0:
             raise ValueError(f"{self.value:g}{self.unit}: an interval has to be greater than zero")
-        if self.unit in _COUNTED and not isinstance(self.value, int):
+        if self.unit in _COUNTED and not isinstance(self.value, int) and (self.unit != "ep" or self.value.is_integer()):
             raise ValueError(f"{self.value:g}{self.unit}: {self.unit} are counted in whole numbers")
 
     @classmethod
@@ -77,7 +82,9 @@ class Interval:
     def event(self) -> AnyEvent:
         """The filtered event at which a handler with this interval acts."""
         if self.unit == "ep":
-            return Events.EPOCH_COMPLETED(every=int(self.value))
+            if not isinstance(self.value, int):
+                return Events.ITERATION_COMPLETED(when=_PartOfEpoch(self.value))
+            return Events.EPOCH_COMPLETED(every=self.value)
         if self.unit == "it":
             return Events.ITERATION_COMPLETED(every=int(self.value))
         if self.unit == "st":
@@ -127,6 +134,54 @@ class _Steps:
 
     def __repr__(self) -> str:
         return f"every {self.n} optimizer steps"
+
+
+class _PartOfEpoch:
+    """True in the first iteration that reaches the next multiple of a part of an epoch."""
+
+    def __init__(self, part: float) -> None:
+        self.part = Fraction(str(part))  # exact, where three times 0.1 is not 0.3
+        self.reached = 0  # multiples of the part
+        self.epoch = 0
+        self.due = 0  # the iteration in which the next is reached, if the epoch stays the same
+
+    def restart(self, engine: Engine) -> None:
+        state = engine.state
+        if state.epoch_length is None:
+            if engine.running:
+                raise ValueError(self._unknown(engine))
+            return  # connected before its first run, which restarts it
+        self._set(engine, Fraction(state.epoch_iteration, state.epoch_length) if state.epoch_open else Fraction(1))
+
+    def __call__(self, engine: Engine) -> bool:
+        state = engine.state
+        if state.epoch == self.epoch and state.iteration < self.due:
+            return False
+        assert state.epoch_length is not None
+        before = self.reached
+        self._set(engine, Fraction(state.epoch_iteration, state.epoch_length))
+        return self.reached > before
+
+    def _set(self, engine: Engine, share: Fraction) -> None:
+        """Take the position in the run, in epochs, and work out when to look again."""
+        state = engine.state
+        assert state.epoch_length is not None
+        before = max(state.epoch - 1, 0)
+        position = before + share if state.epoch else Fraction(0)
+        self.epoch = state.epoch
+        self.reached = int(position // self.part)
+        self.due = state.epoch_start + ceil(((self.reached + 1) * self.part - before) * state.epoch_length)
+
+    def _unknown(self, engine: Engine) -> str:
+        connections = [one for signal in engine.signals.all() for one in signal.connections]
+        whose = next((repr(one) for one in connections if one.when is self), "an interval")
+        return (
+            f"{whose}: {self}: the length of the epoch is not known, since the data has none; give run() an epoch_length=, "
+            "or an interval in iterations, such as '500it'"
+        )
+
+    def __repr__(self) -> str:
+        return f"every {float(self.part):g} epochs"
 
 
 class _Clock:

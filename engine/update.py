@@ -398,8 +398,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     losses.append((batch, update.backward_loss.detach(), weight))
             if not losses:
                 raise RuntimeError(
-                    f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, of whose batches it gave one "
-                    "before; forward and loss have to do the same each time that a step computes its gradients"
+                    f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, though it gave one in the "
+                    "first; forward and loss have to do the same each time that a step computes its gradients"
                 )
             if update.held != 1 or update.extra_weight is not ZERO:
                 _average(update)

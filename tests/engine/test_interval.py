@@ -53,6 +53,8 @@ def make_trainer() -> Engine:
         ("1.5h", 1.5, "h"),
         ("3 ep", 3, "ep"),
         ("  7it ", 7, "it"),
+        ("0.25ep", 0.25, "ep"),
+        ("1.5ep", 1.5, "ep"),
     ],
 )
 def test_an_interval_is_a_number_and_a_unit(text: str, value: float, unit: str) -> None:
@@ -84,7 +86,8 @@ def test_an_interval_is_returned_as_it_is_and_shows_as_it_is_written() -> None:
         ("3epochs", ValueError, "the unit 'epochs'"),
         ("0it", ValueError, "0it: an interval has to be greater than zero"),
         ("0.0s", ValueError, "greater than zero"),
-        ("1.5ep", ValueError, "1.5ep: ep are counted in whole numbers"),
+        ("1.5it", ValueError, "1.5it: it are counted in whole numbers"),
+        ("0.0ep", ValueError, "greater than zero"),
         ("2.0st", ValueError, "whole numbers"),
         (5, TypeError, "5 is not an interval"),
         (None, TypeError, "None is not an interval"),
@@ -322,3 +325,84 @@ def test_a_bound_that_makes_no_sense_is_refused(bound: str, value: Any) -> None:
 def test_an_engine_that_evaluates_has_no_steps_to_be_bounded() -> None:
     with pytest.raises(ValueError, match="max_steps"):
         Engine(Update.from_function(loss), model=torch.nn.Linear(2, 1)).run(max_steps=3, epoch_length=3)
+
+
+# ---- parts of an epoch --------------------------------------------------------------------------------------------
+
+
+def acted(every: str, length: int, epochs: int) -> list[int]:
+    recorder = Recorder(every)
+    trainer = make_trainer()
+    trainer.attach(recorder)
+    trainer.run(max_epochs=epochs, epoch_length=length)
+    return [iteration for _, iteration, _ in recorder.seen]
+
+
+@pytest.mark.parametrize(
+    ("every", "length", "epochs", "expected"),
+    [
+        ("0.25ep", 8, 2, [2, 4, 6, 8, 10, 12, 14, 16]),
+        ("0.25ep", 10, 2, [3, 5, 8, 10, 13, 15, 18, 20]),  # 2.5, 5, 7.5, 10 iterations, each when it is reached
+        ("0.5ep", 7, 2, [4, 7, 11, 14]),
+        ("0.1ep", 30, 1, list(range(3, 31, 3))),
+        ("0.3ep", 10, 3, [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),
+        ("1.5ep", 4, 5, [6, 12, 18]),
+        ("2.5ep", 3, 5, [8, 15]),
+        ("0.25ep", 2, 2, [1, 2, 3, 4]),  # an iteration that reaches two multiples acts once
+        ("0.01ep", 5, 1, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_part_of_an_epoch_is_due_in_the_first_iteration_that_reaches_it(
+    every: str, length: int, epochs: int, expected: list[int]
+) -> None:
+    assert acted(every, length, epochs) == expected
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 8, 11])
+def test_parts_of_epochs_go_on_over_two_runs(cut: int) -> None:
+    recorder = Recorder("0.25ep")
+    trainer = make_trainer()
+    trainer.attach(recorder)
+    trainer.run(max_iters=cut, epoch_length=10)
+    trainer.run(max_epochs=2, epoch_length=10)
+    assert [iteration for _, iteration, _ in recorder.seen] == [3, 5, 8, 10, 13, 15, 18, 20]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 9, 10, 12])
+def test_a_loaded_run_goes_on_with_the_parts_of_its_epoch(cut: int) -> None:
+    first = make_trainer()
+    first.run(max_iters=cut, epoch_length=10)
+    recorder = Recorder("0.25ep")
+    trainer = make_trainer()
+    trainer.attach(recorder)
+    trainer.load_state_dict(first.state_dict())
+    trainer.run(max_epochs=2, epoch_length=10)
+    expected = [n for n in (3, 5, 8, 10, 13, 15, 18, 20) if n > cut]
+    assert [iteration for _, iteration, _ in recorder.seen] == expected
+
+
+def test_after_an_epoch_that_was_cut_short_the_parts_are_those_of_the_next() -> None:
+    recorder = Recorder("0.5ep")
+    trainer = make_trainer()
+    trainer.attach(recorder)
+    trainer.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.terminate_epoch("enough"))
+    trainer.run(max_epochs=3, epoch_length=10)
+    # The end of the short epoch is noticed in the iteration after it.
+    assert [iteration for _, iteration, _ in recorder.seen] == [4, 8, 13, 18, 23]
+
+
+def test_a_handler_attached_in_the_middle_acts_at_the_same_parts() -> None:
+    recorder = Recorder("0.25ep")
+    trainer = make_trainer()
+    trainer.connect(Events.ITERATION_COMPLETED(once=6), lambda engine: engine.attach(recorder) and None)
+    trainer.run(max_epochs=2, epoch_length=8)
+    assert [iteration for _, iteration, _ in recorder.seen] == [8, 10, 12, 14, 16]
+
+
+def test_a_part_of_an_epoch_of_unknown_length_is_an_error_before_the_first_batch_that_names_the_handler() -> None:
+    trainer = make_trainer()
+    trainer.attach(Recorder("0.25ep", name="watcher"))
+    with pytest.raises(ValueError, match=r"watcher\.note: every 0\.25 epochs: .*epoch_length="):
+        trainer.run((None for _ in range(3)), max_epochs=1)
+    assert trainer.state.epoch == 0
+    trainer.run((None for _ in range(3)), max_epochs=1, epoch_length=3)
