@@ -77,6 +77,19 @@ class Checkpoint(Handler):
         self._due: str | None = None  # the file that was decided on in CONTROL and is written in PERSIST
         self._superseded: list[str] = []
 
+    @property
+    def best(self) -> Path | None:
+        """The file with the best value of the metric; None before the first, or without monitor."""
+        return self.folder / self.kept[0][0] if self.kept and self.monitor is not None else None
+
+    @property
+    def last(self) -> Path | None:
+        """The newest of the files that are kept; None before the first."""
+        newest = max(
+            (file for file, _ in self.kept), key=lambda file: int(file[:-3].rpartition("-iter")[2]), default=None
+        )
+        return None if newest is None else self.folder / newest
+
     @staticmethod
     def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint for ``engine.load_state_dict``. Nothing in the file can run code."""

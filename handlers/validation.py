@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
+from signalfire import (
+    AnyEvent,
+    Engine,
+    Events,
+    Handler,
+    Interval,
+    Phase,
+    check_every,
+    on,
+    unchanged_random_state,
+)
 
 __all__ = ["Validation"]
 
@@ -18,10 +29,13 @@ class Validation(Handler):
 
     Args:
         evaluator: an engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
-        data: its data: an iterable that can be iterated again each time.
-        every: the interval, such as "1ep", "500it", "2000st", "15min", or an event.
+        data: its data: an iterable that can be iterated again each time. Or several of them by name: then each is evaluated,
+            in this order, and its name and a slash come before the names of its metrics.
+        every: the interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: put before the names of the metrics, for more than one validation.
         at_start: whether to evaluate before the first batch, too.
+        sanity: on how many batches of each data the evaluator is tried before the first batch, so that its mistakes show
+            at once. What it measures there is dropped, and none of its handlers writes files.
 
     Example:
         >>> from signalfire import Engine, Update
@@ -33,11 +47,12 @@ class Validation(Handler):
     def __init__(
         self,
         evaluator: Engine,
-        data: Iterable[Any],
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
         *,
         every: str | Interval | AnyEvent = "1ep",
         prefix: str = "",
         at_start: bool = False,
+        sanity: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -46,20 +61,22 @@ class Validation(Handler):
                 f"Validation(evaluator={evaluator!r}): it has to be an Engine that does not train; give its Update "
                 "no optimizer: Update.evaluation() makes such a one"
             )
-        if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-            raise TypeError(
-                f"Validation(data={data!r}): it has to be iterable, such as a DataLoader or a list of batches"
-            )
-        if isinstance(data, Iterator):
-            raise TypeError(
-                f"Validation(data={data!r}): an iterator is used up by the first validation; give an iterable that "
-                "starts anew each time, such as a list or a DataLoader"
-            )
+        self.several: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}
+        if not self.several:
+            raise ValueError(f"Validation(data={data!r}): there is nothing to evaluate; give at least one data by name")
+        for key, one in self.several.items():
+            _check_data(one, f"Validation(data={one!r})" if key == "" else f"Validation(data={{{key!r}: {one!r}}})")
+        if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
+            raise TypeError(f"Validation(data=...): the names {list(data)} have to be strings")
+        if isinstance(sanity, bool) or not isinstance(sanity, int) or sanity < 0:
+            raise ValueError(f"Validation(sanity={sanity!r}): it has to be an int of 0 or more batches")
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
         self.prefix = prefix
         self.starting = Events.EPOCH_STARTED(once=1) if at_start else None
+        self.sanity = sanity
+        self.trying = Events.EPOCH_STARTED(once=1) if sanity else None
 
     def attached(self, engine: Engine) -> None:
         if self.evaluator is engine:
@@ -68,10 +85,42 @@ class Validation(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def announce(self, engine: Engine) -> None:
         """Say which metrics are to be expected, so that a misspelt name is noticed."""
-        engine.state.metrics.announce(self.name, [self.prefix + name for name in self.evaluator.state.metrics.owners])
+        names = list(self.evaluator.state.metrics.owners)
+        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.several for name in names])
+
+    @on("trying", phase=Phase.PREPARE)
+    def try_out(self, engine: Engine) -> None:
+        """Run the evaluator over a few batches, and forget what it measured."""
+        metrics = self.evaluator.state.metrics
+        before, was_dry = metrics.state_dict(), self.evaluator.dry_run
+        self.evaluator.dry_run = True
+        try:
+            for data in self.several.values():
+                with unchanged_random_state(getattr(data, "generator", None)):
+                    self.evaluator.run(islice(iter(data), self.sanity))
+        except Exception as error:
+            error.add_note(f"in the sanity run of {self.name!r}")
+            raise
+        finally:
+            self.evaluator.dry_run = was_dry
+            metrics.load_state_dict(before)
 
     @on("starting", phase=Phase.PREPARE)
     @on("every", phase=Phase.PREPARE)
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over its data."""
-        engine.evaluate(self.evaluator, self.data, prefix=self.prefix)
+        for key, data in self.several.items():
+            engine.evaluate(self.evaluator, data, prefix=self._prefix(key))
+
+    def _prefix(self, key: str) -> str:
+        return f"{self.prefix}{key}/" if key else self.prefix
+
+
+def _check_data(data: object, where: str) -> None:
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(f"{where}: it has to be iterable, such as a DataLoader or a list of batches")
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"{where}: an iterator is used up by the first validation; give an iterable that starts anew each time, such as a "
+            "list or a DataLoader"
+        )

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update, seed_everything
-from signalfire.handlers import Average, GradientAccumulation, Metrics, Validation
+from signalfire.handlers import (
+    Average,
+    EarlyStopping,
+    GradientAccumulation,
+    History,
+    Metrics,
+    TensorBoardLogger,
+    Validation,
+)
+from signalfire.testing import check_handler
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -75,7 +84,7 @@ class DrawingData:
 
 
 @pytest.mark.parametrize(
-    "every", ["1ep", "2ep", "1it", "4it", "3st", Events.ITERATION_STARTED(every=2), Events.GRADIENTS_READY]
+    "every", ["1ep", "2ep", "0.25ep", "1it", "4it", "3st", Events.ITERATION_STARTED(every=2), Events.GRADIENTS_READY]
 )
 @pytest.mark.parametrize("data", [batches(3), DrawingData()], ids=["list", "drawing"])
 def test_the_training_around_it_is_that_of_a_loop_by_hand(every: Any, data: Any) -> None:
@@ -194,6 +203,8 @@ def test_the_interval_says_when() -> None:
     assert validated_at("2st", GradientAccumulation(2)) == [(1, 4), (2, 8), (3, 12)]
     assert validated_at("3st", GradientAccumulation(2)) == [(2, 6), (3, 12)]
     assert validated_at("100h") == []
+    assert validated_at("0.5ep") == [(1, 2), (1, 4), (2, 6), (2, 8), (3, 10), (3, 12)]
+    assert validated_at("1.5ep") == [(2, 6), (3, 12)]
     assert validated_at("2ep", at_start=True) == [(1, 0), (2, 8)]
     assert validated_at(Events.EPOCH_COMPLETED(once=3)) == [(3, 12)]
 
@@ -300,6 +311,17 @@ def test_bad_arguments_are_refused() -> None:
         Validation(evaluator_of(model), iter(batches(3)))
     with pytest.raises(ValueError, match=r"Validation\(every='often'\)"):
         Validation(evaluator_of(model), batches(3), every="often")
+    with pytest.raises(ValueError, match=r"Validation\(data=\{\}\)"):
+        Validation(evaluator_of(model), {})
+    with pytest.raises(TypeError, match=r"'late'.*iterator is used up"):
+        Validation(evaluator_of(model), {"early": batches(3), "late": iter(batches(3))})
+    with pytest.raises(TypeError, match=r"'late'.*iterable"):
+        Validation(evaluator_of(model), {"early": batches(3), "late": 3})
+    with pytest.raises(TypeError, match=r"\[1\] have to be strings"):
+        Validation(evaluator_of(model), {1: batches(3)})
+    for sanity in (-1, True, 0.5):
+        with pytest.raises(ValueError, match=rf"Validation\(sanity={sanity!r}\)"):
+            Validation(evaluator_of(model), batches(3), sanity=sanity)  # type: ignore[arg-type]
     evaluator = evaluator_of(model)
     with pytest.raises(ValueError, match="itself"):
         evaluator.attach(Validation(evaluator, batches(3)))
@@ -322,3 +344,105 @@ def test_switched_off_nothing_is_measured(way: str) -> None:
         engine.run(batches(), max_epochs=1)
     assert dict(engine.state.metrics) == {}
     assert engine.state.metrics.owners == {}
+
+
+# ---- several, parts of an epoch, a sanity run ---------------------------------------------------------------------
+
+
+def test_several_data_are_evaluated_under_their_names() -> None:
+    model = network()
+    history = History()
+    data = {"near": batches(3), "far": DrawingData()}
+    engine = trainer_of(model, Validation(evaluator_of(model), data, prefix="val_"), history)
+    seed_everything(1)
+    engine.run(batches(), max_epochs=2)
+    hand, losses = trained_by_hand()
+    assert history["val_near/loss"] == losses
+    assert history["val_far/loss"] == losses  # the same batches
+    assert history.names == ["val_near/loss", "val_far/loss"]
+    for a, b in zip(model.state_dict().values(), hand.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_of_several_may_be_monitored_and_a_misspelt_one_is_noticed() -> None:
+    model = network()
+    data = {"near": batches(3), "far": batches(2)}
+    engine = trainer_of(model, Validation(evaluator_of(model), data), EarlyStopping("far/loss"))
+    engine.run(batches(), max_epochs=1)
+    engine.attach(EarlyStopping("fer/loss", name="misspelt"))
+    with pytest.raises(KeyError, match="did you mean 'far/loss'"):
+        engine.run(batches(), max_epochs=2)
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[Any]:
+        yield from batches()
+
+
+def test_a_part_of_an_epoch_of_unknown_length_is_an_error_that_names_the_validation() -> None:
+    model = network()
+    engine = trainer_of(model, Validation(evaluator_of(model), batches(3), every="0.5ep"))
+    with pytest.raises(ValueError, match=r"validation\.validate.*every 0\.5 epochs.*epoch_length="):
+        engine.run(Unsized(), max_epochs=1)
+    assert engine.state.epoch == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_sanity_run_changes_nothing_and_leaves_no_metric(several: bool, tmp_path: Any) -> None:
+    model = network()
+    evaluator = evaluator_of(model)
+    evaluator.attach(TensorBoardLogger(tmp_path / "events"))
+    lengths: list[int] = []
+    evaluator.connect(Events.COMPLETED, lambda engine: lengths.append(engine.state.iteration))
+    data: Any = {"a": DrawingData(), "b": batches(3)} if several else DrawingData()
+    history = History()
+    engine = trainer_of(model, Validation(evaluator, data, sanity=2), history)
+    engine.connect(Events.ITERATION_STARTED(once=1), check_that_nothing_is_measured)
+    engine.connect(Events.ITERATION_STARTED(once=1), lambda engine: lengths.append(len(list(tmp_path.rglob("*")))))
+    seed_everything(1)
+    engine.run(batches(), max_epochs=2)
+    after = torch.rand(2)
+    hand, losses = trained_by_hand()
+    assert torch.equal(after, torch.rand(2))
+    for a, b in zip(model.state_dict().values(), hand.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    times = 2 if several else 1
+    assert lengths == [2] * times + [0] + [3] * times * 2  # no file was there after the sanity run
+    assert history["a/loss" if several else "loss"] == losses
+    assert not evaluator.dry_run
+    engine.run(batches(), max_epochs=3)
+    assert len(lengths) == 6 * times + 1 - 2 * times  # it is not made again
+
+
+def check_that_nothing_is_measured(engine: Engine) -> None:
+    assert dict(engine.state.metrics) == {}
+    assert engine.state.metrics.serial == 0
+
+
+def test_a_shuffled_loader_of_its_own_draws_nothing_in_a_sanity_run() -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(
+        TensorDataset(torch.randn(10, 5), torch.randn(10, 1)), batch_size=4, shuffle=True, generator=generator
+    )
+    model = network()
+    before = generator.get_state()
+    trainer_of(model, Validation(evaluator_of(model), data, sanity=1, every="9ep")).run(batches(), max_epochs=1)
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_mistake_in_the_evaluation_shows_before_the_first_batch() -> None:
+    model = network()
+    engine = trainer_of(model, Validation(evaluator_of(model), [(torch.ones(2, 6), torch.ones(2, 1))], sanity=1))
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        engine.run(batches(), max_epochs=1)
+    assert "in the sanity run of 'validation'" in caught.value.__notes__
+    assert engine.state.iteration == 0
+    assert dict(engine.state.metrics) == {}
+
+
+@pytest.mark.parametrize("options", [{"every": "0.5ep", "sanity": 1}, {"every": "1.5ep", "at_start": True}], ids=str)
+def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
+    def validation() -> Validation:
+        return Validation(evaluator_of(network()), {"a": batches(2), "b": DrawingData()}, **options)
+
+    check_handler(lambda: trainer_of(network()), validation, batches(), changes_training=False, max_epochs=3)

@@ -1,0 +1,92 @@
+"""A fast development run: a few batches through everything, and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from signalfire import Engine, Events, Handler, Phase, on
+
+__all__ = ["FastDevRun"]
+
+
+class FastDevRun(Handler):
+    """Makes every run one epoch of a few batches, evaluations included, to see whether all of it works.
+
+    The engine's `dry_run` is on while the handler is attached: handlers that write files or send something away are left out
+    of the run, and are back afterwards. The other bounds that are given to `run` still hold. The training is real: begin anew
+    afterwards with `Engine.reset`, which keeps the weights, or build the engine again.
+
+    A run without data, or with ``epoch_length=``, ends its epoch after so many iterations, and discards an open window.
+
+    Args:
+        batches: how many batches of the training and of every evaluation.
+
+    Example:
+        >>> FastDevRun(2).batches
+        2
+    """
+
+    def __init__(self, batches: int = 1, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+            raise ValueError(f"FastDevRun(batches={batches!r}): it has to be an int of 1 or more")
+        self.batches = batches
+        self._dry_before = False
+
+    def attached(self, engine: Engine) -> None:
+        if engine.running:
+            raise RuntimeError(
+                f"{self.name!r}: it cannot join a running engine, which has its data; attach it before run()"
+            )
+        engine.replace("data", self.limit, by=self)
+        self._dry_before, engine.dry_run = engine.dry_run, True
+
+    def detached(self, engine: Engine) -> None:
+        engine.dry_run = self._dry_before
+
+    def limit(self, engine: Engine, data: Any) -> Any:
+        """What the engine iterates instead of its data."""
+        return None if data is None else _First(data, self.batches)
+
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
+    def bound(self, engine: Engine) -> None:
+        """One epoch from here; a stop is not held back."""
+        state = engine.state
+        state.max_epochs = state.epoch - state.epoch_open + 1
+        state.min_epochs = state.min_iters = 0
+
+    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL)
+    def end_epoch(self, engine: Engine) -> None:
+        """End an epoch whose length is not that of the data."""
+        state = engine.state
+        if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.on_last_batch():
+            engine.terminate_epoch(f"{self.name} makes {self.batches} batches")
+
+
+class _First:
+    """The first batches of data; it has a length if the data has one."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self.data = data
+        self.count = count
+
+    @property
+    def generator(self) -> Any:
+        """The DataLoader's own, which is a part of the data's position."""
+        return getattr(self.data, "generator", None)
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.data))
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] | None = iter(self.data)
+        for taken in range(1, self.count + 1):
+            assert batches is not None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if taken == self.count:
+                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
+            yield batch

@@ -1,0 +1,84 @@
+"""Overfitting a few batches: the check that a model can learn at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from signalfire import Engine, Handler, derived_seed, seed_everything, unchanged_random_state
+
+__all__ = ["OverfitBatches"]
+
+
+class OverfitBatches(Handler):
+    """Trains on the same first batches in every epoch, in the same order; a sound model brings their loss close to zero.
+
+    The batches are taken from the data once and kept in memory, as they are: shuffled and augmented the same in every epoch.
+    They are drawn from random streams that depend on the run's seed and the handler's name alone, so that a resumed run
+    draws the same ones, and nothing else draws differently. It takes effect with the next `run`.
+
+    Args:
+        count: how many batches.
+        validation: whether evaluations inside the run are made on these batches, too, instead of on their own data.
+
+    Example:
+        >>> OverfitBatches(4).count
+        4
+    """
+
+    trains = True
+
+    def __init__(self, count: int = 1, *, validation: bool = False, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"OverfitBatches(count={count!r}): it has to be an int of 1 or more")
+        self.count = count
+        self.validation = validation
+        self._kept: _Kept | None = None
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("data", self.keep, by=self)
+
+    def detached(self, engine: Engine) -> None:
+        self._kept = None
+
+    def keep(self, engine: Engine, data: Any) -> Any:
+        """What the engine iterates instead of its data."""
+        if engine is not self.engine:
+            return self._kept if self.validation and self._kept is not None else data
+        if data is None:
+            raise ValueError(f"{self.name!r}: this run has no data of which batches could be kept")
+        if self._kept is None or self._kept.data is not data:
+            self._kept = _Kept(data, self.count, engine, self.name)
+        return self._kept
+
+
+class _Kept:
+    """The first batches of data, taken when they are first asked for."""
+
+    def __init__(self, data: Any, count: int, engine: Engine, name: str) -> None:
+        self.data = data
+        self.count = count
+        self._engine = weakref.ref(engine)  # its seed may be that of a state that is loaded after this was made
+        self._name = name
+        self._batches: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.data))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            engine = self._engine()
+            assert engine is not None
+            seed = derived_seed(engine.seed, self._name)
+            generator = getattr(self.data, "generator", None)
+            with unchanged_random_state(generator):
+                seed_everything(seed % 2**32)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(seed)
+                self._batches = list(islice(iter(self.data), self.count))
+        return iter(self._batches)

@@ -1,0 +1,214 @@
+"""Predictions against a loop by hand in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import Average, DeviceTransfer, FastDevRun, Metrics, MixedPrecision, Predictions, Validation
+from signalfire.testing import check_handler
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+def batches() -> Batches:
+    generator = torch.Generator().manual_seed(11)
+    sizes = (4, 4, 3)
+    return [(torch.randn(size, 5, generator=generator), torch.randn(size, 2, generator=generator)) for size in sizes]
+
+
+def predictor(model: nn.Module | None, *handlers: Any, forward: Callable[[Engine, Any], Any] | None = None) -> Engine:
+    engine = Engine(Update.prediction(forward), model=model)
+    engine.attach(*handlers)
+    return engine
+
+
+def predicted_by_hand(model: nn.Module) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(inputs) for inputs, _ in batches()]
+    model.train()
+    return outputs
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_outputs_inputs_and_targets_are_joined_over_the_batches(order: int) -> None:
+    model = network()
+    handler = Predictions(inputs=True, targets=True)
+    predictor(model, *[handler, DeviceTransfer("cpu")][::order]).run(batches())
+    assert torch.equal(handler.outputs, torch.cat(predicted_by_hand(model)))
+    assert torch.equal(handler.inputs, torch.cat([inputs for inputs, _ in batches()]))
+    assert torch.equal(handler.targets, torch.cat([targets for _, targets in batches()]))
+    assert not handler.outputs.requires_grad
+    assert handler.files == []
+
+
+def test_under_mixed_precision_it_takes_what_the_forward_gives() -> None:
+    model = network()
+    handler = Predictions()
+    predictor(model, handler, MixedPrecision("bf16")).run(batches())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.cat(predicted_by_hand(model))
+    assert handler.outputs.dtype == torch.bfloat16
+    assert torch.equal(handler.outputs, expected)
+
+
+def test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory(tmp_path: Path) -> None:
+    model = network()
+    handler = Predictions(tmp_path / "out", targets=True)
+    predictor(model, handler).run(batches())
+    assert [path.name for path in handler.files] == [f"predictions-0000000{n}.pt" for n in (1, 2, 3)]
+    assert sorted((tmp_path / "out").iterdir()) == handler.files
+    for path, output, (_, targets) in zip(handler.files, predicted_by_hand(model), batches(), strict=True):
+        found = torch.load(path, weights_only=True)
+        assert set(found) == {"outputs", "targets"}
+        assert torch.equal(found["outputs"], output)
+        assert torch.equal(found["targets"], targets)
+    assert handler._collected == {"outputs": [], "targets": []}
+    with pytest.raises(RuntimeError, match=r"'predictions': the outputs are in the files"):
+        _ = handler.outputs
+
+
+def test_a_new_run_replaces_the_files_of_the_one_before_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "predictions-notes.pt").write_text("mine")
+    handler, other = Predictions(tmp_path), Predictions(tmp_path, name="predictions-0")
+    engine = predictor(network(), handler, other)
+    engine.run(batches())
+    engine.detach(other)
+    engine.run(batches()[:1])
+    names = {path.name for path in tmp_path.iterdir()}
+    others = {f"predictions-0-0000000{n}.pt" for n in (1, 2, 3)}
+    assert names == {"predictions-notes.pt", "predictions-00000001.pt"} | others
+    assert len(handler.files) == 1
+
+
+def test_an_output_that_cannot_be_written_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    handler = Predictions(tmp_path)
+    engine = predictor(None, handler, forward=lambda engine, batch: lambda: None)
+    with pytest.raises(Exception, match=r"pickle|local"):
+        engine.run(batches())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda engine, batch: batch[0].sum(), lambda data: torch.stack([inputs.sum() for inputs, _ in data])),
+        (lambda engine, batch: len(batch[0]), lambda data: [4, 4, 3]),
+        (lambda engine, batch: torch.ones(2, len(batch[0])), None),
+    ],
+    ids=["scalars", "numbers", "ragged"],
+)
+def test_outputs_of_other_forms(forward: Any, expected: Any) -> None:
+    handler = Predictions()
+    predictor(None, handler, forward=forward).run(batches())
+    if expected is None:
+        assert [tuple(output.shape) for output in handler.outputs] == [(2, 4), (2, 4), (2, 3)]
+    elif isinstance(found := handler.outputs, Tensor):
+        assert torch.equal(found, expected(batches()))
+    else:
+        assert found == expected(batches())
+
+
+def test_nested_outputs_are_one_item_a_batch_and_share_nothing_with_the_forwards() -> None:
+    buffer = torch.zeros(2)
+
+    def forward(engine: Engine, batch: Any) -> Any:
+        buffer.add_(1)
+        return {"parts": [buffer, (buffer, "text")]}
+
+    handler = Predictions()
+    predictor(None, handler, forward=forward).run(batches())
+    assert [output["parts"][0].tolist() for output in handler.outputs] == [[1, 1], [2, 2], [3, 3]]
+    assert handler.outputs[1]["parts"][1][1] == "text"
+
+
+def test_functions_say_where_inputs_and_targets_are() -> None:
+    data = [{"x": inputs, "y": targets} for inputs, targets in batches()]
+    handler = Predictions(inputs=lambda batch: batch["x"], targets=lambda batch: batch["y"])
+    predictor(network(), handler, forward=lambda engine, batch: engine.model(batch["x"])).run(data)
+    assert torch.equal(handler.targets, torch.cat([targets for _, targets in batches()]))
+
+
+def test_every_run_begins_anew_also_inside_a_training() -> None:
+    model = network()
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
+    evaluator = Engine(update.evaluation(), model=model)
+    handler = Predictions()
+    evaluator.attach(Metrics(loss=Average()), handler)
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(Validation(evaluator, batches()))
+    engine.run(batches(), max_epochs=3)
+    assert torch.equal(handler.outputs, torch.cat(predicted_by_hand(model)))
+
+
+def test_a_dry_run_writes_no_file_but_collects_in_memory(tmp_path: Path) -> None:
+    written, collected = Predictions(tmp_path / "out", name="written"), Predictions()
+    engine = predictor(network(), written, collected, FastDevRun(2))
+    engine.run(batches())
+    assert list(tmp_path.iterdir()) == []
+    assert collected.outputs.shape == (8, 2)
+    assert written.enabled
+
+
+def test_what_was_not_collected_is_an_error_that_says_what_to_do() -> None:
+    handler = Predictions()
+    with pytest.raises(RuntimeError, match=r"no outputs were collected; run the engine"):
+        _ = handler.outputs
+    predictor(network(), handler).run(batches())
+    with pytest.raises(RuntimeError, match=r"no targets were collected; Predictions\(targets=True\)"):
+        _ = handler.targets
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Predictions\(inputs=3\)"):
+        Predictions(inputs=3)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"Predictions\(folder="):
+        Predictions(tmp_path / "file")
+    trainer = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=network())
+    with pytest.raises(ValueError, match=r"'predictions': this engine trains"):
+        trainer.attach(Predictions())
+    with pytest.raises(ValueError, match=r"single function"):
+        Engine(Update.from_function(lambda engine, batch: None)).attach(Predictions())
+    two = Engine([Update.prediction(name="a"), Update.prediction(name="b")], model=network())
+    with pytest.raises(ValueError, match=r"several updates \(a, b\)"):
+        two.attach(Predictions())
+    two.attach(Predictions(update="b"))
+    two.run(batches())
+
+
+def test_it_keeps_its_promises(tmp_path: Path) -> None:
+    for folder in (None, tmp_path / "out"):
+        check_handler(
+            lambda: predictor(network()),
+            lambda folder=folder: Predictions(folder, inputs=True),  # type: ignore[misc]
+            batches(),
+            changes_training=False,
+            max_epochs=2,
+        )
+
+
+def test_it_sees_what_others_made_of_the_output() -> None:
+    handler = Predictions()
+    engine = predictor(network(), handler)
+
+    @engine.on(Events.FORWARD_COMPLETED)
+    def classify(engine: Engine) -> None:
+        engine.state.update.output = engine.state.update.output.argmax(1)
+
+    engine.run(batches())
+    assert handler.outputs.dtype == torch.int64
+    assert handler.outputs.shape == (11,)
