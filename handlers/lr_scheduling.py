@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -24,10 +26,14 @@ class LRScheduling(Handler):
     The scheduler is built when the run starts, once the optimizer exists and the number of steps is known: a factory that
     takes ``total_steps`` (or ``T_max``) and was not given it gets the number of times it will be stepped. It moves after
     optimizer steps that really happened, once for each accumulation window and not after a skipped step, or after epochs.
+    `simulate` and `plot` show a schedule without training.
+
+    Schedulers with the interface of timm are driven, too: by ``step_update(steps)`` where they count steps, and by
+    ``step(epochs)`` where they count epochs (``t_in_epochs``).
 
     Args:
-        scheduler: a factory that is called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)`` or ``lambda
-            optimizer: SequentialLR(optimizer, ...)``.
+        scheduler: a factory that is called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
+            `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
         every: "1st" (every optimizer step), "5st", "1ep", ...
         monitor: for ReduceLROnPlateau, the metric it watches; it is then stepped once for each new value of it.
         update: the name of the update whose optimizer is scheduled; the first by default.
@@ -67,7 +73,7 @@ class LRScheduling(Handler):
                 "metric; leave out every="
             )
         interval = check_every(self, every or "1st")
-        if not isinstance(interval, Interval) or interval.unit not in ("st", "ep"):
+        if not isinstance(interval, Interval) or interval.unit not in ("st", "ep") or interval.value % 1:
             raise ValueError(
                 f"LRScheduling(every={every!r}): a schedule follows optimizer steps or epochs: '1st' or '1ep'"
             )
@@ -97,7 +103,7 @@ class LRScheduling(Handler):
             self.check(engine)
             return
         self.stepped = 0
-        arguments = {}
+        self.total = None
         missing = _missing_total(self.factory)
         if missing is not None:
             self.total = self._planned(engine)
@@ -106,19 +112,40 @@ class LRScheduling(Handler):
                     f"{self.name!r}: {_told(self.factory)} needs {missing}, and how many steps this run makes is not "
                     f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
                 )
-            arguments[missing] = max(self.total, 1)
-        self.scheduler = self.factory(optimizer, **arguments)
-        if not hasattr(self.scheduler, "step") or not hasattr(self.scheduler, "state_dict"):
-            made, self.scheduler = self.scheduler, None
-            raise TypeError(f"{self.name!r}: the factory returned {made!r}, which is no scheduler")
-        if isinstance(self.scheduler, ReduceLROnPlateau) != (self.monitor is not None):
+        try:
+            self.scheduler = self._built(optimizer, self.total)
+        finally:
+            # torch wraps optimizer.step only to warn about a wrong order, which the engine rules out: leave no trace.
+            if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+                del optimizer.step
+
+    def _built(self, optimizer: Optimizer, total: int | None) -> Any:
+        """A new scheduler, which is checked to be one that this handler can drive."""
+        missing = _missing_total(self.factory)
+        scheduler = self.factory(optimizer, **({} if missing is None or total is None else {missing: max(total, 1)}))
+        if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+            raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is no scheduler")
+        kind = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau) != (self.monitor is not None):
             raise ValueError(
-                f"{self.name!r}: monitor= goes with ReduceLROnPlateau, and with nothing else; the factory "
-                f"returned a {type(self.scheduler).__name__}"
+                f"{self.name!r}: monitor= goes with ReduceLROnPlateau, and with nothing else; the factory returned a {kind}"
             )
-        # torch wraps optimizer.step only to warn about a wrong order, which the engine rules out: leave no trace.
-        if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-            del optimizer.step
+        if _counts_itself(scheduler):
+            if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+                raise ValueError(
+                    f"{self.name!r}: the {kind} does not save what it has seen; give torch's ReduceLROnPlateau and monitor="
+                )
+            if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
+                counted, way_out = (
+                    ("steps", "t_in_epochs=True, or every='1st'")
+                    if self.every.unit == "ep"
+                    else ("epochs", "t_in_epochs=False, or every='1ep'")
+                )
+                raise ValueError(
+                    f"{self.name!r}: the {kind} counts {counted}, which every={str(self.every)!r} does not give it; write "
+                    f"{way_out}"
+                )
+        return scheduler
 
     @on(Events.CHECKPOINT_LOADED)
     def check(self, engine: Engine) -> None:
@@ -171,12 +198,149 @@ class LRScheduling(Handler):
 
     def _step(self) -> None:
         self.stepped += 1
-        if not _first_steps(self.scheduler):
-            self.scheduler.step()
+        self._move(self.scheduler, self.stepped)
+
+    def _move(self, scheduler: Any, stepped: int) -> None:
+        """Let the scheduler go on to where it was stepped so many times."""
+        if _counts_itself(scheduler):
+            count = stepped * int(self.every.value)
+            (scheduler.step if self.every.unit == "ep" else scheduler.step_update)(count)
+            return
+        if not _first_steps(scheduler):
+            scheduler.step()
             return
         with warnings.catch_warnings():  # at its first step torch looks for the wrapper that `build` took off
             warnings.filterwarnings("ignore", message=".*optimizer.step.*", category=UserWarning)
-            self.scheduler.step()
+            scheduler.step()
+
+    @overload
+    def simulate(
+        self,
+        steps: int,
+        *,
+        lr: float,
+        epochs: int | None = None,
+        momentum: float = 0.9,
+        metric_values: Sequence[float] | None = None,
+    ) -> list[float]: ...
+
+    @overload
+    def simulate(
+        self,
+        steps: int,
+        *,
+        lr: Sequence[float],
+        epochs: int | None = None,
+        momentum: float = 0.9,
+        metric_values: Sequence[float] | None = None,
+    ) -> list[list[float]]: ...
+
+    def simulate(
+        self,
+        steps: int,
+        *,
+        lr: float | Sequence[float],
+        epochs: int | None = None,
+        momentum: float = 0.9,
+        metric_values: Sequence[float] | None = None,
+    ) -> list[float] | list[list[float]]:
+        """The rates that this schedule gives in a run, without training and without touching any model or optimizer.
+
+        Args:
+            steps: the optimizer steps of the run.
+            lr: the rate that the optimizer is built with, or one for each parameter group.
+            epochs: for a schedule that follows epochs, the number of equally long ones that the steps make.
+            momentum: of the optimizer (SGD) that stands in for the real one; some schedules look at it.
+            metric_values: for ReduceLROnPlateau, the values of its metric in the order in which they come, evenly spread over
+                the steps, the last one after the last step.
+
+        Returns:
+            The rate that each step uses; with several groups, such a list for each group.
+
+        Raises:
+            ValueError: if what the schedule follows was not given.
+
+        Example:
+            >>> from torch.optim.lr_scheduler import StepLR
+            >>> LRScheduling(partial(StepLR, step_size=2, gamma=0.5)).simulate(6, lr=0.8)
+            [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
+        """
+        moves = self._moves(steps, epochs, metric_values)
+        rates_at_start = _listed(lr)
+        groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates_at_start]
+        optimizer = torch.optim.SGD(groups, lr=rates_at_start[0], momentum=momentum)
+        scheduler = self._built(optimizer, len(moves))
+        rates: list[list[float]] = [[] for _ in groups]
+        stepped = 0
+        for step in range(1, steps + 1):
+            for group, used in zip(optimizer.param_groups, rates, strict=True):
+                used.append(float(group["lr"]))
+            while stepped < len(moves) and moves[stepped] <= step:
+                stepped += 1
+                if metric_values is not None:
+                    scheduler.step(metric_values[stepped - 1])
+                else:
+                    self._move(scheduler, stepped)
+        return rates if isinstance(lr, Sequence) else rates[0]
+
+    def _moves(self, steps: int, epochs: int | None, metric_values: Sequence[float] | None) -> list[int]:
+        """After which of so many steps the scheduler moves."""
+        for argument, value in (("steps", steps), ("epochs", epochs)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"LRScheduling.simulate({argument}={value!r}): it has to be an int of 1 or more")
+        if (metric_values is None) != (self.monitor is None):
+            raise ValueError(
+                "LRScheduling.simulate(): ReduceLROnPlateau follows a metric; give metric_values=, which it is to see"
+                if metric_values is None
+                else f"LRScheduling.simulate(metric_values={metric_values!r}): this schedule follows no metric; leave it out"
+            )
+        if metric_values is not None:
+            return [value * steps // len(metric_values) for value in range(1, len(metric_values) + 1)]
+        if self.every.unit == "st":
+            return list(range(int(self.every.value), steps + 1, int(self.every.value)))
+        if epochs is None or steps % epochs:
+            raise ValueError(
+                f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule follows epochs; give the number of "
+                "epochs that these steps make, each of the same length"
+            )
+        length = steps // epochs * int(self.every.value)
+        return list(range(length, steps + 1, length))
+
+    def plot(
+        self,
+        path: str | Path,
+        steps: int,
+        *,
+        lr: float | Sequence[float],
+        epochs: int | None = None,
+        momentum: float = 0.9,
+        metric_values: Sequence[float] | None = None,
+    ) -> None:
+        """Draw what `simulate` gives over the optimizer steps.
+
+        Args:
+            path: where to write the picture; the ending chooses the format.
+            steps, lr, epochs, momentum, metric_values: as for `simulate`.
+
+        Raises:
+            ImportError: without matplotlib, which the extra ``examples`` brings.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "LRScheduling.plot() needs matplotlib: pip install matplotlib; simulate() gives the numbers without it"
+            ) from error
+        rates = self.simulate(steps, lr=_listed(lr), epochs=epochs, momentum=momentum, metric_values=metric_values)
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes = figure.add_subplot()
+        for place, used in enumerate(rates):
+            axes.step(range(1, steps + 1), used, where="mid", label=f"group {place}")
+        axes.set(xlabel="optimizer step", ylabel="learning rate")
+        axes.grid(alpha=0.3)
+        if len(rates) > 1:
+            axes.legend()
+        figure.savefig(path, dpi=120)
 
     def state_dict(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
@@ -204,6 +368,15 @@ def _first_steps(scheduler: Any) -> bool:
     return getattr(scheduler, "_step_count", 2) <= 1 or any(
         _first_steps(s) for s in getattr(scheduler, "_schedulers", ())
     )
+
+
+def _counts_itself(scheduler: Any) -> bool:
+    """Whether a scheduler is told how many steps or epochs were made, as timm's are, instead of counting them."""
+    return hasattr(scheduler, "step_update")
+
+
+def _listed(lr: float | Sequence[float]) -> list[float]:
+    return [float(one) for one in lr] if isinstance(lr, Sequence) else [float(lr)]
 
 
 def _base(factory: Any) -> Any:

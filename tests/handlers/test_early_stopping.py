@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Update
-from signalfire.handlers import Average, EarlyStopping, Metrics, Validation
+from signalfire import Engine, Events, Phase, Update
+from signalfire.handlers import Average, Checkpoint, EarlyStopping, Metrics, Validation
+from signalfire.testing import check_handler
 
 BATCHES = [(torch.ones(2, 3), torch.ones(2, 1))] * 2
 
@@ -91,9 +92,9 @@ def test_a_relative_min_delta_works_for_negative_scores(mode: Any, scores: list[
 
 
 def test_nan_is_never_an_improvement() -> None:
-    assert stops_at([math.nan] * 5, patience=3) == 3
-    assert stops_at([2.0, math.nan, math.nan, 1.0], patience=2) == 3
-    handler = EarlyStopping("score", patience=3)
+    assert stops_at([math.nan] * 5, patience=3, check_finite=False) == 3
+    assert stops_at([2.0, math.nan, math.nan, 1.0], patience=2, check_finite=False) == 3
+    handler = EarlyStopping("score", patience=3, check_finite=False)
     engine_of([math.nan, 2.0, math.nan, 1.0, 3.0], handler).run(BATCHES, max_epochs=5)
     assert (handler.best, handler.waited) == (1.0, 1)
 
@@ -221,12 +222,21 @@ def test_switched_off_nothing_stops(way: str) -> None:
         (ValueError, {"min_delta": math.nan}),
         (ValueError, {"min_delta": math.inf}),
         (TypeError, {"monitor": 3}),
+        (TypeError, {"threshold": "0.5"}),
+        (TypeError, {"divergence": True}),
+        (ValueError, {"threshold": math.nan}),
+        (ValueError, {"divergence": math.inf}),
+        (ValueError, {"threshold": 2.0, "divergence": 1.0}),
+        (ValueError, {"threshold": 1.0, "divergence": 2.0, "mode": "max"}),
+        (TypeError, {"after": 5}),
+        (ValueError, {"after": "5min"}),
+        (ValueError, {"after": "0.5ep"}),
         (TypeError, {"monitor": ""}),
     ],
     ids=str,
 )
 def test_bad_arguments_are_refused(error: type[Exception], options: dict[str, Any]) -> None:
-    with pytest.raises(error, match="EarlyStopping"):
+    with pytest.raises(error, match=f"EarlyStopping.*{next(iter(options))}|EarlyStopping: the monitored metric"):
         EarlyStopping(**{"monitor": "score", **options})
 
 
@@ -236,3 +246,221 @@ def test_tensors_are_judged_as_numbers() -> None:
     engine_of(scores, handler).run(BATCHES, max_epochs=3)
     assert (handler.best, handler.waited) == (1.0, 1)
     assert not isinstance(handler.best, Tensor)
+
+
+# ---- good enough, past help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "threshold", "epoch"),
+    [
+        ("min", [3.0, 2.0, 1.0, 0.5], 1.0, 3),  # reached exactly
+        ("min", [3.0, 1.5, 0.5, 0.1], 1.0, 3),
+        ("max", [0.5, 0.9, 0.95, 0.99], 0.9, 2),
+        ("max", [-3.0, -1.0, 0.0], -2.0, 2),
+        ("max", [0.95, 0.99], 0.9, 1),  # the first value already
+        ("min", [3.0, 2.0, 1.5], 1.0, 3),  # never reached
+    ],
+)
+def test_it_stops_at_a_value_at_least_as_good_as_the_threshold(
+    mode: Any, scores: list[float], threshold: float, epoch: int
+) -> None:
+    assert stops_at(scores, mode=mode, threshold=threshold) == epoch
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "divergence", "epoch"),
+    [
+        ("min", [3.0, 10.0, 11.0, 3.0], 10.0, 3),  # just as bad is not worse
+        ("max", [0.5, 0.1, 0.05, 0.5], 0.1, 3),
+        ("min", [11.0, 1.0], 10.0, 1),
+        ("min", [3.0, 4.0, 2.0], 10.0, 3),
+    ],
+)
+def test_it_stops_at_a_value_worse_than_the_divergence(
+    mode: Any, scores: list[float], divergence: float, epoch: int
+) -> None:
+    assert stops_at(scores, mode=mode, divergence=divergence, patience=9) == epoch
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
+    assert stops_at([3.0, value, 2.0, 1.0], patience=9) == 2
+    assert stops_at([3.0, value, 2.0, 1.0], patience=9, check_finite=False) == 4
+    handler = EarlyStopping("score")
+    engine_of([3.0, value], handler).run(BATCHES, max_epochs=2)
+    assert (handler.best, handler.waited) == (3.0, 1)  # infinitely small is not the best
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        ([2.0, 0.5], ["score", "0.5", "threshold of 0.75"]),
+        ([2.0, 9.0], ["score", "9.0", "divergence of 8.0"]),
+        ([2.0, math.nan], ["score", "nan", "not finite"]),
+        ([2.0, 3.0, 3.0], ["score", "2.0", "2 values"]),
+    ],
+)
+def test_the_reason_names_the_metric_and_the_values(scores: list[float], told: list[str]) -> None:
+    engine = engine_of(scores, EarlyStopping("score", patience=2, threshold=0.75, divergence=8.0))
+    reason = engine.run(BATCHES, max_epochs=9).stop_reason
+    assert reason is not None
+    assert engine.state.epoch == len(scores)
+    assert [part for part in told if part not in reason] == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "options"),
+    [
+        ([2.0, math.nan, 1.5, 1.0, 0.9, 0.8], {}),
+        ([2.0, 9.0, 1.5, 1.0, 0.9, 0.8], {"divergence": 8.0}),
+        ([2.0, 0.5, 1.5, 1.4, 1.3, 1.2], {"threshold": 0.75}),
+    ],
+)
+def test_every_stop_that_min_epochs_holds_back_is_decided_anew(scores: list[float], options: dict[str, Any]) -> None:
+    assert engine_of(scores, EarlyStopping("score", patience=9, **options)).run(BATCHES, max_epochs=6).epoch == 2
+    engine = engine_of(scores, EarlyStopping("score", patience=9, **options))
+    state = engine.run(BATCHES, max_epochs=6, min_epochs=4)
+    assert (state.epoch, state.stop_reason) == (6, None)
+
+
+def test_a_stop_that_is_held_back_tells_its_latest_reason() -> None:
+    engine = engine_of([2.0, 3.0, 9.0, 9.5], EarlyStopping("score", patience=1, divergence=8.0))
+    reason = engine.run(BATCHES, max_epochs=4, min_epochs=3).stop_reason
+    assert reason is not None
+    assert "divergence" in reason
+
+
+@pytest.mark.parametrize(("after", "epoch"), [(None, 3), ("1ep", 4), ("4ep", 7), ("8it", 7), ("9it", 7), ("8st", 7)])
+def test_values_up_to_the_end_of_the_warm_up_are_not_judged(after: str | None, epoch: int) -> None:
+    """Each epoch has two iterations and steps; without a warm-up the values 2 and 3 are worse than the first."""
+    handler = EarlyStopping("score", patience=2, after=after)
+    scores = [1.0, 5.0, 6.0, 7.0, 3.0, 4.0, 4.0, 1.0, 1.0]
+    assert engine_of(scores, handler).run(BATCHES, max_epochs=9).epoch == epoch
+
+
+# ---- the best weights ---------------------------------------------------------------------------------------------
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.model.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def build() -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.05))
+    engine = Engine(update, model=model, seed=0)
+    scores = [3.0, 1.0, 2.0, 2.5, 0.5, 3.0, 4.0]
+    engine.connect(
+        Events.EPOCH_COMPLETED,
+        lambda engine: engine.state.metrics.update(score=scores[engine.state.epoch - 1]),
+    )
+    return engine
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
+
+
+def by_hand(epochs: int) -> dict[str, Tensor]:
+    model = build().model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for inputs, targets in data() * epochs:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, Tensor] = model.state_dict()
+    return state
+
+
+@pytest.mark.parametrize(("patience", "stopped_in", "best_in"), [(2, 4, 2), (9, 6, 5)])
+def test_the_modules_get_the_weights_of_the_best_value_back(patience: int, stopped_in: int, best_in: int) -> None:
+    engine = build()
+    engine.attach(EarlyStopping("score", patience=patience, restore_best=True))
+    last: list[dict[str, Tensor]] = []
+    engine.connect(Events.COMPLETED, lambda engine: last.append(weights_of(engine)), phase=Phase.PREPARE)
+    assert engine.run(data(), max_epochs=6).epoch == stopped_in
+    assert same(weights_of(engine), by_hand(best_in))
+    assert same(last[0], by_hand(stopped_in))
+
+
+def test_without_the_option_the_last_weights_stay() -> None:
+    engine = build()
+    engine.attach(EarlyStopping("score", patience=2))
+    engine.run(data(), max_epochs=6)
+    assert same(weights_of(engine), by_hand(4))
+
+
+def test_what_is_put_back_is_what_the_best_checkpoint_holds(tmp_path: Any) -> None:
+    engine = build()
+    checkpoint = Checkpoint(tmp_path, monitor="score")
+    engine.attach(checkpoint, EarlyStopping("score", patience=2, restore_best=True))
+    # A decision of the same event that comes after the judgement, and before anything is written.
+    engine.connect(Events.EPOCH_COMPLETED, change_a_weight, phase=Phase.CONTROL, rank=50)
+    engine.run(data(), max_epochs=6)
+    saved = Checkpoint.load(tmp_path / checkpoint.kept[0][0])
+    assert same(weights_of(engine), saved["modules"]["model"])
+    assert same(saved["handlers"]["early_stopping"]["weights"]["model"], saved["modules"]["model"])
+
+
+def change_a_weight(engine: Engine) -> None:
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(0.5)
+
+
+def test_a_later_run_goes_on_from_the_best_weights_with_the_optimizer_of_the_end() -> None:
+    engine = build()
+    engine.attach(EarlyStopping("score", patience=2, restore_best=True))
+    engine.run(data(), max_epochs=6)
+    model = build().model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    kept = None
+    for epoch in range(1, 6):
+        if epoch == 5:
+            assert kept is not None
+            model.load_state_dict(kept)
+        for inputs, targets in data():
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 2:
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+    assert engine.run(data(), max_epochs=7).epoch == 7  # the value of the fifth epoch is the best of all
+    assert same(weights_of(engine), model.state_dict())
+
+
+def test_an_error_leaves_the_last_weights() -> None:
+    engine = build()
+    engine.attach(EarlyStopping("score", patience=9, restore_best=True))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    engine.connect(Events.EPOCH_COMPLETED(once=3), fail)
+    with pytest.raises(ArithmeticError):
+        engine.run(data(), max_epochs=6)
+    assert same(weights_of(engine), by_hand(3))
+
+
+def test_two_that_restore_refuse_each_other() -> None:
+    engine = build()
+    engine.attach(EarlyStopping("score", restore_best=True, name="one"), EarlyStopping("score", name="two"))
+    with pytest.raises(ValueError, match="both 'one' and 'three'"):
+        engine.attach(EarlyStopping("score", restore_best=True, name="three"))
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.75, "after": "1ep"}], ids=str)
+def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
+    check_handler(
+        build,
+        lambda: EarlyStopping("score", patience=2, restore_best=True, **options),
+        data(),
+        changes_training=True,
+        max_epochs=6,
+    )

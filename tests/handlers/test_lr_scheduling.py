@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
+import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +30,7 @@ from torch.optim.lr_scheduler import (
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling
+from signalfire.testing import check_handler
 
 Batches = list[tuple[Tensor, Tensor]]
 Factory = Callable[[Optimizer], Any]
@@ -502,3 +509,259 @@ def test_a_saved_plateau_goes_on_with_what_it_has_seen() -> None:
     other.load_state_dict(saved[0])
     other.run(batches(2), max_epochs=8)
     assert rates == expected[7:]
+
+
+# ---- schedules without training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", ["1st", "2st", "1ep", "2ep"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        partial(StepLR, step_size=2, gamma=0.5),
+        partial(LambdaLR, lr_lambda=lambda count: 1 / (1 + count)),
+        sequential,
+        partial(OneCycleLR, max_lr=0.3),
+        partial(CosineAnnealingLR),
+    ],
+    ids=["StepLR", "LambdaLR", "SequentialLR", "OneCycleLR", "CosineAnnealingLR"],
+)
+def test_the_rates_that_are_simulated_are_those_that_training_uses(factory: Factory, every: str) -> None:
+    engine, rates = engine_of(network(), LRScheduling(factory, every=every), GradientAccumulation(2))
+    engine.run(batches(), max_epochs=6)
+    assert len(rates) == 18
+    assert LRScheduling(factory, every=every).simulate(18, lr=0.1, epochs=6) == rates
+
+
+def test_every_group_is_simulated_from_its_own_rate() -> None:
+    handler = LRScheduling(partial(ExponentialLR, gamma=0.5))
+    assert handler.simulate(3, lr=[0.1, 1.0]) == [[0.1, 0.05, 0.025], [1.0, 0.5, 0.25]]
+    assert handler.simulate(2, lr=[0.1]) == [[0.1, 0.05]]
+
+
+def test_a_plateau_is_simulated_with_the_values_of_its_metric() -> None:
+    factory = partial(ReduceLROnPlateau, factor=0.5, patience=1)
+    engine, rates = engine_of(network(), LRScheduling(factory, monitor="score"))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    engine.run(batches(2), max_epochs=8)
+    assert len(set(rates)) == 3
+    assert LRScheduling(factory, monitor="score").simulate(16, lr=0.1, metric_values=SCORES) == rates
+    # More values than steps: all of them are seen.
+    assert len(LRScheduling(factory, monitor="score").simulate(3, lr=0.1, metric_values=SCORES)) == 3
+
+
+def test_a_simulation_leaves_the_run_the_random_streams_and_the_optimizer_alone() -> None:
+    def build() -> tuple[nn.Linear, LRScheduling, Engine, list[float]]:
+        model, handler = network(), LRScheduling(partial(OneCycleLR, max_lr=0.3))
+        return model, handler, *engine_of(model, handler)
+
+    model, handler, engine, expected = build()
+    engine.run(batches(), max_epochs=3)
+    random = torch.get_rng_state()
+    hand, handler, engine, rates = build()
+    before = handler.state_dict()
+    handler.simulate(7, lr=3.0)
+    assert handler.state_dict() == before
+    assert handler.scheduler is None
+    engine.connect(Events.ITERATION_COMPLETED(once=4), lambda engine: handler.simulate(7, lr=3.0))
+    engine.run(batches(), max_epochs=3)
+    assert rates == expected
+    assert_same(model, hand)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    steps, epochs = LRScheduling(partial(StepLR, step_size=1)), LRScheduling(partial(StepLR, step_size=1), every="1ep")
+    plateau = LRScheduling(ReduceLROnPlateau, monitor="loss")
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match=rf"simulate\(steps={wrong}\)"):
+            steps.simulate(wrong, lr=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"simulate\(epochs=0\)"):
+        epochs.simulate(4, lr=0.1, epochs=0)
+    for count in (None, 3):
+        with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule follows epochs"):
+            epochs.simulate(4, lr=0.1, epochs=count)
+    with pytest.raises(ValueError, match=r"give metric_values="):
+        plateau.simulate(4, lr=0.1)
+    with pytest.raises(ValueError, match=r"metric_values=\[1\.0\].*follows no metric"):
+        steps.simulate(4, lr=0.1, metric_values=[1.0])
+
+
+def test_a_schedule_is_drawn(tmp_path: Path) -> None:
+    handler = LRScheduling(partial(OneCycleLR, max_lr=[0.3, 0.1]))
+    handler.plot(tmp_path / "rates.png", 50, lr=[0.1, 0.1])
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+    LRScheduling(partial(StepLR, step_size=1), every="1ep").plot(tmp_path / "rates.svg", 6, lr=0.1, epochs=3)
+    assert "<svg" in (tmp_path / "rates.svg").read_text()
+
+
+def test_drawing_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib: pip install.*simulate\(\)"):
+        LRScheduling(partial(StepLR, step_size=1)).plot(tmp_path / "rates.png", 6, lr=0.1)
+
+
+# ---- schedulers that are told how many steps or epochs were made, as timm's are --------------------------------------
+
+
+class Told:
+    """A scheduler with the interface of timm's: each call says how many epochs or updates were made, and one of them acts."""
+
+    def __init__(self, optimizer: Optimizer, t_initial: int, t_in_epochs: bool = True) -> None:
+        self.optimizer = optimizer
+        self.t_initial = t_initial
+        self.t_in_epochs = t_in_epochs
+        self.metric: float | None = None
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.base_values = [group["initial_lr"] for group in optimizer.param_groups]
+        self._go(0)
+
+    def _go(self, count: int) -> None:
+        for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = base * (1 + math.cos(math.pi * min(count / self.t_initial, 1))) / 2
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.metric = metric
+        if self.t_in_epochs:
+            self._go(epoch)
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self.metric = metric
+        if not self.t_in_epochs:
+            self._go(num_updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def timm_schedulers() -> ModuleType | None:
+    """timm's schedulers if timm is installed. They need torch alone, though the package would import torchvision, too."""
+    try:
+        return importlib.import_module("timm.scheduler")
+    except ImportError:
+        pass
+    spec = importlib.machinery.PathFinder.find_spec("timm")
+    if spec is None:
+        return None
+    package = ModuleType("timm")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+        del sys.modules[name]
+    sys.modules["timm"] = package
+    try:
+        return importlib.import_module("timm.scheduler")
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+            del sys.modules[name]
+
+
+TOLD: dict[str, Callable[..., Any]] = {"a stand-in": partial(Told, t_initial=9)}
+TIMM = timm_schedulers()
+if TIMM is not None:
+    TOLD |= {
+        "CosineLRScheduler": partial(
+            TIMM.CosineLRScheduler, t_initial=4, lr_min=0.01, warmup_t=2, warmup_lr_init=0.02, warmup_prefix=True
+        ),
+        "CosineLRScheduler, cycles and noise": partial(
+            TIMM.CosineLRScheduler, t_initial=2, cycle_limit=4, cycle_decay=0.5, noise_range_t=[1, 5]
+        ),
+        "MultiStepLRScheduler": partial(TIMM.MultiStepLRScheduler, decay_t=[2, 4], decay_rate=0.5),
+        "PolyLRScheduler": partial(TIMM.PolyLRScheduler, t_initial=5, power=2.0),
+        "StepLRScheduler": partial(TIMM.StepLRScheduler, decay_t=2, decay_rate=0.5, warmup_t=1),
+        "TanhLRScheduler": partial(TIMM.TanhLRScheduler, t_initial=5),
+    }
+    if hasattr(TIMM, "WSDLRScheduler"):
+        TOLD["WSDLRScheduler"] = partial(TIMM.WSDLRScheduler, t_initial=5, decay_t=3, warmup_t=1)
+
+
+def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> tuple[nn.Linear, list[float]]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = factory(optimizer)
+    data, rates, updates = batches(), [], 0
+    for epoch in range(epochs):
+        for begin in range(0, len(data), window):
+            chunk = data[begin : begin + window]
+            for inputs, targets in chunk:
+                nn.functional.mse_loss(model(inputs), targets).backward()
+            if len(chunk) > 1:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(len(chunk))
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+            scheduler.step_update(num_updates=updates)
+        scheduler.step(epoch + 1)
+    return model, rates
+
+
+@pytest.mark.parametrize("every", ["1st", "1ep"])
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_scheduler_that_is_told_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
+    factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
+    for window in (1, 4):
+        model = network()
+        engine, rates = engine_of(model, LRScheduling(factory, every=every), GradientAccumulation(window))
+        engine.run(batches(), max_epochs=7)
+        hand, expected = trained_as_timm_does(factory, epochs=7, window=window)
+        assert rates == expected
+        assert len(set(rates)) > 2
+        assert_same(model, hand)
+        assert LRScheduling(factory, every=every).simulate(len(rates), lr=0.1, epochs=7) == rates
+
+
+@pytest.mark.parametrize("every", ["1st", "1ep"])
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_scheduler_that_is_told_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:
+    factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
+    check_handler(lambda: engine_of(network())[0], lambda: LRScheduling(factory, every=every), batches(3), max_epochs=3)
+
+
+def test_a_scheduler_that_is_told_every_few_steps_knows_how_many_they_were() -> None:
+    factory = partial(Told, t_initial=12, t_in_epochs=False)
+    engine, rates = engine_of(network(), LRScheduling(factory, every="3st"))
+    engine.run(batches(), max_epochs=2)
+    fine = LRScheduling(factory).simulate(12, lr=0.1)
+    assert rates == [fine[step - step % 3] for step in range(12)]
+
+
+def test_a_scheduler_that_counts_the_other_thing_is_refused_before_the_first_batch() -> None:
+    for every, in_epochs, message in (
+        ("1st", True, r"Told counts epochs.*every='1st'.*t_in_epochs=False, or every='1ep'"),
+        ("1ep", False, r"Told counts steps.*every='1ep'.*t_in_epochs=True, or every='1st'"),
+    ):
+        engine, rates = engine_of(
+            network(), LRScheduling(partial(Told, t_initial=4, t_in_epochs=in_epochs), every=every)
+        )
+        with pytest.raises(ValueError, match=message):
+            engine.run(batches(), max_epochs=1)
+        assert rates == []
+
+
+class ToldPlateau(Told):
+    """As timm's: it holds torch's, and what that has seen is not part of its state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, 1)
+        self.lr_scheduler = ReduceLROnPlateau(optimizer)
+
+
+def test_a_plateau_that_does_not_save_what_it_has_seen_is_refused() -> None:
+    engine, rates = engine_of(network(), LRScheduling(ToldPlateau, every="1ep"))
+    with pytest.raises(ValueError, match=r"ToldPlateau does not save.*torch's ReduceLROnPlateau and monitor="):
+        engine.run(batches(), max_epochs=1)
+    assert rates == []
+
+
+def test_a_scheduler_that_is_refused_leaves_no_trace_on_the_optimizer() -> None:
+    engine, _ = engine_of(network(), LRScheduling(partial(StepLR, step_size=1), monitor="loss"))
+    for _ in range(2):  # and it is refused again
+        with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+            engine.run(batches(), max_epochs=1)
+        assert "step" not in vars(engine.updates[0].optimizer)

@@ -1,0 +1,243 @@
+"""Schedules for any field of the optimizer's parameter groups: weight decay, momentum, betas, eps, ..."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, check_every, on
+
+__all__ = ["ParameterScheduling"]
+
+Schedule = Callable[[int], Any]
+
+
+class ParameterScheduling(Handler):
+    """Sets a field of the optimizer's parameter groups from the number of optimizer steps, or epochs, made so far.
+
+    The value for 0 holds from the first step on. The field moves after optimizer steps that really happened, once for each
+    accumulation window and not after a skipped step, or after epochs. As with a learning-rate schedule its value is a part of
+    the training: it stays when the run ends, and ``engine.reset()`` brings back the optimizer's own.
+
+    Args:
+        field: the field, such as "weight_decay", "momentum", "betas" or "eps". For the learning rate there is `LRScheduling`.
+        schedule: a function of the count; or a mapping ``{0: a, 100: b}`` of values that hold from that count on;
+            or one of `linear` and `cosine`. For a field of several values, such as betas, it gives all of them, unless
+            ``index`` is given.
+        every: "1st" (every optimizer step), "10st", "1ep", ... What is counted is this unit, also if it is more than one.
+        index: which of several values is scheduled: 0 for the first of the betas.
+        update: the name of the update whose optimizer is meant; the first by default.
+        groups: the places of the parameter groups that are meant; all by default.
+
+    Example:
+        >>> schedule = ParameterScheduling.cosine(0.04, 0.4, over=100)
+        >>> [round(schedule(count), 3) for count in (0, 50, 100, 150)]
+        [0.04, 0.22, 0.4, 0.4]
+        >>> ParameterScheduling("weight_decay", schedule).field
+        'weight_decay'
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        field: str,
+        schedule: Schedule | Mapping[int, Any],
+        *,
+        every: str | Interval = "1st",
+        index: int | None = None,
+        update: str | None = None,
+        groups: Iterable[int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if not isinstance(field, str):
+            raise TypeError(
+                f"ParameterScheduling(field={field!r}): it has to be the name of a field, as 'weight_decay'"
+            )
+        if field == "lr":
+            raise ValueError(
+                "ParameterScheduling(field='lr'): the learning rate has a handler of its own: "
+                "LRScheduling(partial(LambdaLR, lr_lambda=...))"
+            )
+        if field == "params":
+            raise ValueError("ParameterScheduling(field='params'): these are the parameters themselves")
+        if isinstance(schedule, Mapping):
+            _check_counts(schedule)
+        elif not callable(schedule):
+            raise TypeError(
+                f"ParameterScheduling(schedule={schedule!r}): it has to be a function of the number of steps, or a mapping "
+                "from that number to values"
+            )
+        interval = check_every(self, every)
+        if not isinstance(interval, Interval) or interval.unit not in ("st", "ep") or interval.value % 1:
+            raise ValueError(
+                f"ParameterScheduling(every={every!r}): a schedule follows optimizer steps or epochs: '1st' or '1ep'"
+            )
+        places = None if groups is None else list(groups)
+        for argument, values in (("index", [index]), ("groups", places)):
+            for value in values or ():
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                    raise ValueError(f"ParameterScheduling({argument}={value!r}): it has to be an int of 0 or more")
+        if places == []:
+            raise ValueError("ParameterScheduling(groups=[]): name at least one group, or leave it out for all")
+        self.field = field
+        self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
+        self.every = interval
+        self.index = index
+        self.update = update
+        self.groups = places
+        by_step = interval.unit == "st"
+        self.stepping: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
+        self.epochs: AnyEvent | None = None if by_step else interval.event()
+
+    @staticmethod
+    def linear(start: float, end: float, *, over: int) -> Schedule:
+        """From ``start`` to ``end`` in a straight line over so many steps (or epochs), and ``end`` from there on."""
+        return _Ramp(start, end, over, cosine=False)
+
+    @staticmethod
+    def cosine(start: float, end: float, *, over: int) -> Schedule:
+        """From ``start`` to ``end`` along half a cosine over so many steps (or epochs), and ``end`` from there on."""
+        return _Ramp(start, end, over, cosine=True)
+
+    def attached(self, engine: Engine) -> None:
+        engine.claim(f"{self.field!r} of update {engine.find_update(self.update).name!r}", by=self)
+
+    @on(Events.STARTED, phase=Phase.FINALIZE)
+    def begin(self, engine: Engine) -> None:
+        """Check the field, and set the value that the first step is made with."""
+        groups = self._groups(engine)
+        for group in groups:
+            if self.field not in group:
+                fields = ", ".join(key for key in group if key != "params" and not key.startswith("initial_"))
+                raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; there are: {fields}")
+            if self.field in ("momentum", "betas") and "max_momentum" in group:
+                raise ValueError(
+                    f"{self.name!r}: the learning-rate schedule cycles {self.field!r}, too; build it with "
+                    "cycle_momentum=False"
+                )
+            own = group[self.field]
+            if self.index is not None and not isinstance(own, tuple | list):
+                raise ValueError(f"{self.name!r}: index={self.index}, but {self.field!r} is one value: {own!r}")
+            if self.index is not None and self.index >= len(own):
+                raise ValueError(
+                    f"{self.name!r}: index={self.index}, but {self.field!r} has {len(own)} values: {own!r}"
+                )
+            value = self.schedule(0)
+            wanted = own if self.index is None else own[self.index]
+            if not _alike(value, wanted):
+                raise TypeError(
+                    f"{self.name!r}: the schedule gives {value!r} for {self.field!r}, which is {wanted!r} in the optimizer; "
+                    "give values of that kind" + ("" if self.index is None else f" for index={self.index}")
+                )
+        self._set(engine)
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE)
+    def resume(self, engine: Engine) -> None:
+        """Set the value that the loaded run goes on with."""
+        self._set(engine)
+
+    @on("stepping", phase=Phase.CONTROL)
+    def follow_steps(self, engine: Engine) -> None:
+        """Move on after an optimizer step that happened."""
+        update = engine.state.update
+        if (
+            update is engine.find_update(self.update)
+            and update.skipped is None
+            and update.steps % self.every.value == 0
+        ):
+            self._set(engine)
+
+    @on("epochs", phase=Phase.CONTROL)
+    def follow_epochs(self, engine: Engine) -> None:
+        """Move on after an epoch."""
+        self._set(engine)
+
+    def _set(self, engine: Engine) -> None:
+        update, every = engine.find_update(self.update), int(self.every.value)
+        count = update.steps if self.every.unit == "st" else engine.state.epoch - engine.state.epoch_open
+        value = self.schedule(count - count % every)
+        for group in self._groups(engine):
+            # As torch's schedules have it: a group carries the value that it was built with.
+            own = group.setdefault(f"initial_{self.field}", group[self.field])
+            if self.index is None:
+                group[self.field] = value
+            else:
+                values = list(group[self.field])
+                values[self.index] = value
+                group[self.field] = type(own)(values)
+
+    def _groups(self, engine: Engine) -> list[dict[str, Any]]:
+        groups = _groups_of(engine.find_update(self.update))
+        if self.groups is None:
+            return groups
+        if max(self.groups) >= len(groups):
+            raise ValueError(
+                f"{self.name!r}: groups={self.groups}, but the optimizer has {len(groups)}, counted from 0"
+            )
+        return [groups[place] for place in self.groups]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is no state: the value follows from the counts. Begin anew, with the optimizer's own value."""
+        super().load_state_dict(state)
+        if (engine := self.engine) is not None:
+            for group in _groups_of(engine.find_update(self.update)):
+                if f"initial_{self.field}" in group:
+                    group[self.field] = group.pop(f"initial_{self.field}")
+
+
+class _Steps:
+    """Values that hold from a count on."""
+
+    def __init__(self, values: Mapping[int, Any]) -> None:
+        self.counts = sorted(values)
+        self.values = [values[count] for count in self.counts]
+
+    def __call__(self, count: int) -> Any:
+        return self.values[bisect_right(self.counts, count) - 1]
+
+
+class _Ramp:
+    """A way from one value to another."""
+
+    def __init__(self, start: float, end: float, over: int, *, cosine: bool) -> None:
+        where = f"ParameterScheduling.{'cosine' if cosine else 'linear'}"
+        for argument, value in (("start", start), ("end", end)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{where}({argument}={value!r}): it has to be a finite number")
+        if isinstance(over, bool) or not isinstance(over, int) or over < 1:
+            raise ValueError(f"{where}(over={over!r}): it has to be an int of 1 or more")
+        self.start, self.end, self.over, self.cosine = start, end, over, cosine
+
+    def __call__(self, count: int) -> float:
+        if count >= self.over:
+            return self.end
+        share = count / self.over
+        if self.cosine:
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.start + (self.end - self.start) * share
+
+
+def _check_counts(schedule: Mapping[int, Any]) -> None:
+    where = f"ParameterScheduling(schedule={dict(schedule)!r})"
+    for count in schedule:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{where}: {count!r} is no number of steps or epochs")
+    if 0 not in schedule:
+        raise ValueError(f"{where}: say what holds at first, too: {{0: ..., ...}}")
+
+
+def _groups_of(update: UpdateState) -> list[dict[str, Any]]:
+    return [] if update.optimizer is None else update.optimizer.param_groups
+
+
+def _alike(value: Any, own: Any) -> bool:
+    """Whether the value could stand in place of the optimizer's own."""
+    if isinstance(own, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(own) and all(map(_alike, value, own))
+    if isinstance(own, bool) or own is None:
+        return value is None or isinstance(value, bool)
+    return not isinstance(own, int | float) or (isinstance(value, int | float) and not isinstance(value, bool))
