@@ -1,0 +1,208 @@
+"""Freezing parts of a model, for good or until an epoch, and rates that differ between its parts: for transfer learning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from signalfire import Engine, Events, Handler, on
+
+__all__ = ["Freezing", "discriminative_rates"]
+
+
+class Freezing(Handler):
+    """Keeps parts of the model as they are: for the whole run, or until an epoch starts (gradual unfreezing).
+
+    Frozen parameters have ``requires_grad=False`` and no gradient, so that optimizers pass them over: neither momentum nor
+    weight decay moves them. They may be in the optimizer from the beginning; what it remembers of them stays until they are
+    trained again. Normalisation layers that keep running statistics are in eval mode while they are frozen, or else every
+    forward would change them; other modules, such as dropout, train on. Once a part is unfrozen, its parameters are what they
+    were before the run: those with ``requires_grad=False`` of the user's own stay so. After the run everything is as before.
+
+    What is frozen depends on the epoch alone, also in a resumed run. A model in DistributedDataParallel has to be wrapped with
+    ``find_unused_parameters=True``, since parameters are frozen after it is wrapped.
+
+    Args:
+        parts: paths of modules or parameters, such as "backbone" or "head.bias", or patterns with ``*``, ``?`` and ``[]`` for the
+            names of parameters, such as "*.bias"; in an engine with several modules they begin with the module's name. Or a
+            mapping from these to the epoch from which on the part is trained, or None for the whole run. Of several that match a
+            parameter, the longest holds.
+        until: for parts that are no mapping, the epoch from which on they are trained, 2 or more.
+        statistics: whether the running statistics of frozen normalisation layers are frozen, too.
+
+    Source:
+        Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018) for gradual unfreezing and
+        discriminative rates.
+
+    Example:
+        >>> Freezing({"backbone": 5, "backbone.stem": None}).parts
+        {'backbone': 5, 'backbone.stem': None}
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        parts: str | Iterable[str] | Mapping[str, int | None],
+        *,
+        until: int | None = None,
+        statistics: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if isinstance(parts, Mapping):
+            if until is not None:
+                raise ValueError(
+                    f"Freezing(until={until!r}): the mapping says for each part until when; leave out until="
+                )
+            self.parts = dict(parts)
+        elif isinstance(parts, str | Iterable):
+            self.parts = dict.fromkeys([parts] if isinstance(parts, str) else parts, until)
+        else:
+            raise TypeError(
+                f"Freezing(parts={parts!r}): it has to be a path, several, or a mapping from paths to epochs"
+            )
+        if not self.parts:
+            raise ValueError(f"Freezing(parts={parts!r}): name at least one part of the model")
+        for pattern, epoch in self.parts.items():
+            if not isinstance(pattern, str) or not pattern:
+                raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is no path of a module or parameter")
+            argument = f"parts={parts!r}" if isinstance(parts, Mapping) else f"until={until!r}"
+            if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
+                raise TypeError(
+                    f"Freezing({argument}): the epoch from which on {pattern!r} is trained has to be an int"
+                )
+            if epoch is not None and epoch < 2:
+                raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give epoch 2 or more")
+        if not isinstance(statistics, bool):
+            raise TypeError(f"Freezing(statistics={statistics!r}): it has to be True or False")
+        self.statistics = statistics
+        # What is frozen at times, with the first epoch in which it is not, and what it was before.
+        self._parameters: list[tuple[nn.Parameter, float, bool]] = []
+        self._norms: list[tuple[nn.Module, float, bool]] = []
+
+    def attached(self, engine: Engine) -> None:
+        engine.claim("which parameters are frozen", by=self)
+
+    @on(Events.STARTED)
+    def find(self, engine: Engine) -> None:
+        """Find the parts, and freeze what is frozen now."""
+        parameters, norms = _tensors_and_norms(engine)
+        names = [*parameters, *(name for inner in norms.values() for name in inner)]
+        for pattern in self.parts:
+            if not any(_matches(name, pattern) for name in names):
+                raise ValueError(f"{self.name!r}: {_unmatched(pattern, list(parameters))}")
+        for name, parameter in parameters.items():
+            if (epoch := self._until(name)) > 0:
+                self._parameters.append((parameter, epoch, parameter.requires_grad))
+        for norm, inner in norms.items() if self.statistics else ():
+            if (epoch := min(map(self._until, inner))) > 0:  # as soon as one of its parameters is trained, it is
+                self._norms.append((norm, epoch, norm.training))
+        self.apply(engine)
+
+    @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED)
+    def apply(self, engine: Engine) -> None:
+        """Freeze and unfreeze what this epoch asks for."""
+        epoch = engine.state.epoch
+        for parameter, until, trained in self._parameters:
+            parameter.requires_grad_(trained and epoch >= until)
+            if epoch < until:
+                parameter.grad = None
+        for norm, until, training in self._norms:
+            norm.training = training and epoch >= until
+
+    @on(Events.ENDED)
+    def restore(self, engine: Engine) -> None:
+        """Put everything back as it was before the run."""
+        for parameter, _, trained in self._parameters:
+            parameter.requires_grad_(trained)
+        for norm, _, training in self._norms:
+            norm.training = training
+        self._parameters, self._norms = [], []
+
+    def _until(self, name: str) -> float:
+        """The first epoch in which this parameter is trained: 0 if it always is, infinity if never."""
+        pattern = _longest(name, self.parts)
+        if pattern is None:
+            return 0
+        epoch = self.parts[pattern]
+        return math.inf if epoch is None else epoch
+
+
+def discriminative_rates(
+    model: nn.Module, rates: Mapping[str, float], *, default: float | None = None
+) -> list[dict[str, Any]]:
+    """Parameter groups whose learning rates differ between the parts of a model, smaller for what is already good.
+
+    For ``Update(..., parameters=lambda engine: discriminative_rates(engine.model, {...}))``. Each parameter is in one group.
+    Schedules that multiply the rate, such as LambdaLR, keep the ratios; OneCycleLR wants a list as ``max_lr=``.
+
+    Args:
+        model: the model.
+        rates: paths of modules or parameters, or patterns as for `Freezing`, with their learning rates. Of several that match
+            a parameter, the longest holds.
+        default: the rate of all others; by default that of the optimizer.
+
+    Returns:
+        Groups for an optimizer, in the order of ``rates``, the others last; no group is empty.
+
+    Raises:
+        ValueError: for a path that matches no parameter, naming some that there are.
+
+    Example:
+        >>> model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+        >>> [(len(group["params"]), group["lr"]) for group in discriminative_rates(model, {"backbone": 1e-4}, default=1e-3)]
+        [(2, 0.0001), (2, 0.001)]
+    """
+    for pattern, rate in [*rates.items(), *([] if default is None else [("default", default)])]:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise ValueError(f"discriminative_rates({pattern!r}: {rate!r}): a rate has to be a number of 0 or more")
+    parameters = dict(model.named_parameters())
+    for pattern in rates:
+        if not any(_matches(name, pattern) for name in parameters):
+            raise ValueError(f"discriminative_rates(): {_unmatched(pattern, list(parameters))}")
+    groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in [*rates, None]}
+    for name, parameter in parameters.items():
+        groups[_longest(name, rates)].append(parameter)
+    return [
+        {"params": members} if rate is None else {"params": members, "lr": rate}
+        for pattern, members in groups.items()
+        for rate in [default if pattern is None else rates[pattern]]
+        if members
+    ]
+
+
+def _tensors_and_norms(engine: Engine) -> tuple[dict[str, nn.Parameter], dict[nn.Module, list[str]]]:
+    """The parameters by name, and the normalisation layers with running statistics, with the names of what is in them."""
+    parameters: dict[str, nn.Parameter] = {}
+    norms: dict[nn.Module, list[str]] = {}
+    for root, module in engine.modules.items():
+        prefix = "" if len(engine.modules) == 1 else root
+        parameters |= dict(module.named_parameters(prefix=prefix))
+        for path, part in module.named_modules(prefix=prefix):
+            if isinstance(part, _NormBase) and part.running_mean is not None:
+                inner = [key for key, own in part._parameters.items() if own is not None] or ["running_mean"]
+                norms[part] = [f"{path}.{key}" if path else key for key in inner]
+    return parameters, norms
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a parameter is inside the path, or fits the pattern."""
+    if any(sign in pattern for sign in "*?["):
+        return fnmatchcase(name, pattern)
+    path = pattern.rstrip(".")
+    return name == path or name.startswith(f"{path}.")
+
+
+def _longest(name: str, patterns: Iterable[str]) -> str | None:
+    return max((pattern for pattern in patterns if _matches(name, pattern)), key=len, default=None)
+
+
+def _unmatched(pattern: str, names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5])) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
+    return f"{pattern!r} matches no parameter; there are: {shown or 'none'}"
