@@ -1,0 +1,214 @@
+"""CutMix against loops written by hand that draw the same numbers."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from signalfire import Engine, Events, Handler, Update, derived_seed
+from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
+from signalfire.testing import check_handler
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SHAPES = [(9,), (6, 7), (4, 5, 3)]
+
+
+def network(shape: tuple[int, ...]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(2 * math.prod(shape), 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def batches(shape: tuple[int, ...], count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        (torch.randn(size, 2, *shape, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in [8] * (count - 1) + [5]
+    ]
+
+
+def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
+    return Engine(Update.supervised(F.cross_entropy, SGD), model=network(shape), seed=7)
+
+
+def mixed_by_hand(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
+    """The paper's algorithm, element by element."""
+    generator = torch.Generator().manual_seed(derived_seed(7, "cutmix", iteration))
+    one, other = torch._standard_gamma(torch.tensor([alpha, alpha], dtype=torch.float64), generator=generator)
+    perm = torch.randperm(len(x), generator=generator)
+    shape = x.shape[2:]
+    ratio = (other / (one + other)).item() ** (1 / len(shape))
+    inside = torch.ones(shape, dtype=torch.bool)
+    for dimension, size in enumerate(shape):
+        centre = torch.randint(size, (), generator=generator).item()
+        half = int(size * ratio) // 2
+        places = torch.arange(size).view([-1 if d == dimension else 1 for d in range(len(shape))])
+        inside &= (places >= centre - half) & (places < centre + half)
+    return torch.where(inside, x[perm], x), 1 - int(inside.sum()) / inside.numel(), perm
+
+
+def trained_by_hand(
+    shape: tuple[int, ...], alpha: float, *, window: int = 1, smoothing: float = 0.0, scaled: bool = False
+) -> tuple[nn.Sequential, list[float]]:
+    model = network(shape)
+    optimizer = SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    data, iteration, lams = batches(shape), 0, []
+    for _ in range(2):
+        for begin in range(0, len(data), window):
+            chunk = data[begin : begin + window]
+            for x, y in chunk:
+                iteration += 1
+                mixed, lam, perm = mixed_by_hand(x, iteration, alpha)
+                lams.append(lam)
+                with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
+                    output = model(mixed)
+                    loss = lam * F.cross_entropy(output, y) + (1 - lam) * F.cross_entropy(output, y[perm])
+                if smoothing:
+                    loss = (1 - smoothing) * loss + smoothing * -output.float().log_softmax(1).mean()
+                scaler.scale(loss).backward()
+            if len(chunk) > 1:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(len(chunk))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return model, lams
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("window", [1, 4])
+def test_weights_and_shares_equal_a_loop_by_hand(shape: tuple[int, ...], alpha: float, window: int) -> None:
+    engine = build(shape)
+    handler = CutMix(alpha)
+    engine.attach(handler, GradientAccumulation(window))
+    lams: list[float | None] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: lams.append(handler.lam))
+    engine.run(batches(shape), max_epochs=2)
+    hand, by_hand = trained_by_hand(shape, alpha, window=window)
+    assert same(engine.model, hand)
+    assert lams == by_hand
+    assert len(set(by_hand)) > 3  # boxes of different sizes were cut
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_with_smoothing_accumulation_and_fp16(reverse: bool) -> None:
+    engine = build()
+    handlers = [
+        CutMix(),
+        LabelSmoothing(0.1),
+        GradientAccumulation(4),
+        MixedPrecision("fp16", init_scale=1024.0),
+    ]
+    engine.attach(*(reversed(handlers) if reverse else handlers))
+    engine.run(batches((6, 7)), max_epochs=2)
+    assert same(engine.model, trained_by_hand((6, 7), 1.0, window=4, smoothing=0.1, scaled=True)[0])
+
+
+def test_the_data_stays_as_it_is_and_whole_numbers_can_be_cut() -> None:
+    data = [(x.mul(50).byte(), y) for x, y in batches((6, 7))]
+    before = [x.clone() for x, _ in data]
+
+    def forward(engine: Engine, batch: Any) -> Any:
+        assert batch[0].dtype == torch.uint8
+        return engine.model(batch[0].float())
+
+    update = Update(forward, lambda engine, output, batch: F.cross_entropy(output, batch[1]), SGD)
+    engine = Engine(update, model=network((6, 7)), seed=7)
+    engine.attach(CutMix())
+    engine.run(data, max_epochs=1)
+    assert all(torch.equal(x, unchanged) for (x, _), unchanged in zip(data, before, strict=True))
+
+
+def test_dicts_and_batches_of_none() -> None:
+    def forward(engine: Engine, batch: Any) -> Any:
+        return engine.model(batch["x"])
+
+    update = Update(forward, lambda engine, output, batch: F.cross_entropy(output, batch["y"]), SGD)
+    engine = Engine(update, model=network((9,)), seed=7)
+    engine.attach(CutMix(input="x", target="y"))
+    engine.run([{"x": x, "y": y} for x, y in batches((9,))], max_epochs=2)
+    assert same(engine.model, trained_by_hand((9,), 1.0)[0])
+    engine = build((9,))
+    engine.attach(CutMix())
+    engine.run([batches((9,))[0], None], max_epochs=1)
+    assert engine.updates[0].steps == 1
+
+
+def test_it_keeps_the_promises_of_a_handler() -> None:
+    check_handler(build, lambda: CutMix(), batches((6, 7), 3), max_epochs=2)
+
+
+def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch() -> None:
+    engine = Engine(Update.from_function(lambda engine, batch: engine.model(batch[0]).sum(), SGD), model=network((9,)))
+    engine.attach(CutMix())
+    with pytest.raises(ValueError, match=r"'cutmix': update 'main' is a single function.*Update\(forward, loss"):
+        engine.run(batches((9,)), max_epochs=1)
+    assert engine.state.iteration == 0
+
+
+def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> None:
+    class Pieces(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.replace("gradients", lambda engine, update, compute: compute(), by=self)
+
+    engine = build()
+    engine.attach(CutMix(), Pieces())
+    with pytest.raises(ValueError, match="'cutmix' mixes the samples of a whole batch"):
+        engine.run(batches((6, 7)), max_epochs=1)
+    engine = build()
+    engine.attach(CutMix())
+
+    @engine.on(Events.ITERATION_STARTED)
+    def replace(engine: Engine) -> None:
+        engine.state.batch = (engine.state.batch[0], engine.state.batch[1].clone())
+
+    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets are not those that were mixed"):
+        engine.run(batches((6, 7)), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
+        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
+        ((torch.zeros(4, 2, 3), None), r"tuple\) has no tensor at 1.*CutMix\(target=\)"),
+    ],
+)
+def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -> None:
+    engine = build()
+    engine.attach(CutMix())
+    with pytest.raises((TypeError, ValueError), match=f"'cutmix': .*{told}"):
+        engine.run([batch], max_epochs=1)
+
+
+def test_only_one_handler_mixes_samples() -> None:
+    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' would be in charge of the mixing of samples"):
+        build().attach(CutMix(), MixUp())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"alpha": -1}, "alpha=-1"),
+        ({"alpha": True}, "alpha=True"),
+        ({"input": None}, "input=None"),
+        ({"input": "x", "target": "x"}, "input='x', target='x'"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"CutMix\({told}\)"):
+        CutMix(**options)

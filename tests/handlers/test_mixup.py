@@ -1,0 +1,354 @@
+"""MixUp against loops written by hand that draw the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import namedtuple
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from signalfire import Engine, Events, Handler, Update, derived_seed
+from signalfire.handlers import (
+    Accuracy,
+    CutMix,
+    Cutout,
+    GradientAccumulation,
+    GradientClipping,
+    LabelSmoothing,
+    Metrics,
+    MixedPrecision,
+    MixUp,
+)
+from signalfire.testing import check_handler
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(36, 3)
+    )
+
+
+def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        (torch.randn(size, 2, 5, 5, generator=generator), torch.randint(3, (size,), generator=generator))
+        for size in [8] * (count - 1) + [5]
+    ]
+
+
+def build(model: nn.Module | None = None, optimizer: Any = SGD) -> Engine:
+    return Engine(Update.supervised(F.cross_entropy, optimizer), model=model or network(), seed=7)
+
+
+def trained(*handlers: Any, optimizer: Any = SGD) -> Engine:
+    engine = build(optimizer=optimizer)
+    engine.attach(*handlers)
+    torch.manual_seed(5)
+    engine.run(batches(), max_epochs=2)
+    return engine
+
+
+def draws(iteration: int, alpha: float, size: int) -> tuple[float, Tensor]:
+    generator = torch.Generator().manual_seed(derived_seed(7, "mixup", iteration))
+    one, other = torch._standard_gamma(torch.tensor([alpha, alpha], dtype=torch.float64), generator=generator)
+    return (one / (one + other)).item(), torch.randperm(size, generator=generator)
+
+
+def cut_by_hand(images: Tensor, iteration: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(derived_seed(7, "cutout", iteration))
+    rows = torch.randint(images.shape[2], (1, len(images)), generator=generator)[0]
+    columns = torch.randint(images.shape[3], (1, len(images)), generator=generator)[0]
+    images = images.clone()
+    for image, row, column in zip(images, rows.tolist(), columns.tolist(), strict=True):
+        top, left = max(row - length // 2, 0), max(column - length // 2, 0)
+        image[:, top : row - length // 2 + length, left : column - length // 2 + length] = 0
+    return images
+
+
+def trained_by_hand(
+    alpha: float | None,
+    *,
+    window: int = 1,
+    smoothing: float = 0.0,
+    cutout: int = 0,
+    max_norm: float = math.inf,
+    scaled: bool = False,
+) -> tuple[nn.Sequential, list[float]]:
+    model = network()
+    optimizer = SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    data, iteration, losses = batches(), 0, []
+    torch.manual_seed(5)
+    for _ in range(2):
+        for begin in range(0, len(data), window):
+            chunk = data[begin : begin + window]
+            for x, y in chunk:
+                iteration += 1
+                lam, perm = draws(iteration, alpha, len(x)) if alpha is not None else (1.0, torch.arange(len(x)))
+                mixed = lam * x + (1 - lam) * x[perm]
+                if cutout:
+                    mixed = cut_by_hand(mixed, iteration, cutout)
+                with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
+                    output = model(mixed)
+                    loss = F.cross_entropy(output, y)
+                    if alpha is not None:
+                        loss = lam * loss + (1 - lam) * F.cross_entropy(output, y[perm])
+                if smoothing:
+                    uniform = -output.float().log_softmax(1).mean()
+                    loss = (1 - smoothing) * loss + smoothing * uniform
+                losses.append(loss.item())
+                scaler.scale(loss).backward()
+            if len(chunk) > 1:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.div_(len(chunk))
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return model, losses
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 4])
+@pytest.mark.parametrize("window", [1, 4])
+def test_weights_and_reported_losses_equal_a_loop_by_hand(alpha: float, window: int) -> None:
+    losses: list[float] = []
+
+    class Note(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.connect(Events.UPDATE_COMPLETED, lambda engine: losses.append(engine.state.update.loss.item()))
+
+    engine = trained(MixUp(alpha), GradientAccumulation(window), Note())
+    hand, by_hand = trained_by_hand(alpha, window=window)
+    assert same(engine.model, hand)
+    assert losses == by_hand
+    assert not same(engine.model, trained_by_hand(None, window=window)[0])
+
+
+def test_with_smoothing_cutout_accumulation_clipping_and_fp16_in_many_orders() -> None:
+    hand, _ = trained_by_hand(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
+    for order in itertools.islice(itertools.permutations(range(6)), 0, None, 31):
+        handlers = [
+            MixUp(0.4),
+            Cutout(3),
+            LabelSmoothing(0.1),
+            GradientAccumulation(4),
+            GradientClipping(max_norm=0.5),
+            MixedPrecision("fp16", init_scale=1024.0),
+        ]
+        assert same(trained(*(handlers[place] for place in order)).model, hand), order
+
+
+def test_the_data_and_the_targets_stay_as_they_are() -> None:
+    data = batches()
+    engine = build()
+    engine.attach(MixUp(1.0), Metrics(accuracy=Accuracy()))
+    seen: list[Tensor] = []
+    engine.connect(Events.ITERATION_STARTED, lambda engine: seen.append(engine.state.batch[1]))
+    engine.run(data, max_epochs=1)
+    assert all(torch.equal(one, y) for one, (_, y) in zip(seen, data, strict=True))
+    assert all(torch.equal(x, unchanged) for (x, _), (unchanged, _) in zip(data, batches(), strict=True))
+    assert 0 <= engine.state.metrics["accuracy"] <= 1
+
+
+def test_lam_is_distributed_as_beta() -> None:
+    engine = Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=0.0)), model=nn.Linear(1, 1), seed=0)
+    handler = MixUp(0.5)
+    engine.attach(handler)
+    lams: list[float] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: lams.append(handler.lam or 0.0))
+    engine.run([(torch.zeros(2, 1), torch.zeros(2, 1))], max_epochs=1000)
+    numbers = torch.tensor(lams)
+    # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)) = 1/8; five standard errors of 1,000 draws.
+    assert numbers.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(0.125 / 1000))
+    assert numbers.var().item() == pytest.approx(0.125, rel=0.1)
+    assert 0 <= numbers.min() < 0.01
+    assert 0.99 < numbers.max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "namedtuple", "triple", "negative"])
+def test_batches_of_other_kinds(kind: str) -> None:
+    def as_kind(x: Tensor, y: Tensor) -> Any:
+        return {
+            "list": [x, y],
+            "dict": {"image": x, "label": y, "id": "kept"},
+            "namedtuple": Pair(x, y),
+            "triple": (y, "kept", x),
+            "negative": ("kept", x, y),
+        }[kind]
+
+    places: tuple[Any, Any] = {"dict": ("image", "label"), "triple": (2, 0), "negative": (-2, -1)}.get(kind, (0, 1))
+
+    def forward(engine: Engine, batch: Any) -> Any:
+        assert type(batch) is type(as_kind(torch.empty(0), torch.empty(0)))
+        assert kind not in ("dict", "triple", "negative") or "kept" in (batch.values() if kind == "dict" else batch)
+        return engine.model(batch[places[0]])
+
+    def loss(engine: Engine, output: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[places[1]])
+
+    engine = Engine(Update(forward, loss, SGD), model=network(), seed=7)
+    engine.attach(MixUp(0.4, input=places[0], target=places[1]))
+    torch.manual_seed(5)
+    engine.run([as_kind(*pair) for pair in batches()], max_epochs=2)
+    assert same(engine.model, trained_by_hand(0.4)[0])
+
+
+def test_a_batch_of_none_is_passed_over() -> None:
+    engine = build()
+    engine.attach(MixUp())
+    engine.run([batches()[0], None], max_epochs=1)
+    assert engine.updates[0].steps == 1
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batch(window: int) -> None:
+    # Each batch is the same object, so that what was mixed must be known by more than the object.
+    batch = batches()[0]
+    optimizer = partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
+    model = network().eval()
+    engine = Engine(
+        Update.supervised(lambda output, target: F.cross_entropy(output, target), optimizer), model=model, seed=7
+    )
+    engine.connect(Events.EPOCH_STARTED, lambda engine: model.eval())
+    engine.attach(MixUp(1.0), GradientAccumulation(window))
+    engine.run([batch] * window, max_epochs=1)
+
+    hand = network().eval()
+    by_hand = optimizer(hand.parameters())
+    mixed = []
+    for iteration in range(1, window + 1):
+        lam, perm = draws(iteration, 1.0, 8)
+        mixed.append((lam * batch[0] + (1 - lam) * batch[0][perm], lam, perm))
+
+    def closure() -> Tensor:
+        by_hand.zero_grad()
+        losses = []
+        for x, lam, perm in mixed:
+            output = hand(x)
+            loss = lam * F.cross_entropy(output, batch[1]) + (1 - lam) * F.cross_entropy(output, batch[1][perm])
+            loss.backward()
+            losses.append(loss.detach())
+        if window > 1:
+            for parameter in hand.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(window)
+        return torch.stack(losses).sum() / window
+
+    by_hand.step(closure)
+    assert same(model, hand)
+
+
+def test_switched_off_it_shifts_no_other_number() -> None:
+    handler = MixUp()
+    engine = build()
+    engine.attach(handler)
+    handler.enabled = False
+    torch.manual_seed(5)
+    engine.run(batches(), max_epochs=2)
+    assert same(engine.model, trained_by_hand(None)[0])
+
+
+def test_it_keeps_the_promises_of_a_handler() -> None:
+    check_handler(build, lambda: MixUp(0.4), batches(3), max_epochs=2)
+
+
+def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch() -> None:
+    update = Update.from_function(lambda engine, batch: engine.model(batch[0]).sum(), SGD)
+    engine = Engine(update, model=network(), seed=0)
+    engine.attach(MixUp())
+    with pytest.raises(ValueError, match=r"'mixup': update 'main' is a single function.*Update\(forward, loss"):
+        engine.run(batches(), max_epochs=1)
+    assert engine.state.iteration == 0
+
+
+class Halves(Handler):
+    """Computes gradients from two halves of the batch."""
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("gradients", self.compute, by=self)
+
+    def compute(self, engine: Engine, update: Any, compute: Any) -> None:
+        whole = engine.state.batch
+        for half in (slice(0, 4), slice(4, 8)):
+            engine.state.batch = tuple(part[half] for part in whole)
+            compute()
+        engine.state.batch = whole
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_of_parts_of_the_batch_are_refused_before_the_first_batch(first: bool) -> None:
+    engine = build()
+    engine.attach(*([MixUp(), Halves()] if first else [Halves(), MixUp()]))
+    with pytest.raises(ValueError, match="'mixup' mixes the samples of a whole batch, but <Halves 'halves'>"):
+        engine.run(batches(), max_epochs=1)
+    assert engine.state.iteration == 0
+
+
+def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
+    engine = build()
+    engine.attach(MixUp())
+
+    @engine.on(Events.ITERATION_STARTED)
+    def half(engine: Engine) -> None:
+        x, y = engine.state.batch
+        engine.state.batch = (x[:4], y[:4])
+
+    with pytest.raises(RuntimeError, match="'mixup': the batch's targets are not those that were mixed"):
+        engine.run(batches(), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "told"),
+    [
+        ((torch.zeros(4, 2, dtype=torch.long), torch.zeros(4)), {}, "the inputs are torch.int64"),
+        ((torch.zeros(4, 2), torch.zeros(3)), {}, r"shape \(4, 2\), targets \(3,\)"),
+        ((torch.zeros(4, 2), "cat"), {}, r"tuple\) has no tensor at 1.*MixUp\(target=\)"),
+        (torch.zeros(4, 2), {}, r"Tensor\) has no tensor at 0.*MixUp\(input=\)"),
+        ({"x": torch.zeros(4, 2)}, {"input": "x", "target": "y"}, r"no tensor at 'y'"),
+        ((torch.zeros(4, 2),), {}, r"no tensor at 1"),
+    ],
+)
+def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: dict[str, Any], told: str) -> None:
+    engine = build()
+    engine.attach(MixUp(**options))
+    with pytest.raises((TypeError, ValueError), match=f"'mixup': .*{told}"):
+        engine.run([batch], max_epochs=1)
+
+
+def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> None:
+    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' would be in charge of the mixing of samples"):
+        build().attach(MixUp(), CutMix())
+    with pytest.raises(ValueError, match="mixup"):
+        Engine(Update.supervised(F.cross_entropy), model=network()).attach(MixUp())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"alpha": 0}, "alpha=0"),
+        ({"alpha": math.nan}, "alpha=nan"),
+        ({"alpha": "1"}, "alpha='1'"),
+        ({"input": 1.5}, "input=1.5"),
+        ({"target": None}, "target=None"),
+        ({"input": 1}, "input=1, target=1"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"MixUp\({told}\)"):
+        MixUp(**options)
