@@ -6,35 +6,85 @@ if __name__ != "signalfire.handlers":
         "write `from signalfire.handlers import ...` (after `pip install -e .`)"
     )
 
+from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .checkpoint import Checkpoint
+from .cutmix import CutMix
+from .cutout import Cutout
 from .device_transfer import DeviceTransfer
 from .early_stopping import EarlyStopping
+from .ema import EMA
+from .fast_dev_run import FastDevRun
+from .freezing import Freezing, discriminative_rates
 from .gradient_accumulation import GradientAccumulation
 from .gradient_clipping import GradientClipping
+from .gradient_noise import GradientNoise
+from .gradient_norms import GradientNorms
 from .history import History
+from .label_smoothing import LabelSmoothing
+from .limit_batches import LimitBatches
 from .lr_scheduling import LRScheduling
 from .metrics import Accuracy, Average, Metric, Metrics
+from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
+from .mixup import MixUp
+from .non_finite_guard import NonFiniteGuard
+from .overfit_batches import OverfitBatches
+from .parameter_scheduling import ParameterScheduling
+from .predictions import Predictions
 from .progress_bar import ProgressBar
+from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
+from .sharpness_aware_minimization import SharpnessAwareMinimization
+from .swa import SWA
 from .tensorboard import TensorBoardLogger
+from .true_precision import TruePrecision
+from .truncated_bptt import TruncatedBPTT
+from .update_frequency import UpdateFrequency
 from .validation import Validation
 
 __all__ = [
+    "EMA",
+    "SWA",
     "Accuracy",
+    "AdaptiveGradientClipping",
     "Average",
     "Checkpoint",
+    "CutMix",
+    "Cutout",
     "DeviceTransfer",
     "EarlyStopping",
+    "FastDevRun",
+    "Freezing",
     "GradientAccumulation",
     "GradientClipping",
+    "GradientNoise",
+    "GradientNorms",
     "History",
     "LRScheduling",
+    "LabelSmoothing",
+    "LimitBatches",
     "Metric",
     "Metrics",
+    "MicroBatching",
+    "MixUp",
     "MixedPrecision",
+    "NonFiniteGuard",
+    "OverfitBatches",
+    "ParameterScheduling",
+    "Predictions",
     "ProgressBar",
     "Seeding",
+    "SharpnessAwareMinimization",
     "TensorBoardLogger",
+    "TruePrecision",
+    "TruncatedBPTT",
+    "UpdateFrequency",
     "Validation",
+    "cosine_with_warmup",
+    "discriminative_rates",
+    "one_cycle",
+    "piecewise",
+    "polynomial",
+    "warmup",
+    "warmup_stable_decay",
 ]

@@ -19,7 +19,11 @@ class MixedPrecision(Handler):
 
     Each update has a GradScaler of its own. Its scale moves once for each complete window, and a step whose gradients are
     not finite is skipped, which costs one synchronisation with the device for each window. Clipping and measuring
-    happen on unscaled gradients. On an engine that evaluates there is only the autocast.
+    happen on unscaled gradients. On an engine that evaluates there is only the autocast. The modules stay in their own type;
+    `TruePrecision` converts them.
+
+    A scale belongs to one computation of the gradients: "fp16" refuses optimizers and handlers that compute those of a step
+    several times, such as LBFGS; "bf16" works with them.
 
     Args:
         precision: "bf16" or "fp16". bfloat16 has float32's range and needs no scaling.
@@ -75,6 +79,8 @@ class MixedPrecision(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.claim("the precision", by=self)
+        if self.scaling is not None and engine.training:
+            engine.compute_gradients_once(by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def prepare(self, engine: Engine) -> None:
@@ -83,6 +89,11 @@ class MixedPrecision(Handler):
         self._autocast = torch.autocast(device, dtype=self.dtype)
         if self.scaling is not None and engine.training:
             for update in engine.updates:
+                if update.kept is not None:
+                    raise ValueError(
+                        f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes its gradients "
+                        "several times in a step, which their scaling for fp16 does not allow; use MixedPrecision('bf16')"
+                    )
                 if update.name not in self.scalers:
                     self.scalers[update.name] = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
 

@@ -18,6 +18,9 @@ CHOOSE_UPDATES = -10
 MIX_LOSS, SMOOTH_LOSS = -20, -10
 """LOSS_COMPUTED / CHANGE: the loss of mixed targets first, then its smoothing, then what users and penalties add."""
 
+NOTE_LOSS = -10
+"""LOSS_COMPUTED / FINALIZE: the guard sees the loss before it is scaled."""
+
 MEASURE_GRADIENTS = 10
 """GRADIENTS_READY / PREPARE: norms are measured on unscaled gradients, before anything changes them."""
 
@@ -31,22 +34,39 @@ GUARD = 10
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
+KEEP_BEST = -10
+"""PERSIST of the completed events: the best weights are kept before a checkpoint holds them, as a part of its stopper's state."""
+
 COMMUTING = {
+    ("MODEL_SETUP", "PREPARE"): "moving a module and changing its dtype come to the same in either order",
     (
         "STARTED",
         "PREPARE",
     ): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
-    ("EPOCH_STARTED", "PREPARE"): "Metrics sets its own sums back; Validation runs another engine",
+    (
+        "STARTED",
+        "CHANGE",
+    ): "each looks up its own parameters, or builds its own schedule; none changes what another looks up",
+    ("CHECKPOINT_LOADED", "CHANGE"): "LRScheduling compares numbers of steps; Freezing sets requires_grad",
+    (
+        "EPOCH_STARTED",
+        "PREPARE",
+    ): "Metrics sets its own sums back; Validation runs another engine; UpdateFrequency checks",
+    ("GET_BATCH_COMPLETED", "PREPARE"): "moving a batch and changing its dtype come to the same in either order",
+    ("LOSS_COMPUTED", "CHANGE"): "MixUp and CutMix refuse each other",
+    ("GET_BATCH_COMPLETED", "CHANGE"): "MixUp and CutMix refuse each other",
+    ("UPDATE_COMPLETED", "PREPARE"): "TruncatedBPTT counts chunks; UpdateFrequency opens windows of its updates",
+    ("OPTIMIZER_STEP_COMPLETED", "CONTROL"): "LRScheduling moves the rate, ParameterScheduling any other field",
+    ("ITERATION_COMPLETED", "PREPARE"): "TruncatedBPTT lets its chunks go; Validation runs another engine",
+    ("ITERATION_COMPLETED", "CONTROL"): "each moves a schedule or asks for a stop, and reads nothing of the others",
     (
         "EPOCH_COMPLETED",
         "PREPARE",
     ): "Metrics and Validation write metrics of different names; the same name is an error",
-    (
-        "EPOCH_COMPLETED",
-        "CONTROL",
-    ): "LRScheduling moves a rate and EarlyStopping asks for a stop: neither reads the other's",
-    ("ITERATION_COMPLETED", "CONTROL"): "as in EPOCH_COMPLETED",
-    ("ENDED", "CHANGE"): "each closes something of its own",
+    ("EPOCH_COMPLETED", "CONTROL"): "as in ITERATION_COMPLETED; LRScheduling and SWA refuse each other over the rate",
+    ("EVALUATION_STARTED", "PREPARE"): "EMA and SWA refuse each other",
+    ("CHECKPOINT_SAVING", "PREPARE"): "EMA and SWA refuse each other",
+    ("ENDED", "CHANGE"): "each closes something of its own, or puts back what it changed",
 }
 """Cells of (event, phase) in which different shipped handlers meet at the same rank, and why that is harmless. Two of the same
 kind are harmless (Checkpoints write different files of one snapshot), or refuse each other (`Engine.claim`)."""

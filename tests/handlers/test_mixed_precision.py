@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Handler, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -359,3 +359,60 @@ def test_reset_begins_with_the_first_scale() -> None:
     scales = note_scales(engine, handler)
     engine.run(batches(1), max_epochs=1)
     assert scales == [2.0**39]
+
+
+# ---- gradients that are computed several times in a step ----------------------------------------------------------
+
+
+def lbfgs_of(model: nn.Module, *handlers: Any) -> Engine:
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.LBFGS, max_iter=3), name="fit")
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(*handlers)
+    return engine
+
+
+def test_fp16_refuses_an_optimizer_with_a_closure_before_the_first_batch() -> None:
+    engine = lbfgs_of(network(), MixedPrecision("fp16"))
+    with pytest.raises(ValueError, match=r"'mixed_precision'.*LBFGS.*'fit'.*MixedPrecision\('bf16'\)"):
+        engine.run(batches(), max_epochs=1)
+    assert engine.state.iteration == 0
+    engine.detach("mixed_precision")
+    assert engine.run(batches(), max_epochs=1).iteration == 7  # the closure still works
+
+
+def test_bf16_with_a_closure_equals_a_loop_by_hand() -> None:
+    model, hand = network(), network()
+    lbfgs_of(model, MixedPrecision("bf16")).run(batches(), max_epochs=2)
+    optimizer = torch.optim.LBFGS(hand.parameters(), max_iter=3)
+    for inputs, targets in batches() * 2:
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.mse_loss(hand(inputs), targets)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same(model, hand)
+
+
+class Again(Handler):
+    """Computes the gradients of every step twice."""
+
+    def attached(self, engine: Engine) -> None:
+        engine.replace("step", self.step, by=self, again=True)
+
+    def step(self, engine: Engine, update: Any, step: Any) -> None:
+        update.again()
+        step()
+
+
+def test_fp16_and_a_handler_that_computes_gradients_again_refuse_each_other() -> None:
+    for first, second in ((MixedPrecision("fp16"), Again()), (Again(), MixedPrecision("fp16"))):
+        engine = engine_of(network(), first)
+        with pytest.raises(ValueError, match=f"both '{first.name}' and '{second.name}'"):
+            engine.attach(second)
+        engine.detach(first)
+        engine.attach(second)
+    engine_of(network(), MixedPrecision("bf16"), Again()).run(batches(), max_epochs=1)

@@ -1,0 +1,437 @@
+"""Micro-batching: the gradients of one batch in several pieces, so that it needs the memory of a piece only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
+
+__all__ = ["MicroBatching"]
+
+Split = Callable[[Any, int], Sequence[Any]]
+
+
+class MicroBatching(Handler):
+    """Computes each batch's gradients in pieces, and in smaller ones when the memory runs out: the step stays the same.
+
+    The pieces' gradients add up to the whole batch's, each piece counting by its share of the samples; a batch is cut as evenly
+    as possible. For losses that are means over the samples this trains as the whole batch would, up to the rounding of sums;
+    what works across samples (BatchNorm) or draws random numbers (dropout) sees the pieces. The events from FORWARD_STARTED
+    to BACKWARD_COMPLETED come once for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the whole
+    batch again, ``update.loss`` its mean loss, and ``update.output`` what the pieces' outputs give when they are joined.
+
+    A batch that runs out of memory is begun again with pieces of half the size: buffers, random states and the gradients that
+    the window holds are put back (UPDATE_RETRIED), and what records outputs and losses sees the attempt that succeeded only. The
+    smaller size is kept for the rest of the run. To be able to go back, each batch costs a copy of the buffers and of the
+    gradients held so far.
+
+    Args:
+        size: the largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until the memory
+            runs out.
+        pieces: instead of size, the number of pieces of each batch.
+        split: called as ``split(batch, n)``, returns the batch as a list of n batches of about the same size. By default,
+            tensors and arrays are cut along their first dimension, whose length is that of the batch's first tensor, in
+            tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are cut, too;
+            everything else is given to each piece as it is.
+        samples: called as ``samples(batch)``, returns the number of samples in a batch or a piece; for batches whose first
+            tensor does not tell by its first dimension. It goes with ``split``.
+        halve_on_oom: whether to try again with pieces of half the size after a ``torch.OutOfMemoryError``.
+        update: the name of the update whose batches are cut; all by default.
+
+    Attributes:
+        reduced: the largest number of samples since the memory last ran out; None if it never did.
+
+    Raises:
+        ValueError: for a batch that cannot be cut.
+        torch.OutOfMemoryError: if the memory does not suffice for a single sample.
+
+    Source:
+        Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019), for the
+        name and the equivalence.
+
+    Example:
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = trainer.attach(MicroBatching(4))
+        >>> sizes = []
+        >>> _ = trainer.connect(Events.FORWARD_STARTED, lambda engine: sizes.append(len(engine.state.batch[0])))
+        >>> _ = trainer.run([(torch.ones(10, 2), torch.ones(10, 1))], max_epochs=1)
+        >>> sizes
+        [4, 3, 3]
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        pieces: int | None = None,
+        split: Split | None = None,
+        samples: Callable[[Any], int] | None = None,
+        halve_on_oom: bool = True,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        for argument, value in (("size", size), ("pieces", pieces)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"MicroBatching({argument}={value!r}): it has to be an int of 1 or more")
+            if value is not None and value < 1:
+                raise ValueError(f"MicroBatching({argument}={value!r}): it has to be 1 or more")
+        if size is not None and pieces is not None:
+            raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
+        for argument, function in (("split", split), ("samples", samples)):
+            if function is not None and not callable(function):
+                raise TypeError(f"MicroBatching({argument}={function!r}): it has to be a function of the batch")
+        if samples is not None and split is None:
+            raise ValueError(f"MicroBatching(samples={samples!r}): it goes with split=, which has to be given, too")
+        if not isinstance(halve_on_oom, bool):
+            raise TypeError(f"MicroBatching(halve_on_oom={halve_on_oom!r}): it has to be True or False")
+        if size is None and pieces is None and not halve_on_oom:
+            raise ValueError("MicroBatching(halve_on_oom=False): give size or pieces, or there is nothing to do")
+        self.size = size
+        self.pieces = pieces
+        self.split = split
+        self.samples = samples or _samples
+        self.halve_on_oom = halve_on_oom
+        self.update = update
+        self.reduced: int | None = None
+
+    def attached(self, engine: Engine) -> None:
+        engine.find_update(self.update)
+        engine.replace("gradients", self.compute, by=self)
+
+    @on(Events.STARTED)
+    def check(self, engine: Engine) -> None:
+        """Refuse a run without data, in which there is nothing to cut."""
+        if not engine.has_data:
+            raise ValueError(f"{self.name!r}: a run without data has no batches to cut; detach it")
+
+    def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
+        """The gradients of ``state.batch`` in pieces, again in smaller ones if the memory runs out."""
+        batch = engine.state.batch
+        if batch is None or self.update not in (None, update.name):
+            compute()
+            return
+        samples = self.samples(batch)
+        failed: int | None = None  # the largest piece of the last attempt
+        while True:
+            batches, sizes = self._cut(batch, samples)
+            largest = max(sizes)
+            seen: list[_Piece] = []
+            work = partial(self._compute, engine, update, compute, batches, sizes, seen)
+            if not self.halve_on_oom or largest <= 1 or (failed is not None and largest >= failed):
+                try:
+                    work()
+                except torch.OutOfMemoryError as error:
+                    error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
+                                   + self._way_out(largest))  # fmt: skip
+                    raise
+                break
+            late = self._late(engine, update)
+            with _left_out(late):
+                done = engine.attempt(update, partial(self._reduce_if_it_fails, work, largest))
+            if done:
+                self._tell(engine, update, seen, late)
+                break
+            failed = largest
+        engine.state.batch = batch
+        _conclude(update, seen)
+
+    def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
+        """The pieces of a batch, and how many samples each has."""
+        number = self.pieces or 1
+        for size in (self.size, self.reduced):
+            if size is not None:
+                number = max(number, -(-samples // size))
+        number = max(1, min(number, samples))
+        if number == 1:
+            return [batch], [samples]
+        if self.split is None:
+            small, larger = divmod(samples, number)
+            sizes = [small + (place < larger) for place in range(number)]
+            return _split(batch, sizes, samples), sizes
+        batches = list(self.split(batch, number))
+        sizes = [self.samples(piece) for piece in batches]
+        if sum(sizes) != samples:
+            raise ValueError(
+                f"{self.name!r}: split= cut a batch of {samples} samples into pieces of {sizes}, which are {sum(sizes)}; give "
+                "samples= if their first tensors do not tell how many samples they have"
+            )
+        return batches, sizes
+
+    def _compute(
+        self, engine: Engine, update: UpdateState, compute: Callable[[], None],
+        batches: Sequence[Any], sizes: list[int], seen: list[_Piece],
+    ) -> None:  # fmt: skip
+        """Compute one piece after the other, note in ``seen`` what each gave, and let all of them count as one batch."""
+        held, extra_weight = update.held, update.extra_weight
+        total, several = sum(sizes), len(sizes) > 1
+        try:
+            for batch, size in zip(batches, sizes, strict=True):
+                share = size / total if several else 1
+                engine.state.batch = batch
+                update.held, update.extra_weight, update.weight = 0, 0, share
+                compute()
+                # What the weight was in the end: somebody may have set another when the loss was computed.
+                extra, gave = update.extra_weight, update.held == 1
+                own = not gave or (isinstance(extra, int | float) and extra == share - 1)
+                output = _detached(update.output) if several else update.output
+                seen.append(
+                    _Piece(batch, size, share if own else 1 + extra, extra, own, gave, output, update.raw_loss,
+                           update.backward_loss)
+                )  # fmt: skip
+                if several:
+                    if update.hidden is not None:
+                        raise RuntimeError(
+                            f"{self.name!r}: the forward of update {update.name!r} carries update.hidden from one time chunk to "
+                            "the next, which would go from one piece of the batch to the next; do without one of the two"
+                        )
+                    if seen[-1].raw_loss is not None:
+                        seen[-1].raw_loss = _without_graph(update.raw_loss)
+                        seen[-1].backward_loss = _without_graph(update.backward_loss)
+                if update.skipped is not None:
+                    break
+        finally:
+            update.weight = 1
+        gave_all = [piece for piece in seen if piece.gave]
+        if not gave_all:
+            update.held, update.extra_weight = held, extra_weight
+            return
+        update.held = held + 1
+        if len(gave_all) == len(sizes) and all(piece.own for piece in gave_all):
+            update.extra_weight = extra_weight  # the shares are 1 together, whatever their sum is rounded to
+        else:
+            update.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
+
+    def _reduce_if_it_fails(self, work: Callable[[], None], largest: int) -> None:
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            self.reduced = largest // 2  # before UPDATE_RETRIED is told
+            raise
+
+    def _way_out(self, largest: int) -> str:
+        if largest <= 1:
+            return "no piece can be smaller; use a smaller model, or samples of a smaller size"
+        if not self.halve_on_oom:
+            return "give MicroBatching a smaller size, more pieces, or halve_on_oom=True"
+        return "split= gave no smaller pieces than before"
+
+    # What records outputs and losses has to see the attempt that succeeded only, and it is not known before its end which that
+    # is. So it is told afterwards, piece by piece.
+
+    def _late(self, engine: Engine, update: UpdateState) -> list[Signal]:
+        if update.evaluation > 0:  # the engine leaves them out already
+            return []
+        signals = (engine.signal(Events.FORWARD_COMPLETED), engine.signal(Events.LOSS_COMPUTED))
+        return [one for one in signals if any(connection.phase > Phase.FINALIZE for connection in one.connections)]
+
+    def _tell(self, engine: Engine, update: UpdateState, seen: list[_Piece], late: list[Signal]) -> None:
+        state = engine.state
+        for piece in seen if late else ():
+            state.batch, update.output, update.weight = piece.batch, piece.output, piece.weight
+            update.raw_loss, update.backward_loss = piece.raw_loss, piece.backward_loss
+            for signal in late:
+                if piece.raw_loss is None if signal.event is Events.LOSS_COMPUTED else update.forward is None:
+                    continue
+                for connection in signal.connections if not signal.is_muted else ():
+                    due = connection.filter is None or connection.filter.next_due(state.iteration) == state.iteration
+                    if connection.phase > Phase.FINALIZE and due:
+                        try:
+                            connection.call(engine)
+                        except BaseException as error:
+                            error.add_note(f"raised by {connection!r} at {signal.event}, epoch {state.epoch}, "
+                                           f"iteration {state.iteration}")  # fmt: skip
+                            raise
+        update.weight = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.reduced is None else {"reduced": self.reduced}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reduced = state.get("reduced")
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What a piece of a batch gave.
+
+    Attributes:
+        batch: the piece.
+        size: its number of samples.
+        weight: how much it counts: its share of the samples, or what a receiver of LOSS_COMPUTED set.
+        extra: the weight less one, as it was added up.
+        own: whether the weight is its share.
+        gave: whether it gave a gradient.
+    """
+
+    batch: Any
+    size: int
+    weight: Any
+    extra: Any
+    own: bool
+    gave: bool
+    output: Any
+    raw_loss: Any
+    backward_loss: Any
+
+
+def _conclude(update: UpdateState, seen: list[_Piece]) -> None:
+    """Let the update show what the whole batch gave."""
+    if len(seen) == 1:
+        update.output, update.raw_loss, update.backward_loss = seen[0].output, seen[0].raw_loss, seen[0].backward_loss
+        return
+    if update.forward is not None:
+        update.output = _join([piece.output for piece in seen], [piece.size for piece in seen])
+    lossy = [piece for piece in seen if piece.raw_loss is not None]
+    if not lossy:
+        update.raw_loss = None
+        return
+    # Weights that a receiver set, such as numbers of tokens, say over what the losses are means.
+    update.raw_loss = sum(piece.raw_loss * piece.weight for piece in lossy)
+    update.backward_loss = sum(piece.backward_loss * piece.weight for piece in lossy)
+    if len(lossy) < len(seen) or not all(piece.own for piece in seen):
+        total = sum(piece.weight for piece in lossy)
+        if isinstance(total, Tensor) or total != 0:
+            update.raw_loss, update.backward_loss = update.raw_loss / total, update.backward_loss / total
+
+
+@contextmanager
+def _left_out(signals: list[Signal]) -> Iterator[None]:
+    for signal in signals:
+        signal.last_phase = Phase.FINALIZE
+    try:
+        yield
+    finally:
+        for signal in signals:
+            signal.last_phase = Phase.PERSIST
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+# ---- batches and outputs: tensors, nested in tuples, lists, dicts and dataclasses ----------------------------------------
+
+
+def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What a container holds, and how another of its kind is made; None for anything else."""
+    if isinstance(value, MutableMapping):
+        keys = list(value)
+
+        def remake_mapping(parts: list[Any]) -> Any:
+            new = copy.copy(value)
+            for key, part in zip(keys, parts, strict=True):
+                new[key] = part
+            return new
+
+        return list(value.values()), remake_mapping
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), lambda parts: type(value)(*parts)
+    if type(value) in (tuple, list):
+        return list(value), type(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in fields(value)]
+
+        def remake_dataclass(parts: list[Any]) -> Any:
+            new = copy.copy(value)
+            for key, part in zip(names, parts, strict=True):
+                object.__setattr__(new, key, part)  # also of a frozen one
+            return new
+
+        return [getattr(value, key) for key in names], remake_dataclass
+    return None
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    """The tensors and arrays that have a first dimension."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield value
+    elif (container := _parts(value)) is not None:
+        for part in container[0]:
+            yield from _arrays(part)
+
+
+def _samples(batch: Any) -> int:
+    first = next(_arrays(batch), None)
+    if first is None:
+        raise ValueError(
+            f"MicroBatching: a batch of type {type(batch).__name__} has no tensor with a first dimension, along which it could "
+            "be cut; give split= and samples="
+        )
+    return int(first.shape[0])
+
+
+def _is_list_of(value: Any, length: int) -> bool:
+    return type(value) in (tuple, list) and len(value) == length and next(_arrays(value), None) is None
+
+
+def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
+    """A value for each piece: cut, if it has one entry for each sample."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        if value.shape[0] != samples:
+            raise ValueError(
+                f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, of which nobody can "
+                "know how to cut it; give split= (and samples=)"
+            )
+        if isinstance(value, Tensor):
+            return list(value.split(sizes))
+        return np.split(value, list(accumulate(sizes))[:-1])
+    if isinstance(value, PackedSequence):
+        raise ValueError("MicroBatching: a PackedSequence mixes its samples along the first dimension; give split=")
+    if _is_list_of(value, samples):
+        ends = list(accumulate(sizes))
+        return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    if (container := _parts(value)) is None:
+        return [value] * len(sizes)
+    parts, remake = container
+    columns = [_split(part, sizes, samples) for part in parts]
+    return [remake([column[place] for column in columns]) for place in range(len(sizes))]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if (container := _parts(value)) is None:
+        return value
+    parts, remake = container
+    return remake([_detached(part) for part in parts])
+
+
+def _join(values: list[Any], sizes: list[int]) -> Any:
+    """The pieces' outputs as one; None in place of each part that cannot be joined."""
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        fits = all(value.ndim and value.shape[0] == size for value, size in zip(values, sizes, strict=True))
+        kinds = {(value.shape[1:], value.dtype, value.device) for value in values}
+        return torch.cat(values) if fits and len(kinds) == 1 else None
+    if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
+        return None
+    if all(_is_list_of(value, size) for value, size in zip(values, sizes, strict=True)):
+        return type(first)(item for value in values for item in value)
+    if isinstance(first, bool | int | float | str):
+        return first if all(value == first for value in values) else None
+    containers = [_parts(value) for value in values]
+    rows = [container[0] for container in containers if container is not None]
+    if len(rows) < len(values) or any(len(row) != len(rows[0]) for row in rows):
+        return None
+    if isinstance(first, MutableMapping) and any(list(value) != list(first) for value in values):
+        return None
+    assert containers[0] is not None
+    return containers[0][1]([_join(list(column), sizes) for column in zip(*rows, strict=True)])

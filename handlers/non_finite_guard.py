@@ -1,0 +1,183 @@
+"""A guard against NaN and infinity in gradients and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+
+from .ranks import GUARD, NOTE_LOSS
+
+__all__ = ["NonFiniteGuard"]
+
+_NAMED = 5  # so many parameters are named; one NaN often spreads to all of them
+
+
+class NonFiniteGuard(Handler):
+    """Keeps NaN and infinity out of the weights: a step is skipped if its gradients, or a loss of its window, are not finite.
+
+    It looks once for each window, right before the step, which costs one synchronisation with the device. The whole
+    accumulation window is discarded, whichever batch of it was bad; the next begins clean. A skipped step is visible:
+    schedules, averages and step counters do not move.
+
+    Under `MixedPrecision("fp16")` the gradient scaler skips steps whose gradients overflow. Those are its own business, and are
+    not counted here; ``check="both"`` sees a loss that is not finite all the same.
+
+    Args:
+        check: "gradients", "loss", or "both".
+        action: what to do once ``patience`` steps in a row were bad, besides skipping them: nothing ("skip"), stop the run, or
+            raise a FloatingPointError. The reason names the parameters. A clip by norm spreads one NaN to all parameters, so
+            that all of them are named then.
+        patience: for "stop" and "raise"; at the first bad step by default.
+        update: the name of the update that is guarded; all by default, each counted on its own.
+
+    Attributes:
+        skipped: how many steps of each update were skipped here, by the update's name.
+
+    Errors:
+        FloatingPointError: if asked for with ``action="raise"``.
+
+    Example:
+        >>> NonFiniteGuard(action="stop", patience=3).patience
+        3
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        *,
+        check: Literal["gradients", "loss", "both"] = "gradients",
+        action: Literal["skip", "stop", "raise"] = "skip",
+        patience: int | None = None,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if check not in ("gradients", "loss", "both"):
+            raise ValueError(f"NonFiniteGuard(check={check!r}): it has to be 'gradients', 'loss' or 'both'")
+        if action not in ("skip", "stop", "raise"):
+            raise ValueError(f"NonFiniteGuard(action={action!r}): it has to be 'skip', 'stop' or 'raise'")
+        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+            raise ValueError(f"NonFiniteGuard(patience={patience!r}): it has to be an int of 1 or more")
+        if patience is not None and action == "skip":
+            raise ValueError(
+                f"NonFiniteGuard(patience={patience}): every bad step is skipped; give action='stop' or action='raise' "
+                "for what comes after that many"
+            )
+        self.check = check
+        self.action = action
+        self.patience = patience or 1
+        self.update = update
+        self.skipped: dict[str, int] = {}
+        self.watching = Events.LOSS_COMPUTED if check != "gradients" else None
+        self._in_a_row: dict[str, int] = {}
+        self._losses: dict[str, list[tuple[int, Tensor]]] = {}  # of the open window: iteration and loss
+
+    def attached(self, engine: Engine) -> None:
+        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+            engine.claim(f"guarding update {update.name!r} against what is not finite", by=self)
+
+    @on("watching", phase=Phase.FINALIZE, rank=NOTE_LOSS)
+    def note_loss(self, engine: Engine) -> None:
+        """Remember the loss on its device until the window is complete: looking at it now would wait for the device."""
+        update = engine.state.update
+        if self.update not in (None, update.name) or update.evaluation > 0:
+            return
+        losses = self._losses.setdefault(update.name, [])
+        if update.held == 0:  # nothing is left of a window that was discarded
+            losses.clear()
+        losses.append((engine.state.iteration, update.backward_loss.detach()))
+
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=GUARD)
+    def judge(self, engine: Engine) -> None:
+        """Skip the step if what it would be made from is not finite."""
+        update = engine.state.update
+        if self.update not in (None, update.name) or update.evaluation > 0:
+            return
+        losses = self._losses.pop(update.name, [])
+        suspects = [loss for _, loss in losses]
+        if update.skipped is None and self.check != "loss":
+            suspects += _largest([p.grad for p in update.parameters if p.grad is not None])
+        if _all_finite(suspects):
+            if update.skipped is None:
+                self._recover(engine, update)
+            return
+        reason = self._reason(engine, update, losses)
+        self.skipped[update.name] = self.skipped.get(update.name, 0) + 1
+        in_a_row = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
+        update.skip(reason)
+        if self.action == "skip" or in_a_row < self.patience:
+            return
+        if in_a_row > 1:
+            reason = f"{reason} ({in_a_row} steps in a row)"
+        if self.action == "raise":
+            raise FloatingPointError(f"{self.name!r}: update {update.name!r}: {reason}")
+        engine.terminate(reason, by=self.name)
+
+    def _recover(self, engine: Engine, update: UpdateState) -> None:
+        if self._in_a_row.pop(update.name, 0) < self.patience:
+            return
+        # Only a stop that the run's minimum bounds hold back gets here; another update may still want it.
+        if all(number < self.patience for number in self._in_a_row.values()):
+            engine.withdraw_termination(by=self.name)
+
+    def _reason(self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]]) -> str:
+        """What is not finite, and where; asked only when something is."""
+        found = []
+        if bad := [(iteration, loss.item()) for iteration, loss in losses if not math.isfinite(loss.item())]:
+            found.append("the loss is not finite: " + ", ".join(f"{value} in iteration {i}" for i, value in bad))
+        if self.check != "loss":
+            several = len(engine.modules) > 1
+            names = {
+                id(parameter): f"{root}.{name}" if several else name
+                for root, module in engine.modules.items()
+                for name, parameter in module.named_parameters()
+            }
+            worst = [
+                names.get(id(parameter), f"parameter {place} of the optimizer")
+                for place, parameter in enumerate(update.parameters)
+                if parameter.grad is not None and not _all_finite(_largest([parameter.grad]))
+            ]
+            if worst:
+                more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+                found.append(f"the gradients are not finite in {', '.join(worst[:_NAMED])}{more}")
+        return "; ".join(found)
+
+    @on(Events.ENDED)
+    def forget(self, engine: Engine) -> None:
+        """Windows that were left open are discarded."""
+        if not any(update.filled for update in engine.updates):
+            self._losses = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "skipped": dict(sorted(self.skipped.items())),
+            "in_a_row": dict(sorted(self._in_a_row.items())),
+            "losses": {name: [list(one) for one in several] for name, several in sorted(self._losses.items())},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skipped, self._in_a_row = dict(state["skipped"]), dict(state["in_a_row"])
+        self._losses = {name: [(i, loss) for i, loss in several] for name, several in state["losses"].items()}
+
+
+def _largest(gradients: list[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each: NaN or infinite if any of its elements is, and no sum that could overflow."""
+    try:
+        return list(torch._foreach_norm(gradients, math.inf)) if gradients else []
+    except RuntimeError:  # a sparse gradient, or an empty one
+        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        return [torch.linalg.vector_norm(v, math.inf) for v in values if v.numel()]
+
+
+def _all_finite(scalars: list[Tensor]) -> bool:
+    if not scalars:
+        return True
+    device = scalars[0].device
+    return bool(torch.stack([one.reshape(()).to(device) for one in scalars]).isfinite().all())
