@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,20 +19,41 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import signalfire.handlers
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.handlers import (
+    EMA,
+    SWA,
     Accuracy,
+    AdaptiveGradientClipping,
     Average,
     Checkpoint,
+    CutMix,
+    Cutout,
     DeviceTransfer,
     EarlyStopping,
+    FastDevRun,
+    Freezing,
     GradientAccumulation,
     GradientClipping,
+    GradientNoise,
+    GradientNorms,
     History,
+    LabelSmoothing,
+    LimitBatches,
     LRScheduling,
     Metrics,
+    MicroBatching,
     MixedPrecision,
+    MixUp,
+    NonFiniteGuard,
+    OverfitBatches,
+    ParameterScheduling,
+    Predictions,
     ProgressBar,
     Seeding,
+    SharpnessAwareMinimization,
     TensorBoardLogger,
+    TruePrecision,
+    TruncatedBPTT,
+    UpdateFrequency,
     Validation,
 )
 from signalfire.handlers.ranks import COMMUTING
@@ -40,64 +62,138 @@ from signalfire.testing import check_handler
 Batch = tuple[Tensor, Tensor]
 
 FOLDER = Path(tempfile.mkdtemp())
+ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
 def make_data() -> list[Batch]:
+    """Sequences: 35 samples with 2 features over 6 points in time, in ragged batches."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(35, 4, generator=generator)
-    y = (x[:, 0] > 0).long()
+    x = torch.randn(35, 2, 6, generator=generator)
+    y = (x[:, 0].sum(1) > 0).long()
     return [(x[i : i + 8], y[i : i + 8]) for i in range(0, 35, 8)]
 
 
-def build() -> Engine:
+class Classifier(nn.Module):
+    """Accepts sequences of any length, so that they may be cut in time; with BatchNorm and dropout, so that it hides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv1d(2, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(x).mean(2))
+        return scores
+
+
+def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
     """A trainer whose training metrics are there to be monitored."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
-    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=1e-2))
-    engine = Engine(update, model=model, seed=0)
+    update = Update.supervised(nn.functional.cross_entropy, optimizer)
+    engine = Engine(update, model=Classifier(), seed=0)
     engine.attach(Metrics(train_loss=Average(), name="train_metrics"))
     return engine
 
 
+def build_two() -> Engine:
+    """A trainer with two updates, each with a module of its own."""
+    torch.manual_seed(0)
+    models = {"a": Classifier(), "b": Classifier()}
+
+    def update(name: str) -> Update:
+        def forward(engine: Engine, batch: Batch) -> Tensor:
+            scores: Tensor = engine.modules[name](batch[0])
+            return scores
+
+        def loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
+            return nn.functional.cross_entropy(output, batch[1])
+
+        return Update(
+            forward, loss, partial(torch.optim.Adam, lr=1e-2), name, lambda engine: engine.modules[name].parameters()
+        )
+
+    return Engine([update("a"), update("b")], model=models, seed=0)
+
+
+def build_evaluator() -> Engine:
+    torch.manual_seed(0)
+    return Engine(Update.prediction(), model=Classifier())
+
+
 def validation(every: str) -> Validation:
-    model = nn.Linear(4, 2)
+    model = Classifier()
     evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
     evaluator.attach(Metrics(loss=Average()))
     return Validation(evaluator, make_data(), every=every, at_start=every == "3it")
 
 
+@dataclass(frozen=True)
+class Case:
+    """How a handler is made; whether it may change what the training comes to; on what engine it is tried."""
+
+    make: Callable[[], Handler]
+    changes_training: bool
+    build: Callable[[], Engine] = build
+    resumes: bool = True
+
+
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
-# The second entry: whether the handler may change what the training comes to.
-CASES: dict[str, tuple[Callable[[], Handler], bool]] = {
-    "Checkpoint, the last": (lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
-    "Checkpoint, the best": (lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
-    "DeviceTransfer": (lambda: DeviceTransfer("cpu"), False),
-    "EarlyStopping": (lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5), True),
-    "GradientAccumulation": (lambda: GradientAccumulation(2), True),
-    "GradientAccumulation, scheduled": (lambda: GradientAccumulation({1: 3, 2: 2}), True),
-    "GradientClipping": (lambda: GradientClipping(max_norm=0.1), True),
-    "History": (lambda: History(), False),
-    "LRScheduling, steps": (lambda: LRScheduling(partial(StepLR, step_size=3)), True),
-    "LRScheduling, epochs": (lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
-    "LRScheduling, plateau": (
-        lambda: LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=0.5), monitor="train_loss"),
-        True,
+CASES: dict[str, Case] = {
+    "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
+    "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
+    "Checkpoint, the best": Case(lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
+    "CutMix": Case(lambda: CutMix(), True),
+    "Cutout": Case(lambda: Cutout(2), True),
+    "DeviceTransfer": Case(lambda: DeviceTransfer("cpu"), False),
+    "EMA": Case(lambda: EMA(0.9), False),
+    "EMA, late and warm": Case(lambda: EMA(0.9, every=2, start=2, warmup=True, buffers="average"), False),
+    "EarlyStopping": Case(lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5), True),
+    "EarlyStopping, back to the best": Case(
+        lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5, restore_best=True), True
     ),
-    "Metrics": (lambda: Metrics(accuracy=Accuracy(), loss=Average()), False),
-    "MixedPrecision, bf16": (lambda: MixedPrecision("bf16"), True),
-    "MixedPrecision, fp16": (lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
-    "ProgressBar": (lambda: ProgressBar(file=io.StringIO(), line_interval=0), False),
-    "Seeding": (lambda: Seeding(5), True),
-    "TensorBoardLogger": (lambda: TensorBoardLogger(FOLDER / "events", every="2it"), False),
-    "Validation, iterations": (lambda: validation("3it"), False),
-    "Validation, epochs": (lambda: validation("1ep"), False),
+    "FastDevRun": Case(lambda: FastDevRun(2), True, resumes=False),
+    "Freezing": Case(lambda: Freezing({"features": 2}), True),
+    "GradientAccumulation": Case(lambda: GradientAccumulation(2), True),
+    "GradientAccumulation, scheduled": Case(lambda: GradientAccumulation({1: 3, 2: 2}), True),
+    "GradientClipping": Case(lambda: GradientClipping(max_norm=0.1), True),
+    "GradientNoise": Case(lambda: GradientNoise(0.1), True),
+    "GradientNorms": Case(lambda: GradientNorms(per_parameter=True), False),
+    "History": Case(lambda: History(), False),
+    "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
+    "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
+    "LRScheduling, plateau": Case(
+        lambda: LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=0.5), monitor="train_loss"), True
+    ),
+    "LabelSmoothing": Case(lambda: LabelSmoothing(0.1), True),
+    "LimitBatches": Case(lambda: LimitBatches(3), True),
+    "Metrics": Case(lambda: Metrics(accuracy=Accuracy(), loss=Average()), False),
+    "MicroBatching": Case(lambda: MicroBatching(3), True),
+    "MixUp": Case(lambda: MixUp(0.4), True),
+    "MixedPrecision, bf16": Case(lambda: MixedPrecision("bf16"), True),
+    "MixedPrecision, fp16": Case(lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
+    "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
+    "OverfitBatches": Case(lambda: OverfitBatches(2), True),
+    "ParameterScheduling": Case(lambda: ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}), True),
+    "Predictions": Case(lambda: Predictions(), False, build_evaluator, resumes=False),
+    "ProgressBar": Case(lambda: ProgressBar(file=io.StringIO(), line_interval=0), False),
+    "SWA": Case(lambda: SWA(2, bn_data=make_data()), False),
+    "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0), True),
+    "Seeding": Case(lambda: Seeding(5), True),
+    "SharpnessAwareMinimization": Case(lambda: SharpnessAwareMinimization(0.1), True),
+    "TensorBoardLogger": Case(lambda: TensorBoardLogger(FOLDER / "events", every="2it"), False),
+    "TruePrecision": Case(lambda: TruePrecision("fp64"), True),
+    "TruncatedBPTT": Case(lambda: TruncatedBPTT(4, dim=2), True),
+    "UpdateFrequency": Case(lambda: UpdateFrequency(b=2), True, build_two),
+    "Validation, iterations": Case(lambda: validation("3it"), False),
+    "Validation, epochs": Case(lambda: validation("1ep"), False),
+    "Validation, parts of an epoch": Case(lambda: validation("0.4ep"), False),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_handler_keeps_its_promises(case: str) -> None:
-    make, changes_training = CASES[case]
-    check_handler(build, make, make_data(), max_epochs=3, changes_training=changes_training)
+    one = CASES[case]
+    check_handler(one.build, one.make, make_data(), max_epochs=3, changes_training=one.changes_training)
 
 
 def shipped() -> set[str]:
@@ -153,9 +249,8 @@ def test_the_check_notices_a_broken_promise(broken: str, told: str) -> None:
 
 def test_receivers_that_meet_in_a_cell_have_ranks_or_are_known_to_commute() -> None:
     cells: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(dict)
-    for make, _ in CASES.values():
-        handler = make()
-        engine = build() if handler.name != "metrics" else Engine(build().updates[0].spec, model=nn.Linear(4, 2))
+    for case in CASES.values():
+        handler, engine = case.make(), case.build()
         with engine.attach(handler):
             for signal in engine.signals.values():
                 for connection in signal.connections:  # type: ignore[attr-defined]

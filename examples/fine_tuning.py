@@ -1,0 +1,168 @@
+"""Fine-tune on MNIST-1D: learn from many samples of the digits 0 to 4, and use it for few of the digits 5 to 9.
+
+    python examples/fine_tuning.py                   # three ways to learn the new digits: under two minutes on one core
+    python examples/fine_tuning.py --samples 10 --seed 1
+    python examples/fine_tuning.py --list            # the wiring of the gradual way
+
+A convolutional network is trained on all samples of the digits 0 to 4. A few samples of each of the digits 5 to 9 are then
+learned by a network that begins from scratch, by one that begins with the trained convolutions and trains everything at once,
+and by one whose convolutions are frozen at first and then unfrozen from the last to the first, with smaller rates the
+earlier they come. The accuracy is that on the test samples of the digits 5 to 9.
+
+Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018), for gradual unfreezing and
+discriminative rates; Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), for the data and the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mnist1d.data import get_dataset_args, make_dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Update, seed_everything
+from signalfire.handlers import Accuracy, Average, Freezing, History, Metrics, Seeding, Validation, discriminative_rates
+
+STEPS, SAMPLES, BATCH, RATE = 500, 20, 25, 3e-3
+WAYS = {
+    "scratch": "from scratch",
+    "full": "all layers fine-tuned at once",
+    "gradual": "gradual unfreezing, rates by layer",
+}
+
+
+class Network(nn.Module):
+    """The paper's convolutional network, for five digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(1, 25, 5, stride=2, padding=1)
+        self.conv2 = nn.Conv1d(25, 25, 3, stride=2, padding=1)
+        self.conv3 = nn.Conv1d(25, 25, 3, stride=2, padding=1)
+        self.head = nn.Linear(125, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.unsqueeze(1)
+        for conv in (self.conv1, self.conv2, self.conv3):
+            h = conv(h).relu()
+        logits: Tensor = self.head(h.flatten(1))
+        return logits
+
+
+def load_data(samples: int, seed: int) -> dict[str, DataLoader[Any]]:
+    """All training samples of the old digits, a few of each new digit, and the test samples of both."""
+    data = make_dataset(get_dataset_args())
+    x, y = torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"])
+    x_test, y_test = torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"])
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(len(y), generator=generator)
+    few = torch.cat([shuffled[y[shuffled] == digit][:samples] for digit in range(5, 10)])
+
+    def loader(x: Tensor, y: Tensor, size: int, *, shuffle: bool = False) -> DataLoader[Any]:
+        order = torch.Generator().manual_seed(seed)
+        return DataLoader(TensorDataset(x, y % 5), batch_size=min(size, len(y)), shuffle=shuffle, generator=order)
+
+    return {
+        "old": loader(x[y < 5], y[y < 5], 100, shuffle=True),
+        "old_test": loader(x_test[y_test < 5], y_test[y_test < 5], 1000),
+        "new": loader(x[few], y[few], BATCH, shuffle=True),
+        "new_test": loader(x_test[y_test >= 5], y_test[y_test >= 5], 1000),
+    }
+
+
+def build(model: nn.Module, test_data: DataLoader[Any], *, seed: int, every: int, way: str, epochs: int = 1) -> Engine:
+    """Compose the trainer of one way to learn."""
+
+    def parameters(engine: Engine) -> list[Any]:
+        if way != "gradual":
+            return list(model.parameters())
+        rates = {"conv1": RATE / 8, "conv2": RATE / 4, "conv3": RATE / 2}
+        return discriminative_rates(model, rates, default=RATE)
+
+    update = Update.supervised(F.cross_entropy, partial(torch.optim.Adam, lr=RATE), parameters=parameters)
+    evaluator = Engine(update.evaluation(), model=model)
+    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+    trainer = Engine(update, model=model, seed=seed)
+    trainer.attach(Seeding(), Metrics(train_loss=Average()), History())
+    trainer.attach(Validation(evaluator, test_data, every=f"{every}st"))
+    if way == "gradual":  # one more layer every tenth of the run
+        stages = {
+            conv: 1 + max(1, stage * epochs // 10) for stage, conv in enumerate(("conv3", "conv2", "conv1"), start=1)
+        }
+        trainer.attach(Freezing(stages))
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a network on few samples of new digits, in three ways.")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of each training (default: {STEPS})")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each new digit (default: {SAMPLES})")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "fine_tuning", help="where the picture goes")
+    parser.add_argument("--list", action="store_true", help="print the wiring of the gradual way and stop")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    steps, seed = arguments.steps, arguments.seed
+    every = max(1, steps // 25)
+
+    data = load_data(arguments.samples, seed)
+    epochs = -(-steps // len(data["new"]))
+    if arguments.list:
+        print(build(Network(), data["new_test"], seed=seed, every=every, way="gradual", epochs=epochs))
+        return
+
+    began = time.perf_counter()
+    seed_everything(seed)
+    old = Network()
+    trainer = build(old, data["old_test"], seed=seed, every=every, way="full")
+    trainer.run(data["old"], max_steps=2 * steps)
+    print(f"trained on the digits 0 to 4: {100 * trainer.state.metrics['accuracy']:.1f} % of their test samples")
+
+    histories: dict[str, History] = {}
+    for way in WAYS:
+        seed_everything(seed)
+        model = Network()
+        if way != "scratch":  # everything but the head, which has new digits to tell
+            model.load_state_dict(old.state_dict() | {f"head.{key}": p for key, p in model.head.state_dict().items()})
+        trainer = build(model, data["new_test"], seed=seed, every=every, way=way, epochs=epochs)
+        trainer.run(data["new"], max_steps=steps)
+        history = trainer.handlers["history"]
+        assert isinstance(history, History)
+        histories[way] = history
+    report(histories, arguments.samples, arguments.folder, time.perf_counter() - began)
+
+
+def report(histories: dict[str, History], samples: int, folder: Path, seconds: float) -> None:
+    """Print a table, and draw the learning curves."""
+    from matplotlib.figure import Figure
+
+    print(f"\ndigits 5 to 9 from {samples} samples each, test accuracy in % ({seconds:.0f} s in all)")
+    print(f"{'way':<38}{'last':>8}{'best':>8}")
+    figure = Figure(figsize=(7, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    for way, told in WAYS.items():
+        history = histories[way]
+        accuracy = [100 * value for value in history["accuracy"]]
+        print(f"{told:<38}{accuracy[-1]:>8.1f}{max(accuracy):>8.1f}")
+        steps = [iteration for _, iteration, _ in history.records["accuracy"]]
+        top.plot(steps, accuracy, label=told, marker=".")
+        bottom.plot(steps, history["loss"], label=told, marker=".")
+    top.set(ylabel="test accuracy in %", title=f"MNIST-1D, digits 5 to 9 from {samples} samples each")
+    bottom.set(xlabel="optimizer steps", ylabel="test loss")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    top.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "fine_tuning.png", dpi=120)
+    print(f"  {folder / 'fine_tuning.png'}")
+
+
+if __name__ == "__main__":
+    main()
