@@ -7,6 +7,7 @@ if __name__ != "signalfire":
     )
 
 from .bus import Phase, Signal
+from .checks import check_bool, check_choice, check_int, check_number
 from .data import DataError
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
@@ -41,7 +42,11 @@ __all__ = [
     "UpdateState",
     "Wiring",
     "as_number",
+    "check_bool",
+    "check_choice",
     "check_every",
+    "check_int",
+    "check_number",
     "derived_seed",
     "on",
     "seed_everything",
