@@ -6,6 +6,7 @@ if __name__ != "signalfire":
         "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
     )
 
+from .batches import map_leaves, parts, rebuilt, tensors_in
 from .bus import Phase, Signal
 from .checks import check_bool, check_choice, check_int, check_number
 from .data import DataError
@@ -17,7 +18,7 @@ from .interval import Interval, check_every, unfiltered
 from .monitor import Monitor
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .state import MetricStore, State, as_number
-from .update import Update, UpdateState, tensors_in
+from .update import Update, UpdateState, needs_closure
 from .wiring import Wiring
 
 __version__ = "0.1.0"
@@ -48,7 +49,11 @@ __all__ = [
     "check_int",
     "check_number",
     "derived_seed",
+    "map_leaves",
+    "needs_closure",
     "on",
+    "parts",
+    "rebuilt",
     "seed_everything",
     "tensors_in",
     "unchanged_random_state",

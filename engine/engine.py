@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .bus import SignalGroup
+from .bus import Phase, SignalGroup
 from .data import END, DataError, Source
 from .events import EventEnum, Events
 from .handler import Handler
@@ -633,6 +633,22 @@ class Engine(HandlerHost):
         self.state.metrics.update(measured)
         self._emit(Events.EVALUATION_COMPLETED)
         return measured
+
+    def prepared(self, batch: Any) -> Any:
+        """The batch as the loop would hand it to an update: placed, converted, by what prepares batches here.
+
+        For data that a handler reads for itself. It calls the receivers of GET_BATCH_COMPLETED's PREPARE phase that are not
+        filtered, and leaves ``state.batch`` as it is.
+        """
+        state = self.state
+        current, state.batch = state.batch, batch
+        try:
+            for connection in self.signal(Events.GET_BATCH_COMPLETED).connections:
+                if connection.phase is Phase.PREPARE and connection.filter is None:
+                    connection.receiver(self)
+            return state.batch
+        finally:
+            state.batch = current
 
     @property
     def device(self) -> torch.device:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent, resolve
 
@@ -18,7 +19,7 @@ __all__ = ["Interval"]
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_COUNTED = ("ep", "it", "st")
+_COUNTED = {"ep": "whole epochs", "it": "iterations", "st": "optimizer steps"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +106,59 @@ def unfiltered(every: str | Interval | AnyEvent) -> AnyEvent:
     return EventUnion.of(*(event for event, _ in resolve(event_of(every))))
 
 
-def check_every(handler: object, every: str | Interval | AnyEvent) -> Interval | AnyEvent:
-    """Check an ``every=`` option where it is given; the handler is named in the error."""
+@overload
+def check_every(
+    handler: object, every: str | Interval | AnyEvent, *, argument: str = ..., units: None = None
+) -> Interval | AnyEvent: ...
+
+
+@overload
+def check_every(
+    handler: object, every: str | Interval | AnyEvent, *, argument: str = ..., units: Sequence[str]
+) -> Interval: ...
+
+
+def check_every(
+    handler: object,
+    every: str | Interval | AnyEvent,
+    *,
+    argument: str = "every",
+    units: Sequence[str] | None = None,
+) -> Interval | AnyEvent:
+    """Check an ``every=`` option where it is given; the handler is named in the error.
+
+    Args:
+        handler: whose option it is.
+        every: its value: an interval, or an event.
+        argument: its name.
+        units: the units that are possible, of "ep", "it" and "st", in whole numbers; then it cannot be an event. By default
+            any interval or event is.
+
+    Raises:
+        TypeError: if it is no interval.
+        ValueError: if it is not written as one, or has another unit.
+
+    Example:
+        >>> check_every("SWA", "100it", units=["ep"])
+        Traceback (most recent call last):
+        ValueError: SWA(every='100it'): it has to be a number of whole epochs, such as '1ep'
+    """
+    where = f"{handler if isinstance(handler, str) else type(handler).__name__}({argument}={every!r})"
+    told, examples = (
+        " or ".join(form(unit) for unit in units or ()) for form in (_COUNTED.__getitem__, "'1{}'".format)
+    )
+    wrong = f"{where}: it has to be a number of {told}, such as {examples}"
     if isinstance(every, EventEnum | FilteredEvent | EventUnion):
+        if units is not None:
+            raise TypeError(wrong)
         return every
     try:
-        return Interval.parse(every)
+        interval = Interval.parse(every)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{type(handler).__name__}(every={every!r}): {error}") from None
+        raise type(error)(f"{where}: {error}") from None
+    if units is not None and not (interval.unit in units and isinstance(interval.value, int)):
+        raise ValueError(wrong)
+    return interval
 
 
 class _Steps:

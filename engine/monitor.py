@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from .checks import check_bool, check_choice, check_number
 from .state import as_number
 
 if TYPE_CHECKING:
@@ -37,15 +38,11 @@ class Monitor:
     ) -> None:
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"{handler}: the monitored metric {metric!r} has to be a name, such as 'accuracy'")
-        if mode not in ("min", "max"):
-            raise ValueError(f"{handler}: mode={mode!r} has to be 'min' or 'max'")
-        if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
-            raise ValueError(f"{handler}: min_delta={min_delta!r} has to be a finite number and not negative")
         self.handler = handler
         self.metric = metric
-        self.mode = mode
-        self.min_delta = float(min_delta)
-        self.relative = relative
+        self.mode = check_choice(handler, "mode", mode, ("min", "max"))
+        self.min_delta = check_number(handler, "min_delta", min_delta, least=0)
+        self.relative = check_bool(handler, "relative", relative)
         self.serial = 0  # of the whole store, when it was last looked at: one comparison tells that nothing is new
         self.seen = 0  # the serial of the metric's value that was last told
 

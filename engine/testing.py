@@ -153,8 +153,12 @@ def _receivers(engine: Engine) -> dict[str, str]:
     counts = {
         f"signal {name}": str(len(signal.receivers)) for name, signal in engine.signals.items() if signal.receivers
     }
-    acts = [engine.replaced_gradients, engine.replaced_step, *(update.window_of for update in engine.updates)]
-    return counts | {"replaced acts": str(sum(act is not None for act in acts))}
+    acts = {
+        "gradients": engine.replaced_gradients,
+        "step": engine.replaced_step,
+        "data": engine.replaced_data,
+    } | {f"window of {update.name}": update.window_of for update in engine.updates}
+    return counts | {f"replaced {act}": "yes" for act, function in acts.items() if function is not None}
 
 
 def _same(expected: dict[str, str], found: dict[str, str], promise: str) -> None:

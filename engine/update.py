@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .batches import tensors_in
 from .bus import Bus, SignalGroup
 from .events import Events
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Update", "UpdateState"]
+__all__ = ["Update", "UpdateState", "needs_closure"]
 
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
@@ -503,17 +504,6 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
             f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
             "attach DeviceTransfer() to bring them together"
         )
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a batch: a tensor, or tuples, lists, dicts and dataclasses of them, nested."""
-    if isinstance(value, Tensor):
-        return [value]
-    if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, one.name) for one in fields(value)]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
 class UpdateSignals(SignalGroup):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_number, on
 
+from .parameters import longest_match, matches, named_parameters, unmatched
 from .ranks import CLIP_ADAPTIVELY
+from .updates import updates_meant
 
 __all__ = ["AdaptiveGradientClipping"]
 
@@ -27,9 +27,10 @@ class AdaptiveGradientClipping(Handler):
     Args:
         clipping: the largest ratio of a unit's gradient norm to its weight norm; the smaller, the more is clipped.
         eps: the least weight norm that is reckoned with, so that weights that begin at zero can move.
-        exclude: the parameters to leave alone, which the paper advises for the last layer: a pattern of their names such as
-            ``"head.*"``, several patterns, or a function ``(name, parameter) -> bool``. Names are those of the model's
-            ``named_parameters()``; of several modules, with the module's name in front: ``"generator.0.weight"``.
+        exclude: the parameters to leave alone, which the paper advises for the last layer: the path of a module or parameter
+            such as ``"head"``, a pattern of their names such as ``"*.bias"``, several of these, or a function ``(name,
+            parameter) -> bool``. Names are those of the model's ``named_parameters()``; of several modules, with the module's
+            name in front: ``"generator.0.weight"``.
         update: the name of the update whose gradients are clipped; all by default.
 
     Errors:
@@ -57,9 +58,6 @@ class AdaptiveGradientClipping(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        for argument, value in (("clipping", clipping), ("eps", eps)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"AdaptiveGradientClipping({argument}={value!r}): it has to be a number above zero")
         self.exclude: tuple[str, ...] | Callable[[str, Tensor], bool]
         if callable(exclude):
             self.exclude = exclude
@@ -70,31 +68,29 @@ class AdaptiveGradientClipping(Handler):
                     f"AdaptiveGradientClipping(exclude={exclude!r}): give patterns of parameter names, "
                     "or a function (name, parameter) -> bool"
                 )
-        self.clipping = clipping
-        self.eps = eps
+        self.clipping = check_number(self, "clipping", clipping, above=0)
+        self.eps = check_number(self, "eps", eps, above=0)
         self.update = update
         self._excluded: list[Tensor] = []
         self._clipped: dict[str, tuple[list[Tensor], list[Tensor]]] = {}  # by update: all of its parameters, and ours
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+        for update in updates_meant(engine, self.update):
             engine.claim(f"adaptively clipping the gradients of update {update.name!r}", by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def choose(self, engine: Engine) -> None:
         """Find the parameters to leave alone."""
-        named = _named_parameters(engine)
+        named = named_parameters(engine)
         exclude = self.exclude
         if not callable(exclude):
             for pattern in exclude:
-                if not any(fnmatchcase(name, pattern) for name in named):
-                    raise ValueError(
-                        f"{self.name!r}: exclude={pattern!r} matches no parameter; there are: {', '.join(named)}"
-                    )
+                if not any(matches(name, pattern) for name in named):
+                    raise ValueError(f"{self.name!r}: exclude={unmatched(pattern, named)}")
         self._excluded = [
             parameter
             for name, parameter in named.items()
-            if (exclude(name, parameter) if callable(exclude) else any(fnmatchcase(name, one) for one in exclude))
+            if (exclude(name, parameter) if callable(exclude) else longest_match(name, exclude) is not None)
         ]
         self._clipped = {}
 
@@ -145,12 +141,3 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
         torch.linalg.vector_norm(t.detach(), dim=tuple(range(1, t.dim())) if t.dim() > 1 else None, keepdim=t.dim() > 1)
         for t in tensors
     ]
-
-
-def _named_parameters(engine: Engine) -> dict[str, Tensor]:
-    several = len(engine.modules) > 1
-    return {
-        f"{root}.{name}" if several else name: parameter
-        for root, module in engine.modules.items()
-        for name, parameter in module.named_parameters()
-    }

@@ -10,8 +10,21 @@ from typing import Any, Literal
 
 import torch
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Monitor, Phase, check_every, on, unfiltered
+from signalfire import (
+    AnyEvent,
+    Engine,
+    Events,
+    Handler,
+    Interval,
+    Monitor,
+    Phase,
+    check_every,
+    check_int,
+    on,
+    unfiltered,
+)
 
+from .folders import check_folder, open_folder
 from .ranks import DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
@@ -57,18 +70,14 @@ class Checkpoint(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"Checkpoint(keep={keep!r}): it has to be an int of 1 or more")
         if monitor is not None and every is not None:
             raise ValueError(
                 f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are chosen at each new value of the "
                 "metric; leave out every="
             )
-        self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"Checkpoint(folder={str(folder)!r}): it exists and is no folder")
+        self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
-        self.keep = keep
+        self.keep = check_int(self, "keep", keep)
         self.every = check_every(self, every or "1ep") if monitor is None else None
         self.watching = None if monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.requiring = None if monitor is None else Events.EPOCH_COMPLETED
@@ -107,9 +116,7 @@ class Checkpoint(Handler):
     def open(self, engine: Engine) -> None:
         """Make the folder, so that a place that cannot be written shows before the first batch."""
         self._due = None  # what an error kept from being written is not written under its old name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.folder, os.W_OK):
-            raise PermissionError(f"{self.name!r}: the folder {str(self.folder)!r} cannot be written")
+        open_folder(self, self.folder)
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def decide(self, engine: Engine) -> None:

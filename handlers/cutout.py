@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Handler, check_int, check_number, on
+
+from .batches import changed, check_place, tensor_at
 
 __all__ = ["Cutout"]
 
@@ -46,19 +46,18 @@ class Cutout(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        lengths = [length] if isinstance(length, int) or not isinstance(length, Sequence) else list(length)
-        if not lengths or not all(_is_count(one) for one in lengths):
-            raise ValueError(f"Cutout(length={length!r}): it has to be an int of 1 or more, or one for each dimension")
-        if not _is_count(holes):
-            raise ValueError(f"Cutout(holes={holes!r}): it has to be an int of 1 or more")
-        if isinstance(fill, bool) or not isinstance(fill, int | float):
-            raise TypeError(f"Cutout(fill={fill!r}): it has to be a number")
-        if isinstance(input, bool) or not isinstance(input, int | str):
-            raise TypeError(f"Cutout(input={input!r}): it has to be a place in a tuple or a key of a dict")
-        self.length = length
-        self.holes = holes
-        self.fill = fill
-        self.input = input
+        self.length: int | tuple[int, ...]
+        if isinstance(length, Sequence) and not isinstance(length, str):
+            if not length:
+                raise ValueError(
+                    f"Cutout(length={length!r}): it has to be an int of 1 or more, or one for each dimension"
+                )
+            self.length = tuple(check_int(self, f"length[{place}]", one) for place, one in enumerate(length))
+        else:
+            self.length = check_int(self, "length", length)
+        self.holes = check_int(self, "holes", holes)
+        self.fill = check_number(self, "fill", fill, infinite=True)
+        self.input = check_place(self, "input", input)
 
     def attached(self, engine: Engine) -> None:
         engine.claim("cutting parts out of samples", by=self)
@@ -69,7 +68,7 @@ class Cutout(Handler):
         batch = engine.state.batch
         if batch is None:
             return
-        inputs = self._inputs(batch)
+        inputs = tensor_at(self, batch, "input")
         sizes = inputs.shape[2:]
         lengths = [self.length] * len(sizes) if isinstance(self.length, int) else self.length
         if not sizes or len(lengths) != len(sizes):
@@ -90,32 +89,4 @@ class Cutout(Handler):
                 covered = covered.unsqueeze(-1) & side.view(*side.shape[:2], *[1] * (covered.dim() - 2), size)
         assert covered is not None
         filled = inputs.masked_fill(covered.any(0).unsqueeze(1), self.fill)
-        engine.state.batch = _changed(batch, self.input, filled)
-
-    def _inputs(self, batch: Any) -> Tensor:
-        place: Any = self.input
-        try:
-            inputs: Any = batch[place] if isinstance(batch, tuple | list | dict) else None
-        except (IndexError, KeyError, TypeError):
-            inputs = None
-        if not isinstance(inputs, Tensor):
-            raise TypeError(
-                f"{self.name!r}: the batch ({type(batch).__name__}) has no tensor at {place!r}; "
-                "say where it is with Cutout(input=)"
-            )
-        return inputs
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _changed(batch: Any, place: Any, value: Tensor) -> Any:
-    """A copy of the batch with another tensor in this place."""
-    if isinstance(batch, tuple):
-        items = list(batch)
-        items[place] = value
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    batch = copy.copy(batch)
-    batch[place] = value
-    return batch
+        engine.state.batch = changed(batch, self.input, filled)

@@ -6,7 +6,19 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from signalfire import Engine, Events, Handler, Interval, Monitor, Phase, on
+from signalfire import (
+    Engine,
+    Events,
+    Handler,
+    Interval,
+    Monitor,
+    Phase,
+    check_bool,
+    check_every,
+    check_int,
+    check_number,
+    on,
+)
 
 from .ranks import KEEP_BEST
 
@@ -63,24 +75,18 @@ class EarlyStopping(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"EarlyStopping(patience={patience!r}): it has to be an int of 1 or more")
         self.monitor = Monitor("EarlyStopping", monitor, mode, min_delta=min_delta, relative=relative)
-        for argument, value in (("threshold", threshold), ("divergence", divergence)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise TypeError(f"EarlyStopping({argument}={value!r}): it has to be a number, or None")
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"EarlyStopping({argument}={value!r}): it has to be finite; leave it out for none")
+        self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
+        self.divergence = None if divergence is None else check_number(self, "divergence", divergence)
         if threshold is not None and divergence is not None and self._worse(threshold, divergence):
             raise ValueError(
                 f"EarlyStopping(threshold={threshold!r}, divergence={divergence!r}): with mode={mode!r} the threshold is "
                 "worse than the divergence; exchange the two, or change the mode"
             )
-        self.patience = patience
-        self.threshold = threshold
-        self.divergence = divergence
-        self.check_finite = check_finite
-        self.after = None if after is None else _amount(after)
+        self.patience = check_int(self, "patience", patience)
+        self.check_finite = check_bool(self, "check_finite", check_finite)
+        self.after = None if after is None else check_every(self, after, argument="after", units=["ep", "it", "st"])
+        check_bool(self, "restore_best", restore_best)
         self.keeping = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED if restore_best else None
         self.restoring = Events.COMPLETED if restore_best else None
         self.best: float | None = None
@@ -162,13 +168,3 @@ class EarlyStopping(Handler):
         self.best, self.waited = state["best"], state["waited"]
         self._weights = state.get("weights") if self.keeping is not None else None
         self.monitor.load_state_dict(state["monitor"])
-
-
-def _amount(after: str | Interval) -> Interval:
-    try:
-        amount = Interval.parse(after)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"EarlyStopping(after={after!r}): {error}") from None
-    if amount.unit not in ("ep", "it", "st") or amount.value != int(amount.value):
-        raise ValueError(f"EarlyStopping(after={after!r}): it is counted in whole epochs, iterations or steps: '5ep'")
-    return amount

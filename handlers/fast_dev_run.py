@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, check_int, on
+
+from .batches import FirstBatches
 
 __all__ = ["FastDevRun"]
 
@@ -29,9 +30,7 @@ class FastDevRun(Handler):
 
     def __init__(self, batches: int = 1, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-            raise ValueError(f"FastDevRun(batches={batches!r}): it has to be an int of 1 or more")
-        self.batches = batches
+        self.batches = check_int(self, "batches", batches)
         self._dry_before = False
 
     def attached(self, engine: Engine) -> None:
@@ -47,7 +46,7 @@ class FastDevRun(Handler):
 
     def limit(self, engine: Engine, data: Any) -> Any:
         """What the engine iterates instead of its data."""
-        return None if data is None else _First(data, self.batches)
+        return None if data is None else FirstBatches(data, self.batches)
 
     @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
     def bound(self, engine: Engine) -> None:
@@ -62,31 +61,3 @@ class FastDevRun(Handler):
         state = engine.state
         if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.on_last_batch():
             engine.terminate_epoch(f"{self.name} makes {self.batches} batches")
-
-
-class _First:
-    """The first batches of data; it has a length if the data has one."""
-
-    def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
-
-    @property
-    def generator(self) -> Any:
-        """The DataLoader's own, which is a part of the data's position."""
-        return getattr(self.data, "generator", None)
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.data))
-
-    def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] | None = iter(self.data)
-        for taken in range(1, self.count + 1):
-            assert batches is not None
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if taken == self.count:
-                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
-            yield batch

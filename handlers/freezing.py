@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Handler, check_bool, check_number, on
+
+from .parameters import longest_match, matches, named_parameters, unmatched
 
 __all__ = ["Freezing", "discriminative_rates"]
 
@@ -79,9 +80,7 @@ class Freezing(Handler):
                 )
             if epoch is not None and epoch < 2:
                 raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give epoch 2 or more")
-        if not isinstance(statistics, bool):
-            raise TypeError(f"Freezing(statistics={statistics!r}): it has to be True or False")
-        self.statistics = statistics
+        self.statistics = check_bool(self, "statistics", statistics)
         # What is frozen at times, with the first epoch in which it is not, and what it was before.
         self._parameters: list[tuple[nn.Parameter, float, bool]] = []
         self._norms: list[tuple[nn.Module, float, bool]] = []
@@ -92,11 +91,11 @@ class Freezing(Handler):
     @on(Events.STARTED)
     def find(self, engine: Engine) -> None:
         """Find the parts, and freeze what is frozen now."""
-        parameters, norms = _tensors_and_norms(engine)
+        parameters, norms = named_parameters(engine), _norms_of(engine)
         names = [*parameters, *(name for inner in norms.values() for name in inner)]
         for pattern in self.parts:
-            if not any(_matches(name, pattern) for name in names):
-                raise ValueError(f"{self.name!r}: {_unmatched(pattern, list(parameters))}")
+            if not any(matches(name, pattern) for name in names):
+                raise ValueError(f"{self.name!r}: {unmatched(pattern, parameters)}")
         for name, parameter in parameters.items():
             if (epoch := self._until(name)) > 0:
                 self._parameters.append((parameter, epoch, parameter.requires_grad))
@@ -127,7 +126,7 @@ class Freezing(Handler):
 
     def _until(self, name: str) -> float:
         """The first epoch in which this parameter is trained: 0 if it always is, infinity if never."""
-        pattern = _longest(name, self.parts)
+        pattern = longest_match(name, self.parts)
         if pattern is None:
             return 0
         epoch = self.parts[pattern]
@@ -159,16 +158,19 @@ def discriminative_rates(
         >>> [(len(group["params"]), group["lr"]) for group in discriminative_rates(model, {"backbone": 1e-4}, default=1e-3)]
         [(2, 0.0001), (2, 0.001)]
     """
-    for pattern, rate in [*rates.items(), *([] if default is None else [("default", default)])]:
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise ValueError(f"discriminative_rates({pattern!r}: {rate!r}): a rate has to be a number of 0 or more")
+    rates = {
+        pattern: check_number("discriminative_rates", f"rates[{pattern!r}]", rate, least=0)
+        for pattern, rate in rates.items()
+    }
+    if default is not None:
+        default = check_number("discriminative_rates", "default", default, least=0)
     parameters = dict(model.named_parameters())
     for pattern in rates:
-        if not any(_matches(name, pattern) for name in parameters):
-            raise ValueError(f"discriminative_rates(): {_unmatched(pattern, list(parameters))}")
+        if not any(matches(name, pattern) for name in parameters):
+            raise ValueError(f"discriminative_rates(): {unmatched(pattern, parameters)}")
     groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in [*rates, None]}
     for name, parameter in parameters.items():
-        groups[_longest(name, rates)].append(parameter)
+        groups[longest_match(name, rates)].append(parameter)
     return [
         {"params": members} if rate is None else {"params": members, "lr": rate}
         for pattern, members in groups.items()
@@ -177,32 +179,13 @@ def discriminative_rates(
     ]
 
 
-def _tensors_and_norms(engine: Engine) -> tuple[dict[str, nn.Parameter], dict[nn.Module, list[str]]]:
-    """The parameters by name, and the normalisation layers with running statistics, with the names of what is in them."""
-    parameters: dict[str, nn.Parameter] = {}
+def _norms_of(engine: Engine) -> dict[nn.Module, list[str]]:
+    """The normalisation layers with running statistics, with the names of what is in them."""
     norms: dict[nn.Module, list[str]] = {}
     for root, module in engine.modules.items():
         prefix = "" if len(engine.modules) == 1 else root
-        parameters |= dict(module.named_parameters(prefix=prefix))
         for path, part in module.named_modules(prefix=prefix):
             if isinstance(part, _NormBase) and part.running_mean is not None:
                 inner = [key for key, own in part._parameters.items() if own is not None] or ["running_mean"]
                 norms[part] = [f"{path}.{key}" if path else key for key in inner]
-    return parameters, norms
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a parameter is inside the path, or fits the pattern."""
-    if any(sign in pattern for sign in "*?["):
-        return fnmatchcase(name, pattern)
-    path = pattern.rstrip(".")
-    return name == path or name.startswith(f"{path}.")
-
-
-def _longest(name: str, patterns: Iterable[str]) -> str | None:
-    return max((pattern for pattern in patterns if _matches(name, pattern)), key=len, default=None)
-
-
-def _unmatched(pattern: str, names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:5])) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-    return f"{pattern!r} matches no parameter; there are: {shown or 'none'}"
+    return norms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Handler, check_int, on
 
 __all__ = ["GradientAccumulation"]
 
@@ -39,12 +39,15 @@ class GradientAccumulation(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        schedule = dict(steps) if isinstance(steps, Mapping) else {1: steps}
-        for number in (*schedule, *schedule.values()):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"GradientAccumulation(steps={steps!r}): {number!r} has to be an int of 1 or more")
-        if not schedule:
-            raise ValueError("GradientAccumulation(steps={}): the schedule is empty; give {epoch: n}")
+        if isinstance(steps, Mapping):
+            if not steps:
+                raise ValueError("GradientAccumulation(steps={}): the schedule is empty; give {epoch: n}")
+            schedule = {
+                check_int(self, "steps: epoch", epoch): check_int(self, f"steps[{epoch!r}]", number)
+                for epoch, number in steps.items()
+            }
+        else:
+            schedule = {1: check_int(self, "steps", steps)}
         if weight is not None and not callable(weight):
             raise TypeError(f"GradientAccumulation(weight={weight!r}): it has to be a function of the engine")
         self.schedule = dict(sorted(schedule.items()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Handler, check_number, on
+
+from .updates import updates_meant
 
 __all__ = ["GradientClipping"]
 
@@ -49,18 +48,16 @@ class GradientClipping(Handler):
         super().__init__(name=name)
         if max_norm is None and max_value is None:
             raise ValueError("GradientClipping(): give max_norm, max_value or both")
-        for argument, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
-            number = isinstance(value, Real) and not isinstance(value, bool)
-            if value is not None and (not number or math.isnan(value) or value <= 0):
-                raise ValueError(f"GradientClipping({argument}={value!r}): it has to be a number greater than zero")
-        self.max_norm = max_norm
-        self.max_value = max_value
-        self.norm_type = norm_type
+        self.max_norm = None if max_norm is None else check_number(self, "max_norm", max_norm, above=0, infinite=True)
+        self.max_value = (
+            None if max_value is None else check_number(self, "max_value", max_value, above=0, infinite=True)
+        )
+        self.norm_type = check_number(self, "norm_type", norm_type, above=0, infinite=True)
         self.update = update
         self.total_norm: Tensor | None = None
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+        for update in updates_meant(engine, self.update):
             engine.claim(f"clipping the gradients of update {update.name!r}", by=self)
 
     @on(Events.GRADIENTS_READY)

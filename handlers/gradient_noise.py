@@ -6,9 +6,11 @@ import math
 
 import torch
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, check_number, on
 
+from .parameters import gradients_of
 from .ranks import ADD_NOISE
+from .updates import updates_meant
 
 __all__ = ["GradientNoise"]
 
@@ -45,19 +47,14 @@ class GradientNoise(Handler):
         self, eta: float = 0.01, *, gamma: float = 0.55, update: str | None = None, name: str | None = None
     ) -> None:
         super().__init__(name=name)
-        for argument, value in (("eta", eta), ("gamma", gamma)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf or (value == 0 and argument == "eta"):
-                least = "above zero" if argument == "eta" else "of zero or more"
-                raise ValueError(f"GradientNoise({argument}={value!r}): it has to be a number {least}")
-        self.eta = eta
-        self.gamma = gamma
+        self.eta = check_number(self, "eta", eta, above=0)
+        self.gamma = check_number(self, "gamma", gamma, least=0)
         self.update = update
         self._iteration: int | None = None
         self._drawing: dict[torch.device, torch.Generator] = {}  # the generators of this iteration
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+        for update in updates_meant(engine, self.update):
             engine.claim(f"adding noise to the gradients of update {update.name!r}", by=self)
 
     def variance(self, step: int) -> float:
@@ -78,7 +75,7 @@ class GradientNoise(Handler):
         if self._iteration != engine.state.iteration:
             self._iteration = engine.state.iteration
             self._drawing.clear()
-        gradients = [p.grad for p in update.parameters if p.grad is not None]
+        gradients = gradients_of(update)
         noise = [
             torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=self._generator_on(engine, g.device))
             for g in gradients

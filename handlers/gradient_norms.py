@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, check_every, on, unfiltered
+from signalfire import (
+    AnyEvent,
+    Engine,
+    Events,
+    Handler,
+    Interval,
+    Phase,
+    UpdateState,
+    check_bool,
+    check_every,
+    check_number,
+    on,
+    unfiltered,
+)
 
+from .parameters import gradients_of, named_parameters, norms
 from .ranks import MEASURE_GRADIENTS
+from .updates import updates_meant
 
 __all__ = ["GradientNorms"]
 
@@ -51,21 +65,15 @@ class GradientNorms(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool)
-        if not number or math.isnan(norm_type) or norm_type <= 0:
-            raise ValueError(f"GradientNorms(norm_type={norm_type!r}): it has to be a number greater than zero")
         interval = check_every(self, every)
-        if isinstance(interval, Interval):
-            fits = interval.unit in ("st", "it")
-        else:
-            fits = unfiltered(interval) == unfiltered(Events.GRADIENTS_READY)
-        if not fits:
+        counted = isinstance(interval, Interval) and interval.unit in ("st", "it")
+        if not counted and unfiltered(interval) != unfiltered(Events.GRADIENTS_READY):
             raise ValueError(
                 f"GradientNorms(every={every!r}): gradients are there when a step is made: '10st', '100it', "
                 "or Events.GRADIENTS_READY with a filter"
             )
-        self.norm_type = float(norm_type)
-        self.per_parameter = per_parameter
+        self.norm_type = float(check_number(self, "norm_type", norm_type, above=0, infinite=True))
+        self.per_parameter = check_bool(self, "per_parameter", per_parameter)
         self.every = interval
         self.update = update
         self.measuring: AnyEvent = Events.GRADIENTS_READY if isinstance(interval, Interval) else interval
@@ -80,15 +88,9 @@ class GradientNorms(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def announce(self, engine: Engine) -> None:
         """Say which metrics there will be."""
-        several = len(engine.modules) > 1
-        self._names = {
-            id(parameter): f"{root}.{name}" if several else name
-            for root, module in engine.modules.items()
-            for name, parameter in module.named_parameters()
-        }
-        for update in engine.updates:
-            if self.update in (None, update.name):
-                self._announce(engine, update)
+        self._names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
+        for update in updates_meant(engine, self.update):
+            self._announce(engine, update)
 
     @on("measuring", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS)
     def measure(self, engine: Engine) -> None:
@@ -99,18 +101,17 @@ class GradientNorms(Handler):
         parameters = update.parameters
         if parameters is not self._announced.get(update.name):  # the optimizer was given more of them
             self._announce(engine, update)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = _norms(gradients, self.norm_type)
+        measured = norms(gradients_of(update), self.norm_type)
         metrics = engine.state.metrics
         total = _metric(engine, update)
-        if not norms:
+        if not measured:
             metrics[total] = torch.tensor(0.0)
             return
-        device = norms[0].device
-        metrics[total] = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self.norm_type)
+        device = measured[0].device
+        metrics[total] = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in measured]), self.norm_type)
         if self.per_parameter:
             owners = [p for p in parameters if p.grad is not None]
-            for parameter, norm in zip(owners, norms, strict=True):
+            for parameter, norm in zip(owners, measured, strict=True):
                 metrics[f"{total}/{self._name_of(parameter, update)}"] = norm
 
     def _due(self, engine: Engine, update: UpdateState) -> bool:
@@ -152,11 +153,3 @@ class GradientNorms(Handler):
 
 def _metric(engine: Engine, update: UpdateState) -> str:
     return "gradient_norm" if len(engine.updates) == 1 else f"gradient_norm/{update.name}"
-
-
-def _norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    try:
-        return list(torch._foreach_norm(gradients, norm_type)) if gradients else []
-    except RuntimeError:  # a sparse gradient, or an empty one
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]

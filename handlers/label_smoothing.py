@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, check_number, on
 
 from .ranks import SMOOTH_LOSS
+from .updates import updates_meant
 
 __all__ = ["LabelSmoothing"]
 
@@ -40,20 +41,18 @@ class LabelSmoothing(Handler):
 
     def __init__(self, alpha: float = 0.1, *, update: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
-            raise ValueError(f"LabelSmoothing(alpha={alpha!r}): it has to be a number above 0 and up to 1")
-        self.alpha = alpha
+        self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
         self.update = update
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+        for update in updates_meant(engine, self.update):
             engine.claim(f"smoothing the labels of update {update.name!r}", by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
         """Refuse an update without an output."""
-        for update in engine.updates:
-            if self.update in (None, update.name) and update.loss_function is None:
+        for update in updates_meant(engine, self.update):
+            if update.loss_function is None:
                 raise ValueError(
                     f"{self.name!r}: update {update.name!r} is a single function, whose output nobody sees; give its forward "
                     "and its loss, Update(forward, loss, ...), or update= another update"

@@ -8,6 +8,8 @@ from typing import Any
 
 from signalfire import Engine, Handler
 
+from .batches import FirstBatches
+
 __all__ = ["LimitBatches"]
 
 
@@ -71,32 +73,4 @@ class LimitBatches(Handler):
                     f"{where} is a share of the data's length, but this data ({type(data).__name__}) has none; give a number "
                     "of batches"
                 ) from None
-        return _First(data, limit)
-
-
-class _First:
-    """The first batches of data, taken anew each time; it has a length if the data has one."""
-
-    def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
-
-    @property
-    def generator(self) -> Any:
-        """The DataLoader's own, which is a part of the data's position."""
-        return getattr(self.data, "generator", None)
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.data))
-
-    def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] | None = iter(self.data)
-        for taken in range(1, self.count + 1):
-            assert batches is not None
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if taken == self.count:
-                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
-            yield batch
+        return FirstBatches(data, limit)

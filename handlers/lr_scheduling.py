@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,11 +10,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Monitor, Phase, check_every, on
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Monitor, Phase, check_every, check_int, on
+
+from .torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
+from .updates import made_step
 
 __all__ = ["LRScheduling"]
-
-_TOTALS = ("total_steps", "T_max")
 
 
 class LRScheduling(Handler):
@@ -42,6 +40,7 @@ class LRScheduling(Handler):
         scheduler: the scheduler; None before the first run.
 
     Example:
+        >>> from functools import partial
         >>> from torch.optim.lr_scheduler import StepLR
         >>> LRScheduling(partial(StepLR, step_size=30), every="1ep").every
         Interval(value=1, unit='ep')
@@ -64,7 +63,7 @@ class LRScheduling(Handler):
                 f"LRScheduling({scheduler!r}): give a factory, such as partial(StepLR, step_size=30), not a scheduler "
                 "that is already built: the optimizer may not exist yet"
             )
-        plateau = _base(scheduler) is ReduceLROnPlateau
+        plateau = base_of(scheduler) is ReduceLROnPlateau
         if plateau and monitor is None:
             raise ValueError("LRScheduling(ReduceLROnPlateau): give monitor=, the metric it watches")
         if monitor is not None and every is not None:
@@ -72,13 +71,8 @@ class LRScheduling(Handler):
                 f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= it moves at each new value of the "
                 "metric; leave out every="
             )
-        interval = check_every(self, every or "1st")
-        if not isinstance(interval, Interval) or interval.unit not in ("st", "ep") or interval.value % 1:
-            raise ValueError(
-                f"LRScheduling(every={every!r}): a schedule follows optimizer steps or epochs: '1st' or '1ep'"
-            )
         self.factory = scheduler
-        self.every = interval
+        self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, "min")
         self.update = update
         self.scheduler: Any = None
@@ -104,7 +98,7 @@ class LRScheduling(Handler):
             return
         self.stepped = 0
         self.total = None
-        missing = _missing_total(self.factory)
+        missing = missing_total(self.factory)
         if missing is not None:
             self.total = self._planned(engine)
             if self.total is None:
@@ -112,20 +106,23 @@ class LRScheduling(Handler):
                     f"{self.name!r}: {_told(self.factory)} needs {missing}, and how many steps this run makes is not "
                     f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
                 )
+        if self.monitor is not None:  # what `restore_rates` goes back to: ReduceLROnPlateau alone does not note it
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
         try:
             self.scheduler = self._built(optimizer, self.total)
         finally:
-            # torch wraps optimizer.step only to warn about a wrong order, which the engine rules out: leave no trace.
-            if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-                del optimizer.step
+            unwrap_step(optimizer)
 
     def _built(self, optimizer: Optimizer, total: int | None) -> Any:
         """A new scheduler, which is checked to be one that this handler can drive."""
-        missing = _missing_total(self.factory)
+        missing = missing_total(self.factory)
         scheduler = self.factory(optimizer, **({} if missing is None or total is None else {missing: max(total, 1)}))
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
             raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is no scheduler")
         kind = type(scheduler).__name__
+        if isinstance(scheduler, ReduceLROnPlateau) and self.monitor is None:
+            raise ValueError(f"{self.name!r}: the factory returned a {kind}; give monitor=, the metric it watches")
         if isinstance(scheduler, ReduceLROnPlateau) != (self.monitor is not None):
             raise ValueError(
                 f"{self.name!r}: monitor= goes with ReduceLROnPlateau, and with nothing else; the factory returned a {kind}"
@@ -170,12 +167,7 @@ class LRScheduling(Handler):
     @on("stepping", phase=Phase.CONTROL)
     def follow_steps(self, engine: Engine) -> None:
         """Move on after an optimizer step that happened."""
-        update = engine.state.update
-        if (
-            update is engine.find_update(self.update)
-            and update.skipped is None
-            and update.steps % self.every.value == 0
-        ):
+        if made_step(engine, self.update, self.every):
             self._step()
 
     @on("epochs", phase=Phase.CONTROL)
@@ -205,13 +197,8 @@ class LRScheduling(Handler):
         if _counts_itself(scheduler):
             count = stepped * int(self.every.value)
             (scheduler.step if self.every.unit == "ep" else scheduler.step_update)(count)
-            return
-        if not _first_steps(scheduler):
-            scheduler.step()
-            return
-        with warnings.catch_warnings():  # at its first step torch looks for the wrapper that `build` took off
-            warnings.filterwarnings("ignore", message=".*optimizer.step.*", category=UserWarning)
-            scheduler.step()
+        else:
+            step(scheduler)
 
     @overload
     def simulate(
@@ -261,6 +248,7 @@ class LRScheduling(Handler):
             ValueError: if what the schedule follows was not given.
 
         Example:
+            >>> from functools import partial
             >>> from torch.optim.lr_scheduler import StepLR
             >>> LRScheduling(partial(StepLR, step_size=2, gamma=0.5)).simulate(6, lr=0.8)
             [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
@@ -272,10 +260,10 @@ class LRScheduling(Handler):
         scheduler = self._built(optimizer, len(moves))
         rates: list[list[float]] = [[] for _ in groups]
         stepped = 0
-        for step in range(1, steps + 1):
+        for made in range(1, steps + 1):
             for group, used in zip(optimizer.param_groups, rates, strict=True):
                 used.append(float(group["lr"]))
-            while stepped < len(moves) and moves[stepped] <= step:
+            while stepped < len(moves) and moves[stepped] <= made:
                 stepped += 1
                 if metric_values is not None:
                     scheduler.step(metric_values[stepped - 1])
@@ -286,8 +274,8 @@ class LRScheduling(Handler):
     def _moves(self, steps: int, epochs: int | None, metric_values: Sequence[float] | None) -> list[int]:
         """After which of so many steps the scheduler moves."""
         for argument, value in (("steps", steps), ("epochs", epochs)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"LRScheduling.simulate({argument}={value!r}): it has to be an int of 1 or more")
+            if value is not None:
+                check_int("LRScheduling.simulate", argument, value)
         if (metric_values is None) != (self.monitor is None):
             raise ValueError(
                 "LRScheduling.simulate(): ReduceLROnPlateau follows a metric; give metric_values=, which it is to see"
@@ -357,17 +345,10 @@ class LRScheduling(Handler):
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
             if self.scheduler is not None:  # begin anew, from the rate that the optimizer was built with
-                for group in self.scheduler.optimizer.param_groups:
-                    group["lr"] = group.get("initial_lr", group["lr"])
+                restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])
-
-
-def _first_steps(scheduler: Any) -> bool:
-    return getattr(scheduler, "_step_count", 2) <= 1 or any(
-        _first_steps(s) for s in getattr(scheduler, "_schedulers", ())
-    )
 
 
 def _counts_itself(scheduler: Any) -> bool:
@@ -379,26 +360,5 @@ def _listed(lr: float | Sequence[float]) -> list[float]:
     return [float(one) for one in lr] if isinstance(lr, Sequence) else [float(lr)]
 
 
-def _base(factory: Any) -> Any:
-    while isinstance(factory, partial):
-        factory = factory.func
-    return factory
-
-
-def _missing_total(factory: Any) -> str | None:
-    """The argument for the number of steps that the factory takes, has no value for, and cannot do without."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return None
-    if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):
-        return None  # OneCycleLR's other way to be told
-    for name in _TOTALS:
-        parameter = parameters.get(name)
-        if parameter is not None and parameter.default in (inspect.Parameter.empty, None):
-            return name
-    return None
-
-
 def _told(factory: Any) -> str:
-    return getattr(_base(factory), "__name__", repr(factory))
+    return getattr(base_of(factory), "__name__", repr(factory))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, as_number, on, tensors_in
 
+from .updates import only_update
+
 __all__ = ["Accuracy", "Average", "Metric", "Metrics"]
 
 Inputs = Callable[[Engine], tuple[Any, ...]]
@@ -225,13 +227,8 @@ class Metrics(Handler):
         return names
 
     def attached(self, engine: Engine) -> None:
-        if self.update is None and len(engine.updates) > 1:
-            names = ", ".join(update.name for update in engine.updates)
-            raise ValueError(
-                f"{self.name!r}: there are several updates ({names}); say with update= which one is measured"
-            )
+        update = only_update(engine, self.update, by=self, does="is measured")
         engine.state.metrics.announce(self.name, self.names)
-        update = engine.find_update(self.update)
         if self._of_output and update.forward is None:
             raise ValueError(
                 f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "

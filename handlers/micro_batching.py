@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, check_bool, check_int, on, parts, rebuilt
 
 __all__ = ["MicroBatching"]
 
@@ -87,11 +86,9 @@ class MicroBatching(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        for argument, value in (("size", size), ("pieces", pieces)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"MicroBatching({argument}={value!r}): it has to be an int of 1 or more")
-            if value is not None and value < 1:
-                raise ValueError(f"MicroBatching({argument}={value!r}): it has to be 1 or more")
+        self.size = None if size is None else check_int(self, "size", size)
+        self.pieces = None if pieces is None else check_int(self, "pieces", pieces)
+        self.halve_on_oom = check_bool(self, "halve_on_oom", halve_on_oom)
         if size is not None and pieces is not None:
             raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
         for argument, function in (("split", split), ("samples", samples)):
@@ -99,15 +96,10 @@ class MicroBatching(Handler):
                 raise TypeError(f"MicroBatching({argument}={function!r}): it has to be a function of the batch")
         if samples is not None and split is None:
             raise ValueError(f"MicroBatching(samples={samples!r}): it goes with split=, which has to be given, too")
-        if not isinstance(halve_on_oom, bool):
-            raise TypeError(f"MicroBatching(halve_on_oom={halve_on_oom!r}): it has to be True or False")
         if size is None and pieces is None and not halve_on_oom:
             raise ValueError("MicroBatching(halve_on_oom=False): give size or pieces, or there is nothing to do")
-        self.size = size
-        self.pieces = pieces
         self.split = split
         self.samples = samples or _samples
-        self.halve_on_oom = halve_on_oom
         self.update = update
         self.reduced: int | None = None
 
@@ -329,41 +321,12 @@ def _without_graph(value: Any) -> Any:
 # ---- batches and outputs: tensors, nested in tuples, lists, dicts and dataclasses ----------------------------------------
 
 
-def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, and how another of its kind is made; None for anything else."""
-    if isinstance(value, MutableMapping):
-        keys = list(value)
-
-        def remake_mapping(parts: list[Any]) -> Any:
-            new = copy.copy(value)
-            for key, part in zip(keys, parts, strict=True):
-                new[key] = part
-            return new
-
-        return list(value.values()), remake_mapping
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value), lambda parts: type(value)(*parts)
-    if type(value) in (tuple, list):
-        return list(value), type(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value)]
-
-        def remake_dataclass(parts: list[Any]) -> Any:
-            new = copy.copy(value)
-            for key, part in zip(names, parts, strict=True):
-                object.__setattr__(new, key, part)  # also of a frozen one
-            return new
-
-        return [getattr(value, key) for key in names], remake_dataclass
-    return None
-
-
 def _arrays(value: Any) -> Iterator[Any]:
     """The tensors and arrays that have a first dimension."""
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim:
             yield value
-    elif (container := _parts(value)) is not None:
+    elif (container := parts(value)) is not None:
         for part in container[0]:
             yield from _arrays(part)
 
@@ -398,20 +361,15 @@ def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
     if _is_list_of(value, samples):
         ends = list(accumulate(sizes))
         return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    if (container := _parts(value)) is None:
+    if (container := parts(value)) is None:
         return [value] * len(sizes)
-    parts, remake = container
-    columns = [_split(part, sizes, samples) for part in parts]
+    held, remake = container
+    columns = [_split(part, sizes, samples) for part in held]
     return [remake([column[place] for column in columns]) for place in range(len(sizes))]
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if (container := _parts(value)) is None:
-        return value
-    parts, remake = container
-    return remake([_detached(part) for part in parts])
+    return value.detach() if isinstance(value, Tensor) else rebuilt(value, _detached)
 
 
 def _join(values: list[Any], sizes: list[int]) -> Any:
@@ -427,11 +385,11 @@ def _join(values: list[Any], sizes: list[int]) -> Any:
         return type(first)(item for value in values for item in value)
     if isinstance(first, bool | int | float | str):
         return first if all(value == first for value in values) else None
-    containers = [_parts(value) for value in values]
+    containers = [parts(value) for value in values]
     rows = [container[0] for container in containers if container is not None]
     if len(rows) < len(values) or any(len(row) != len(rows[0]) for row in rows):
         return None
-    if isinstance(first, MutableMapping) and any(list(value) != list(first) for value in values):
+    if isinstance(first, Mapping) and any(list(value) != list(first) for value in values):
         return None
     assert containers[0] is not None
     return containers[0][1]([_join(list(column), sizes) for column in zip(*rows, strict=True)])

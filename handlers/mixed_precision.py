@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, check_number, on
 
 __all__ = ["MixedPrecision"]
 
@@ -51,24 +51,12 @@ class MixedPrecision(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if precision not in _DTYPES:
-            raise ValueError(f"MixedPrecision({precision!r}): it has to be 'bf16' or 'fp16'")
-        if not all(isinstance(n, int | float) for n in (init_scale, growth_factor, backoff_factor, growth_interval)):
-            raise TypeError(
-                "MixedPrecision: init_scale, growth_factor, backoff_factor and growth_interval have to be numbers"
-            )
-        if not init_scale > 0 or not growth_factor > 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
-            raise ValueError(
-                f"MixedPrecision(init_scale={init_scale}, growth_factor={growth_factor}, backoff_factor="
-                f"{backoff_factor}, growth_interval={growth_interval}): they have to be init_scale > 0, "
-                "growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"
-            )
-        self.dtype = _DTYPES[precision]
+        self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
         self.scaler_options = {
-            "init_scale": float(init_scale),
-            "growth_factor": float(growth_factor),
-            "backoff_factor": float(backoff_factor),
-            "growth_interval": growth_interval,
+            "init_scale": float(check_number(self, "init_scale", init_scale, above=0)),
+            "growth_factor": float(check_number(self, "growth_factor", growth_factor, above=1)),
+            "backoff_factor": float(check_number(self, "backoff_factor", backoff_factor, above=0, below=1)),
+            "growth_interval": check_int(self, "growth_interval", growth_interval),
         }
         self.scalers: dict[str, torch.amp.GradScaler] = {}
         scaled = precision == "fp16"

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, on
 
+from .parameters import gradients_of, named_parameters, norms
 from .ranks import GUARD, NOTE_LOSS
+from .updates import updates_meant
 
 __all__ = ["NonFiniteGuard"]
 
@@ -59,20 +61,14 @@ class NonFiniteGuard(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if check not in ("gradients", "loss", "both"):
-            raise ValueError(f"NonFiniteGuard(check={check!r}): it has to be 'gradients', 'loss' or 'both'")
-        if action not in ("skip", "stop", "raise"):
-            raise ValueError(f"NonFiniteGuard(action={action!r}): it has to be 'skip', 'stop' or 'raise'")
-        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
-            raise ValueError(f"NonFiniteGuard(patience={patience!r}): it has to be an int of 1 or more")
+        self.check = check_choice(self, "check", check, ("gradients", "loss", "both"))
+        self.action = check_choice(self, "action", action, ("skip", "stop", "raise"))
+        self.patience = 1 if patience is None else check_int(self, "patience", patience)
         if patience is not None and action == "skip":
             raise ValueError(
                 f"NonFiniteGuard(patience={patience}): every bad step is skipped; give action='stop' or action='raise' "
                 "for what comes after that many"
             )
-        self.check = check
-        self.action = action
-        self.patience = patience or 1
         self.update = update
         self.skipped: dict[str, int] = {}
         self.watching = Events.LOSS_COMPUTED if check != "gradients" else None
@@ -80,7 +76,7 @@ class NonFiniteGuard(Handler):
         self._losses: dict[str, list[tuple[int, Tensor]]] = {}  # of the open window: iteration and loss
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates if self.update is None else (engine.find_update(self.update),):
+        for update in updates_meant(engine, self.update):
             engine.claim(f"guarding update {update.name!r} against what is not finite", by=self)
 
     @on("watching", phase=Phase.FINALIZE, rank=NOTE_LOSS)
@@ -103,7 +99,7 @@ class NonFiniteGuard(Handler):
         losses = self._losses.pop(update.name, [])
         suspects = [loss for _, loss in losses]
         if update.skipped is None and self.check != "loss":
-            suspects += _largest([p.grad for p in update.parameters if p.grad is not None])
+            suspects += norms(gradients_of(update), math.inf)  # NaN or infinite if any element is, and no sum
         if _all_finite(suspects):
             if update.skipped is None:
                 self._recover(engine, update)
@@ -133,16 +129,11 @@ class NonFiniteGuard(Handler):
         if bad := [(iteration, loss.item()) for iteration, loss in losses if not math.isfinite(loss.item())]:
             found.append("the loss is not finite: " + ", ".join(f"{value} in iteration {i}" for i, value in bad))
         if self.check != "loss":
-            several = len(engine.modules) > 1
-            names = {
-                id(parameter): f"{root}.{name}" if several else name
-                for root, module in engine.modules.items()
-                for name, parameter in module.named_parameters()
-            }
+            names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
             worst = [
                 names.get(id(parameter), f"parameter {place} of the optimizer")
                 for place, parameter in enumerate(update.parameters)
-                if parameter.grad is not None and not _all_finite(_largest([parameter.grad]))
+                if parameter.grad is not None and not _all_finite(norms([parameter.grad], math.inf))
             ]
             if worst:
                 more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
@@ -165,15 +156,6 @@ class NonFiniteGuard(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped, self._in_a_row = dict(state["skipped"]), dict(state["in_a_row"])
         self._losses = {name: [(i, loss) for i, loss in several] for name, several in state["losses"].items()}
-
-
-def _largest(gradients: list[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each: NaN or infinite if any of its elements is, and no sum that could overflow."""
-    try:
-        return list(torch._foreach_norm(gradients, math.inf)) if gradients else []
-    except RuntimeError:  # a sparse gradient, or an empty one
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        return [torch.linalg.vector_norm(v, math.inf) for v in values if v.numel()]
 
 
 def _all_finite(scalars: list[Tensor]) -> bool:

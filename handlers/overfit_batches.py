@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from signalfire import Engine, Handler, derived_seed, seed_everything, unchanged_random_state
+from signalfire import Engine, Handler, check_bool, check_int, derived_seed, seed_everything, unchanged_random_state
 
 __all__ = ["OverfitBatches"]
 
@@ -34,10 +34,8 @@ class OverfitBatches(Handler):
 
     def __init__(self, count: int = 1, *, validation: bool = False, name: str | None = None) -> None:
         super().__init__(name=name)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"OverfitBatches(count={count!r}): it has to be an int of 1 or more")
-        self.count = count
-        self.validation = validation
+        self.count = check_int(self, "count", count)
+        self.validation = check_bool(self, "validation", validation)
         self._kept: _Kept | None = None
 
     def attached(self, engine: Engine) -> None:

@@ -7,7 +7,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, check_every, on
+from signalfire import (
+    AnyEvent,
+    Engine,
+    Events,
+    Handler,
+    Interval,
+    Phase,
+    UpdateState,
+    check_every,
+    check_int,
+    check_number,
+    on,
+)
+
+from .updates import made_step
 
 __all__ = ["ParameterScheduling"]
 
@@ -71,27 +85,17 @@ class ParameterScheduling(Handler):
                 f"ParameterScheduling(schedule={schedule!r}): it has to be a function of the number of steps, or a mapping "
                 "from that number to values"
             )
-        interval = check_every(self, every)
-        if not isinstance(interval, Interval) or interval.unit not in ("st", "ep") or interval.value % 1:
-            raise ValueError(
-                f"ParameterScheduling(every={every!r}): a schedule follows optimizer steps or epochs: '1st' or '1ep'"
-            )
-        places = None if groups is None else list(groups)
-        for argument, values in (("index", [index]), ("groups", places)):
-            for value in values or ():
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                    raise ValueError(f"ParameterScheduling({argument}={value!r}): it has to be an int of 0 or more")
-        if places == []:
+        self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
+        if self.groups == []:
             raise ValueError("ParameterScheduling(groups=[]): name at least one group, or leave it out for all")
         self.field = field
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
-        self.every = interval
-        self.index = index
+        self.every = check_every(self, every, units=["st", "ep"])
+        self.index = None if index is None else check_int(self, "index", index, least=0)
         self.update = update
-        self.groups = places
-        by_step = interval.unit == "st"
+        by_step = self.every.unit == "st"
         self.stepping: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
-        self.epochs: AnyEvent | None = None if by_step else interval.event()
+        self.epochs: AnyEvent | None = None if by_step else self.every.event()
 
     @staticmethod
     def linear(start: float, end: float, *, over: int) -> Schedule:
@@ -143,12 +147,7 @@ class ParameterScheduling(Handler):
     @on("stepping", phase=Phase.CONTROL)
     def follow_steps(self, engine: Engine) -> None:
         """Move on after an optimizer step that happened."""
-        update = engine.state.update
-        if (
-            update is engine.find_update(self.update)
-            and update.skipped is None
-            and update.steps % self.every.value == 0
-        ):
+        if made_step(engine, self.update, self.every):
             self._set(engine)
 
     @on("epochs", phase=Phase.CONTROL)
@@ -205,12 +204,9 @@ class _Ramp:
 
     def __init__(self, start: float, end: float, over: int, *, cosine: bool) -> None:
         where = f"ParameterScheduling.{'cosine' if cosine else 'linear'}"
-        for argument, value in (("start", start), ("end", end)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{where}({argument}={value!r}): it has to be a finite number")
-        if isinstance(over, bool) or not isinstance(over, int) or over < 1:
-            raise ValueError(f"{where}(over={over!r}): it has to be an int of 1 or more")
-        self.start, self.end, self.over, self.cosine = start, end, over, cosine
+        self.start, self.end = check_number(where, "start", start), check_number(where, "end", end)
+        self.over = check_int(where, "over", over)
+        self.cosine = cosine
 
     def __call__(self, count: int) -> float:
         if count >= self.over:

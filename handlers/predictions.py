@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+
+from .folders import check_folder, open_folder
+from .updates import only_update
 
 __all__ = ["Predictions"]
 
@@ -56,9 +61,7 @@ class Predictions(Handler):
         for argument, value in (("inputs", inputs), ("targets", targets)):
             if not isinstance(value, bool) and not callable(value):
                 raise TypeError(f"Predictions({argument}={value!r}): it has to be a bool, or a function of the batch")
-        self.folder = None if folder is None else Path(folder)
-        if self.folder is not None and self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"Predictions(folder={str(folder)!r}): it exists and is no folder")
+        self.folder = None if folder is None else check_folder(self, folder)
         # In memory there is nothing that a dry run would have to do without.
         self.writes = self.folder is not None  # type: ignore[misc]
         self.update = update
@@ -66,7 +69,7 @@ class Predictions(Handler):
         self._parts: dict[str, Callable[[Any], Any]] = {}
         for place, (part, wanted) in enumerate((("inputs", inputs), ("targets", targets))):
             if wanted is not False:
-                self._parts[part] = wanted if callable(wanted) else _part(place)
+                self._parts[part] = wanted if callable(wanted) else itemgetter(place)
         self._collected: dict[str, list[Any]] = {}
 
     def attached(self, engine: Engine) -> None:
@@ -74,10 +77,7 @@ class Predictions(Handler):
             raise ValueError(
                 f"{self.name!r}: this engine trains; predict with one of its own: Engine(Update.prediction(), model=model)"
             )
-        if self.update is None and len(engine.updates) > 1:
-            names = ", ".join(update.name for update in engine.updates)
-            raise ValueError(f"{self.name!r}: there are several updates ({names}); say with update= which one predicts")
-        update = engine.find_update(self.update)
+        update = only_update(engine, self.update, by=self, does="predicts")
         if update.forward is None:
             raise ValueError(
                 f"{self.name!r}: update {update.name!r} is a single function, which shows no output; give it a forward="
@@ -89,7 +89,7 @@ class Predictions(Handler):
         self._collected = {part: [] for part in ("outputs", *self._parts)}
         self.files = []
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            open_folder(self, self.folder)
             for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt"):
                 file.unlink()
 
@@ -147,19 +147,14 @@ class Predictions(Handler):
         return torch.stack(values) if None in shapes else torch.cat(values)
 
 
-def _part(place: int) -> Callable[[Any], Any]:
-    def part(batch: Any) -> Any:
-        return batch[place]
-
-    return part
-
-
 def _on_cpu(value: Any) -> Any:
     """A copy that no later batch changes, in the types that a safe load accepts."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, tuple | list):
         return [_on_cpu(item) for item in value] if isinstance(value, list) else tuple(_on_cpu(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}
     return value

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
-from signalfire import Engine, Events, Handler, Phase, as_number, on
+from signalfire import Engine, Events, Handler, Phase, as_number, check_bool, check_number, on
 
 __all__ = ["ProgressBar"]
 
@@ -26,7 +26,7 @@ class ProgressBar(Handler):
             there are none.
         interval: the shortest time in seconds between two drawings.
         leave: whether finished bars stay.
-        line_interval: see above.
+        line_interval: the shortest time in seconds between two lines; see above.
         file: where to draw; standard error by default.
 
     Example:
@@ -47,13 +47,10 @@ class ProgressBar(Handler):
         super().__init__(name=name)
         if isinstance(metrics, str):
             raise TypeError(f"ProgressBar(metrics={metrics!r}): give a list of names: [{metrics!r}]")
-        for argument, value in (("interval", interval), ("line_interval", line_interval)):
-            if not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"ProgressBar({argument}={value!r}): it has to be a number of seconds, 0 or more")
         self.metrics = None if metrics is None else list(metrics)
-        self.interval = interval
-        self.leave = leave
-        self.line_interval = line_interval
+        self.interval = check_number(self, "interval", interval, least=0, infinite=True)
+        self.leave = check_bool(self, "leave", leave)
+        self.line_interval = check_number(self, "line_interval", line_interval, least=0, infinite=True)
         self.file = file
         self._bar: tqdm[Any] | None = None
         self._plain = False

@@ -23,6 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from signalfire import check_bool, check_choice, check_number
+
+from .torch_schedulers import base_of, missing_total
+
 __all__ = ["cosine_with_warmup", "one_cycle", "piecewise", "polynomial", "warmup", "warmup_stable_decay"]
 
 Factory = Callable[..., Any]
@@ -67,11 +71,11 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
             f"warmup(then={then!r}): give a factory, such as partial(StepLR, step_size=30), not a scheduler that is "
             "already built"
         )
-    if _base(then) is ReduceLROnPlateau:
+    if base_of(then) is ReduceLROnPlateau:
         raise ValueError("warmup(then=ReduceLROnPlateau): it follows a metric, not steps; attach it without a warm-up")
     if start_factor is not None:
         start_factor = _factor("warmup", "start_factor", start_factor)
-    missing = _missing_total(then)
+    missing = missing_total(then)
     kind = _Warmup if isinstance(amount, int) and missing is None else _WarmupOfRun
     return kind(amount, then, start_factor, missing)
 
@@ -127,8 +131,7 @@ def warmup_stable_decay(
         >>> [round(rate, 2) for rate in LRScheduling(warmup_stable_decay(warmup=3, decay=0.4)).simulate(10, lr=1.0)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if shape not in _SHAPES:
-        raise ValueError(f"warmup_stable_decay(shape={shape!r}): it has to be one of {', '.join(_SHAPES)}")
+    check_choice("warmup_stable_decay", "shape", shape, _SHAPES)
     return _phases("warmup_stable_decay", shape, warmup=warmup, decay=decay, min_factor=min_factor)
 
 
@@ -150,10 +153,9 @@ def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0
         >>> [round(rate, 2) for rate in LRScheduling(polynomial(power=2.0)).simulate(4, lr=1.0)]
         [1.0, 0.56, 0.25, 0.06]
     """
-    if isinstance(power, bool) or not isinstance(power, Real) or not 0 < float(power) < math.inf:
-        raise ValueError(f"polynomial(power={power!r}): it has to be a number greater than 0")
+    power = float(check_number("polynomial", "power", power, above=0))
     end_factor = _factor("polynomial", "end_factor", end_factor)
-    return _phases("polynomial", "polynomial", warmup=warmup, min_factor=end_factor, power=float(power))
+    return _phases("polynomial", "polynomial", warmup=warmup, min_factor=end_factor, power=power)
 
 
 def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 0.3, **options: Any) -> Factory:
@@ -207,11 +209,11 @@ def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> F
     points: list[tuple[int | float, float]] = []
     for at, factor in factors.items():
         place = _amount("piecewise", "factors", at)
-        if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
-            raise ValueError(f"piecewise(factors={{{at!r}: {factor!r}}}): a factor has to be a number of 0 or more")
-        points.append((place, float(factor)))
+        points.append((place, float(check_number("piecewise", f"factors[{at!r}]", factor, least=0))))
     absolute = all(isinstance(at, int) for at, _ in points)
-    made = (_Piecewise if absolute else _PiecewiseOfRun)(tuple(points), bool(interpolate))
+    made = (_Piecewise if absolute else _PiecewiseOfRun)(
+        tuple(points), check_bool("piecewise", "interpolate", interpolate)
+    )
     if absolute:
         made.steps(None)  # two factors at one step show at once
     return made
@@ -459,11 +461,7 @@ def _amount(function: str, argument: str, value: Any) -> int | float:
 
 
 def _factor(function: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ValueError(
-            f"{function}({argument}={value!r}): it has to be a number from 0 to 1, a part of the full rate"
-        )
-    return float(value)
+    return float(check_number(function, argument, value, least=0, most=1))
 
 
 def _steps(function: str, total_steps: int, **amounts: float) -> list[int]:
@@ -490,23 +488,3 @@ def _told(function: str, total_steps: int | None) -> int:
             f"{total_steps!r}; LRScheduling gives it, or write partial(factory, total_steps=...)"
         )
     return total_steps
-
-
-def _base(factory: Any) -> Any:
-    while isinstance(factory, partial):
-        factory = factory.func
-    return factory
-
-
-def _missing_total(factory: Any) -> str | None:
-    """The argument for the number of steps that a factory takes and was not given, as `LRScheduling` finds it."""
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
-        return None
-    if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):
-        return None
-    for name in ("total_steps", "T_max"):
-        if name in parameters and parameters[name].default in (inspect.Parameter.empty, None):
-            return name
-    return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire import Engine, Events, Handler, UpdateState, check_bool, check_int, check_number, needs_closure, on
+
+from .updates import updates_meant
 
 __all__ = ["SharpnessAwareMinimization"]
 
@@ -59,22 +59,10 @@ class SharpnessAwareMinimization(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if not isinstance(adaptive, bool):
-            raise TypeError(f"SharpnessAwareMinimization(adaptive={adaptive!r}): it has to be True or False")
-        rho = (0.5 if adaptive else 0.05) if rho is None else rho
-        for argument, value, least in (("rho", rho, "greater than zero"), ("eta", eta, "zero or greater")):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"SharpnessAwareMinimization({argument}={value!r}): it has to be a number")
-            if not math.isfinite(value) or value < 0 or (value == 0 and argument == "rho"):
-                raise ValueError(f"SharpnessAwareMinimization({argument}={value!r}): it has to be finite and {least}")
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"SharpnessAwareMinimization(every={every!r}): it has to be an int of 1 or more")
-        if every < 1:
-            raise ValueError(f"SharpnessAwareMinimization(every={every!r}): it has to be 1 or more")
-        self.rho = float(rho)
-        self.adaptive = adaptive
-        self.eta = float(eta)
-        self.every = every
+        self.adaptive = check_bool(self, "adaptive", adaptive)
+        self.rho = float(check_number(self, "rho", (0.5 if adaptive else 0.05) if rho is None else rho, above=0))
+        self.eta = float(check_number(self, "eta", eta, least=0))
+        self.every = check_int(self, "every", every)
         self.update = update
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
 
@@ -85,15 +73,14 @@ class SharpnessAwareMinimization(Handler):
     @on(Events.STARTED)
     def prepare(self, engine: Engine) -> None:
         """Refuse optimizers with a closure; find the buffers."""
-        for update in engine.updates:
-            if self.update in (None, update.name):
-                closure = inspect.signature(update.optimizer.step).parameters.get("closure")  # type: ignore[union-attr]
-                if closure is not None and closure.default is inspect.Parameter.empty:
-                    raise ValueError(
-                        f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes gradients "
-                        "inside its own step, by a closure, and would not use those at the moved weights; take an optimizer "
-                        f"without a closure, or detach {self.name!r}"
-                    )
+        for update in updates_meant(engine, self.update):
+            assert update.optimizer is not None
+            if needs_closure(update.optimizer):
+                raise ValueError(
+                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes gradients "
+                    "inside its own step, by a closure, and would not use those at the moved weights; take an optimizer "
+                    f"without a closure, or detach {self.name!r}"
+                )
         modules = {module: None for root in engine.modules.values() for module in root.modules()}
         self._buffers = [(module._buffers, key) for module in modules for key in module._buffers]
 

@@ -7,13 +7,14 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from tensorboardX import FileWriter, RecordWriter, SummaryWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
+
+from .folders import check_folder, open_folder
 
 __all__ = ["TensorBoardLogger"]
 
@@ -42,15 +43,9 @@ class TensorBoardLogger(Handler):
         self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
     ) -> None:
         super().__init__(name=name or "tensorboard")
-        interval = check_every(self, every)
-        if not isinstance(interval, Interval) or interval.unit != "it":
-            raise ValueError(f"TensorBoardLogger(every={every!r}): losses are written every n iterations: '10it'")
-        self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"TensorBoardLogger(folder={str(folder)!r}): it exists and is no folder")
-        self.every = interval
-        count = int(interval.value)
-        self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
+        self.folder = check_folder(self, folder)
+        self.every = check_every(self, every, units=["it"])
+        self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=int(self.every.value))
         self._writer: SummaryWriter | None = None
         self._rates: dict[str, float] = {}
         self._rates_at = 0
@@ -69,9 +64,7 @@ class TensorBoardLogger(Handler):
     def begin(self, engine: Engine) -> None:
         """What was measured up to here was written by the run before."""
         self._running = True
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(self.folder, os.W_OK):
-            raise PermissionError(f"{self.name!r}: the folder {str(self.folder)!r} cannot be written")
+        open_folder(self, self.folder)
         self._seen = dict(engine.state.metrics.serials)
         self._first = engine.state.iteration + 1
 

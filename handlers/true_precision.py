@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, check_choice, map_leaves, on
 
 __all__ = ["TruePrecision"]
 
@@ -37,9 +35,7 @@ class TruePrecision(Handler):
 
     def __init__(self, precision: Literal["bf16", "fp16", "fp64"], *, name: str | None = None) -> None:
         super().__init__(name=name)
-        if precision not in _DTYPES:
-            raise ValueError(f"TruePrecision({precision!r}): it has to be 'bf16', 'fp16' or 'fp64'")
-        self.dtype = _DTYPES[precision]
+        self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
         self._before: dict[tuple[str, str], torch.dtype] = {}  # of what was converted, by module and tensor
 
     def attached(self, engine: Engine) -> None:
@@ -66,7 +62,7 @@ class TruePrecision(Handler):
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
     def convert_batch(self, engine: Engine) -> None:
         """Convert the batch's floating-point tensors; moving it to a device may come before or after."""
-        engine.state.batch = self._converted(engine.state.batch)
+        engine.state.batch = map_leaves(self._converted, engine.state.batch)
 
     def restore(self, engine: Engine) -> None:
         """Give modules and optimizers the types back that they had before; the rounding stays.
@@ -90,18 +86,6 @@ class TruePrecision(Handler):
             return value.to(self.dtype) if value.is_floating_point() else value
         if isinstance(value, PackedSequence):
             return value.to(self.dtype) if value.data.is_floating_point() else value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._converted(item) for item in value))
-        if isinstance(value, tuple | list):
-            return type(value)(self._converted(item) for item in value)
-        if isinstance(value, dict):
-            converted = copy.copy(value)
-            for key, item in value.items():
-                converted[key] = self._converted(item)
-            return converted
-        if is_dataclass(value) and not isinstance(value, type):
-            parts = {one.name: self._converted(getattr(value, one.name)) for one in fields(value) if one.init}
-            return replace(value, **parts)
         return value
 
 

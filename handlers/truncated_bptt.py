@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_int, on, parts, rebuilt
+
+from .updates import updates_meant
 
 __all__ = ["TruncatedBPTT"]
 
@@ -21,10 +23,11 @@ class TruncatedBPTT(Handler):
     forward takes ``engine.state.update.hidden``, which is None in front of a new batch, and puts the new hidden state there;
     between two chunks it is detached. `GradientAccumulation` counts chunks; its windows straddle batches, but not epochs.
 
-    What is split, in nested tuples, lists and dicts: tensors in the dimension ``dim``; a list that is not the batch itself
-    and whose items are tensors of one shape, as a sequence of time steps; a ``PackedSequence``. How long the sequences are
-    says the first of them that the batch holds. Whatever has no time dimension or another length there, such as labels of
-    shape (N,), is given to every chunk. A label whose length happens to be the same would be split, too: then give ``split``.
+    What is split, in nested tuples, lists, dicts and dataclasses: tensors in the dimension ``dim``; a list that is not the
+    batch itself and whose items are tensors of one shape, as a sequence of time steps; a ``PackedSequence``. How long the
+    sequences are says the first of them that the batch holds. Whatever has no time dimension or another length there, such as
+    labels of shape (N,), is given to every chunk. A label whose length happens to be the same would be split, too: then give
+    ``split``.
 
     Chunks of a packed batch hold the sequences that still run, in their order; the hidden state (of shape (..., N, features),
     as that of torch's recurrent layers) is narrowed to them. Sequences that end leave; none joins before the next batch.
@@ -76,15 +79,10 @@ class TruncatedBPTT(Handler):
                 f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of them: the length of a chunk, or a "
                 "function that splits a batch"
             )
-        for argument, value, least in (("steps", 1 if steps is None else steps, 1), ("dim", dim, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"TruncatedBPTT({argument}={value!r}): it has to be an int")
-            if value < least:
-                raise ValueError(f"TruncatedBPTT({argument}={value}): it has to be {least} or more")
         if split is not None and not callable(split):
             raise TypeError(f"TruncatedBPTT(split={split!r}): it has to be a function of the batch: [chunk, ...]")
-        self.steps = steps
-        self.dim = dim
+        self.steps = None if steps is None else check_int(self, "steps", steps)
+        self.dim = check_int(self, "dim", dim, least=0)
         self.split = split
         self.update = update
         self._forget()
@@ -104,24 +102,21 @@ class TruncatedBPTT(Handler):
         self._losses: list[tuple[Tensor, int]] = []
         self._outputs: list[Tensor] | None = []  # None: they cannot be joined
 
-    def _updates(self, engine: Engine) -> Sequence[UpdateState]:
-        return engine.updates if self.update is None else (engine.find_update(self.update),)
-
     def attached(self, engine: Engine) -> None:
-        updates = self._updates(engine)
+        updates = updates_meant(engine, self.update)
         for update in updates:
             engine.claim(f"the time chunks of update {update.name!r}", by=self)
         for update in updates:
             update.regular = False
 
     def detached(self, engine: Engine) -> None:
-        for update in self._updates(engine):
+        for update in updates_meant(engine, self.update):
             update.regular, update.more, update.hidden = True, False, None
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
         """Refuse steps that compute their gradients more than once."""
-        for update in self._updates(engine):
+        for update in updates_meant(engine, self.update):
             update.regular = False  # another handler may have said otherwise when it left
             self._refuse_again(update)
 
@@ -259,8 +254,8 @@ def _timed(value: Any, dim: int, *, outermost: bool = True) -> Iterator[tuple[An
             yield value, value.size(dim)
     elif not outermost and _is_sequence_of_steps(value):
         yield value, len(value)
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif (container := parts(value)) is not None:
+        for item in container[0]:
             yield from _timed(item, dim, outermost=False)
 
 
@@ -280,15 +275,7 @@ def _cut(value: Any, dim: int, total: int, begin: int, end: int, *, outermost: b
         return value.narrow(dim, begin, end - begin) if value.dim() > dim and value.size(dim) == total else value
     if not outermost and _is_sequence_of_steps(value):
         return value[begin:end] if len(value) == total else value
-    return _rebuilt(value, lambda item: _cut(item, dim, total, begin, end, outermost=False))
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: change(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    return type(value)(map(change, value)) if isinstance(value, list | tuple) else value
+    return rebuilt(value, lambda item: _cut(item, dim, total, begin, end, outermost=False))
 
 
 def _cut_packed(packed: PackedSequence, begin: int, end: int) -> PackedSequence:
@@ -316,7 +303,7 @@ def _going_on(before: PackedSequence, now: PackedSequence) -> Tensor | None:
 def _detached(hidden: Any, running: Tensor | None) -> Any:
     if isinstance(hidden, Tensor):
         return hidden.detach() if running is None else hidden.detach().index_select(-2, running)
-    return _rebuilt(hidden, lambda item: _detached(item, running))
+    return rebuilt(hidden, lambda item: _detached(item, running))
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import lcm
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_int, on
 
 from .ranks import CHOOSE_UPDATES
 
@@ -66,12 +66,7 @@ class UpdateFrequency(Handler):
             raise ValueError(f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given as a keyword, too")
         for argument, numbers, least in (("every", self.every, 1), ("offset", self.offset, 0)):
             for update, number in numbers.items():
-                if isinstance(number, bool) or not isinstance(number, int):
-                    raise TypeError(f"UpdateFrequency({argument}={{{update!r}: {number!r}}}): it has to be an int")
-                if number < least:
-                    raise ValueError(
-                        f"UpdateFrequency({argument}={{{update!r}: {number}}}): it has to be {least} or more"
-                    )
+                numbers[update] = check_int(self, f"{argument}[{update!r}]", number, least=least)
         for update, number in self.offset.items():
             if update not in self.every:
                 raise ValueError(f"UpdateFrequency(offset={{{update!r}: {number}}}): give {update!r} a frequency, too")

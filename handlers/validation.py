@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,14 @@ from signalfire import (
     Handler,
     Interval,
     Phase,
+    check_bool,
     check_every,
+    check_int,
     on,
     unchanged_random_state,
 )
+
+from .batches import check_data
 
 __all__ = ["Validation"]
 
@@ -65,17 +69,15 @@ class Validation(Handler):
         if not self.several:
             raise ValueError(f"Validation(data={data!r}): there is nothing to evaluate; give at least one data by name")
         for key, one in self.several.items():
-            _check_data(one, f"Validation(data={one!r})" if key == "" else f"Validation(data={{{key!r}: {one!r}}})")
+            check_data(f"Validation(data={one!r})" if key == "" else f"Validation(data={{{key!r}: {one!r}}})", one)
         if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
             raise TypeError(f"Validation(data=...): the names {list(data)} have to be strings")
-        if isinstance(sanity, bool) or not isinstance(sanity, int) or sanity < 0:
-            raise ValueError(f"Validation(sanity={sanity!r}): it has to be an int of 0 or more batches")
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
         self.prefix = prefix
-        self.starting = Events.EPOCH_STARTED(once=1) if at_start else None
-        self.sanity = sanity
+        self.starting = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
+        self.sanity = check_int(self, "sanity", sanity, least=0)
         self.trying = Events.EPOCH_STARTED(once=1) if sanity else None
 
     def attached(self, engine: Engine) -> None:
@@ -114,13 +116,3 @@ class Validation(Handler):
 
     def _prefix(self, key: str) -> str:
         return f"{self.prefix}{key}/" if key else self.prefix
-
-
-def _check_data(data: object, where: str) -> None:
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise TypeError(f"{where}: it has to be iterable, such as a DataLoader or a list of batches")
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"{where}: an iterator is used up by the first validation; give an iterable that starts anew each time, such as a "
-            "list or a DataLoader"
-        )

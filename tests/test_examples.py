@@ -40,7 +40,55 @@ def check_main(folder: Path) -> None:
     assert (left / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"main.py": check_main}
+def is_picture(path: Path) -> bool:
+    content = path.read_bytes()
+    return content.startswith(b"\x89PNG") and len(content) > 10_000
+
+
+def check_gan(folder: Path) -> None:
+    output = run("gan.py", "--steps", "800", folder=folder)  # less than half of the steps
+    real, drawn = (float(share) for share in re.findall(r"(?:real|drawn) ([\d.]+) %", output))
+    real_spread, spread = (float(number) for number in re.findall(r"(?:real|drawn) (0\.\d+)", output)[-2:])
+    assert real > 97
+    assert drawn >= 95
+    assert spread >= 0.27 > real_spread / 2, "digits that are all alike would be recognised, too"
+    assert is_picture(folder / "runs" / "gan" / "samples.png")
+    assert is_picture(folder / "runs" / "gan" / "recognised.png")
+
+
+def check_character_gru(folder: Path) -> None:
+    output = run("character_gru.py", folder=folder)
+    found = re.search(r"held-out text: ([\d.]+) bits per character", output)
+    assert found is not None, output
+    assert float(found[1]) <= 2.2
+    assert is_picture(folder / "runs" / "character-gru" / "learning_curve.png")
+
+
+def check_fine_tuning(folder: Path) -> None:
+    output = run("fine_tuning.py", folder=folder)
+    reached = {
+        way: float(last) for way, last in re.findall(r"^([^\d\n]+?) {2,}([\d.]+) +[\d.]+$", output, re.MULTILINE)
+    }
+    assert reached["gradual unfreezing, rates by layer"] > reached["from scratch"] + 10
+    assert reached["all layers fine-tuned at once"] > reached["from scratch"] + 10
+    assert is_picture(folder / "runs" / "fine_tuning" / "fine_tuning.png")
+
+
+def check_lbfgs(folder: Path) -> None:
+    output = run("lbfgs.py", folder=folder)
+    rows = re.findall(r"^(\S+) +(\d+) +(\d+) +([\d.e-]+) +([\d.e-]+)", output, re.MULTILINE)
+    above = {name: float(excess) for name, _, _, excess, _ in rows}
+    assert above["L-BFGS"] < 1e-7 < 1e-6 < min(above["SGD"], above["Adam"])
+    assert is_picture(folder / "runs" / "lbfgs" / "convergence.png")
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "main.py": check_main,
+    "gan.py": check_gan,
+    "character_gru.py": check_character_gru,
+    "fine_tuning.py": check_fine_tuning,
+    "lbfgs.py": check_lbfgs,
+}
 
 
 @pytest.mark.parametrize("script", CHECKS)

@@ -78,12 +78,217 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_seconds_are_due_at_the_first_iteration_after_them",
         ],
     },
+    "T1 gradient accumulation": {
+        "handlers/test_gradient_accumulation.py": [
+            "test_weights_equal_a_loop_by_hand",
+            "test_a_schedule_equals_a_loop_by_hand",
+            "test_a_weight_of_tokens_equals_a_loop_by_hand",
+            "test_a_short_last_window_is_averaged_over_its_real_length",
+            "test_reading_unsized_data_ahead_does_not_change_what_the_model_draws",
+        ],
+        "test_recipes.py": ["test_accumulation_fp16_clipping_schedule_and_average"],
+    },
+    "T2 micro-batches": {
+        "handlers/test_micro_batching.py": [
+            "test_it_trains_as_whole_batches_do",
+            "test_weights_equal_a_loop_by_hand",
+            "test_a_retry_leaves_no_trace_in_the_training",
+            "test_the_smaller_size_is_kept_and_saved",
+        ],
+    },
+    "T3 clipping": {
+        "handlers/test_gradient_clipping.py": [
+            "test_weights_equal_a_loop_by_hand",
+            "test_with_accumulation_it_clips_once_for_each_window",
+            "test_under_fp16_scaling_unscaled_gradients_are_clipped",
+            "test_one_update_of_two_is_clipped",
+        ],
+        "handlers/test_adaptive_gradient_clipping.py": [
+            "test_weights_equal_a_loop_by_hand",
+            "test_together_with_clipping_by_norm_and_fp16_in_every_order",
+        ],
+    },
+    "T4 gradient norms": {
+        "handlers/test_gradient_norms.py": [
+            "test_the_norms_equal_what_clip_grad_norm_returns",
+            "test_under_fp16_accumulation_and_clipping_it_is_the_unscaled_norm_before_the_clip",
+        ],
+        "handlers/test_non_finite_guard.py": ["test_the_reason_names_the_parameters"],
+    },
+    "T5 non-finite losses and gradients": {
+        "handlers/test_non_finite_guard.py": [
+            "test_a_bad_batch_discards_its_whole_window_and_the_next_is_clean",
+            "test_it_stops_at_the_patience_th_bad_step_in_a_row",
+            "test_it_raises_and_names_the_iterations_of_the_loss",
+            "test_an_overflow_under_fp16_is_the_scalers_business",
+        ],
+    },
+    "T6 truncated back-propagation through time": {
+        "handlers/test_truncated_bptt.py": [
+            "test_batch_first_tensors_equal_a_loop_by_hand",
+            "test_lists_of_time_steps_equal_a_loop_by_hand",
+            "test_packed_sequences_equal_a_loop_by_hand_whose_hidden_state_is_narrowed",
+            "test_a_split_of_ones_own_equals_a_loop_by_hand",
+            "test_it_would_be_noticed_if_the_hidden_state_were_not_carried",
+            "test_it_would_be_noticed_if_gradients_flowed_from_chunk_to_chunk",
+        ],
+        "test_recipes.py": ["test_truncated_bptt_accumulation_and_clipping"],
+    },
+    "T7 several optimizers": {
+        "test_gan.py": [
+            "test_alone_and_with_n_critic",
+            "test_all_at_once_in_any_order",
+            "test_each_update_leaves_the_other_networks_gradients_and_weights_untouched",
+            "test_with_a_schedule_for_each_optimizer",
+            "test_a_gan_resumes_after_any_iteration",
+        ],
+        "handlers/test_update_frequency.py": [
+            "test_n_critic_equals_a_loop_by_hand",
+            "test_windows_count_how_often_the_update_is_made_and_none_is_lost_at_the_end_of_an_epoch",
+        ],
+    },
+    "T8 closure optimizers": {
+        "engine/test_closures.py": [
+            "test_weights_equal_a_loop_by_hand",
+            "test_batches_count_by_their_weights",
+            "test_scaling_for_float16_is_refused_before_the_first_batch",
+            "test_a_state_inside_an_open_window_resumes_exactly",
+        ],
+    },
+    "T9 sharpness-aware minimization": {
+        "handlers/test_sharpness_aware_minimization.py": [
+            "test_weights_equal_a_loop_by_hand",
+            "test_both_gradients_are_clipped",
+            "test_the_weights_are_put_back_bit_for_bit",
+        ],
+    },
+    "T10 mixing, cutting and smoothing": {
+        "handlers/test_mixup.py": ["test_weights_and_reported_losses_equal_a_loop_by_hand"],
+        "handlers/test_cutmix.py": ["test_weights_and_shares_equal_a_loop_by_hand"],
+        "handlers/test_cutout.py": ["test_weights_equal_a_loop_by_hand"],
+        "handlers/test_label_smoothing.py": ["test_it_trains_as_torchs_label_smoothing_does"],
+    },
+    "T11 packed sequences": {
+        "handlers/test_truncated_bptt.py": [
+            "test_chunks_of_a_packed_batch_are_those_sequences_that_still_run_in_their_order"
+        ],
+        "handlers/test_device_transfer.py": ["test_packed_sequences_are_moved"],
+    },
+    "T12 freezing and discriminative rates": {
+        "handlers/test_freezing.py": [
+            "test_weights_and_statistics_equal_a_loop_by_hand",
+            "test_everything_is_put_back",
+            "test_a_saved_run_goes_on_bit_for_bit",
+        ],
+    },
+    "T13 gradient noise, any field of the parameter groups": {
+        "handlers/test_gradient_noise.py": ["test_weights_equal_a_loop_by_hand"],
+        "handlers/test_parameter_scheduling.py": ["test_a_saved_run_goes_on_bit_for_bit"],
+    },
+    "R1 schedulers": {
+        "handlers/test_lr_scheduling.py": [
+            "test_a_saved_run_goes_on_bit_for_bit",
+            "test_a_saved_plateau_goes_on_with_what_it_has_seen",
+            "test_a_scheduler_that_is_told_is_driven_as_in_its_own_loop",
+        ],
+    },
+    "R2 schedules of many forms, shown without training": {
+        "handlers/test_schedules.py": [
+            "test_cosine_with_warmup_at_every_step",
+            "test_warmup_stable_decay_at_every_step",
+            "test_polynomial_at_every_step",
+            "test_piecewise_holds_each_factor_from_its_step_on",
+            "test_one_cycle_is_torchs",
+            "test_what_is_simulated_is_what_training_uses",
+        ],
+        "handlers/test_lr_scheduling.py": [
+            "test_a_simulation_leaves_the_run_the_random_streams_and_the_optimizer_alone",
+            "test_a_schedule_is_drawn",
+        ],
+    },
+    "R5 averaged weights": {
+        "handlers/test_ema.py": [
+            "test_averages_and_weights_equal_a_loop_by_hand",
+            "test_a_validation_measures_the_averages_and_training_does_not_notice",
+            "test_the_weights_come_back_after_an_error_inside_a_validation",
+            "test_the_state_to_resume_from_holds_the_weights_and_the_averages",
+        ],
+        "handlers/test_swa.py": [
+            "test_average_rates_and_weights_equal_torchs_recipe",
+            "test_gathering_statistics_leaves_no_trace",
+        ],
+    },
+    "S1 early stopping": {
+        "handlers/test_early_stopping.py": [
+            "test_it_stops_at_the_patience_th_value_in_a_row_without_improvement",
+            "test_a_relative_min_delta_works_for_negative_scores",
+            "test_it_stops_at_a_value_at_least_as_good_as_the_threshold",
+            "test_it_stops_at_a_value_worse_than_the_divergence",
+            "test_it_stops_at_once_at_a_value_that_is_not_finite",
+            "test_the_modules_get_the_weights_of_the_best_value_back",
+        ],
+    },
+    "S2 limits, overfitting, fast runs": {
+        "handlers/test_limit_batches.py": [
+            "test_each_epoch_takes_the_first_batches_of_a_new_shuffle",
+            "test_a_share_is_that_of_the_length_exactly",
+            "test_evaluations_have_a_limit_of_their_own",
+        ],
+        "handlers/test_overfit_batches.py": ["test_it_equals_a_loop_by_hand_over_the_same_batches"],
+        "handlers/test_fast_dev_run.py": [
+            "test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing",
+            "test_after_an_error_nothing_stays_switched_off",
+        ],
+    },
+    "V1 validation at any interval, several loaders": {
+        "handlers/test_validation.py": [
+            "test_it_measures_what_a_loop_by_hand_measures",
+            "test_the_interval_says_when",
+            "test_several_data_are_evaluated_under_their_names",
+        ],
+    },
+    "V2 sanity validation": {
+        "handlers/test_validation.py": ["test_a_sanity_run_changes_nothing_and_leaves_no_metric"],
+    },
+    "V3 metrics": {
+        "handlers/test_metrics.py": [
+            "test_the_average_loss_counts_samples_and_not_batches",
+            "test_a_torchmetrics_metric_equals_the_direct_computation",
+            "test_running_values_can_be_had_within_the_epoch",
+        ],
+    },
+    "V4 test and predict": {
+        "handlers/test_predictions.py": [
+            "test_outputs_inputs_and_targets_are_joined_over_the_batches",
+            "test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory",
+        ],
+        "test_evaluation.py": ["test_testing_uses_the_best_weights_and_not_the_last"],
+    },
+    "H1 device placement": {
+        "handlers/test_device_transfer.py": [
+            "test_tensors_are_moved_in_all_containers",
+            "test_the_model_is_on_its_device_before_the_optimizer_is_built",
+            "test_prefetch_copies_on_a_stream_of_its_own_without_waiting_and_trains_the_same",
+        ],
+    },
+    "H2 precision": {
+        "handlers/test_mixed_precision.py": [
+            "test_bf16_equals_a_loop_by_hand",
+            "test_fp16_equals_a_loop_by_hand",
+            "test_an_overflow_skips_the_step_and_halves_the_scale",
+        ],
+        "handlers/test_true_precision.py": ["test_it_equals_a_loop_by_hand"],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",
             "test_any_subset_in_any_order_gives_one_result_and_detaching_leaves_no_trace",
         ],
-        "test_invariants.py": ["test_a_handler_keeps_its_promises", "test_every_shipped_handler_is_checked"],
+        "test_invariants.py": [
+            "test_a_handler_keeps_its_promises",
+            "test_every_shipped_handler_is_checked",
+            "test_every_two_handlers_train_together_in_either_order_or_are_refused",
+        ],
     },
 }
 

@@ -395,8 +395,8 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     ("error", "options"),
     [
         (ValueError, {"keep": 0}),
-        (ValueError, {"keep": 1.5}),
-        (ValueError, {"keep": True}),
+        (TypeError, {"keep": 1.5}),
+        (TypeError, {"keep": True}),
         (ValueError, {"monitor": "loss", "every": "1ep"}),
         (ValueError, {"monitor": "loss", "mode": "least"}),
         (TypeError, {"monitor": 3}),

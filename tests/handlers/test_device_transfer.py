@@ -227,3 +227,58 @@ def test_model_and_batches_meet_on_a_cuda_device() -> None:
     engine.run([(torch.ones(2, 3), torch.ones(2, 1))] * 2, max_epochs=2)
     assert engine.model.weight.device.type == "cuda"
     assert engine.device.type == "cuda"
+
+
+def test_prefetch_without_a_cuda_device_changes_nothing() -> None:
+    data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(n)), torch.ones(4, 1)) for n in range(3)]
+    weights = []
+    for prefetch in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        trainer_of(model, DeviceTransfer("cpu", prefetch=prefetch)).run(data, max_epochs=2)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+def test_prefetch_of_copies_that_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="overlaps with nothing"):
+        DeviceTransfer("cpu", prefetch=True, non_blocking=False)
+    with pytest.raises(TypeError, match="prefetch=1"):
+        DeviceTransfer("cpu", prefetch=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_prefetch_copies_on_a_stream_of_its_own_without_waiting_and_trains_the_same() -> None:
+    samples = [(torch.randn(512, 64), torch.randn(512, 1)) for _ in range(20)]
+    data = [(x.pin_memory(), y.pin_memory()) for x, y in samples]
+    weights: list[Tensor] = []
+    for prefetch in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1))
+        engine = trainer_of(model, DeviceTransfer("cuda", prefetch=prefetch))
+        streams: set[int] = set()
+
+        def watch(engine: Engine, streams: set[int] = streams) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            streams.add(torch.cuda.current_stream().cuda_stream)
+
+        engine.connect(Events.FORWARD_STARTED, watch)
+        try:
+            engine.run(data, max_epochs=3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(streams) == 1, "the model computes on the stream that it always did"
+        weights.append(next(model.parameters()))
+    assert torch.equal(*weights)
+
+
+def test_a_batch_can_be_prepared_outside_of_the_loop() -> None:
+    engine = Engine(Update.prediction(lambda engine, batch: None))
+    engine.attach(DeviceTransfer("meta"))
+    counted: list[int] = []
+    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: counted.append(1))
+    engine.state.batch = "as it was"
+    prepared = engine.prepared({"x": torch.ones(2)})
+    assert prepared["x"].device == META
+    assert engine.state.batch == "as it was"
+    assert counted == [], "only what prepares batches is asked"

@@ -396,7 +396,7 @@ def test_bad_rates_are_refused() -> None:
         ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; there are: 'backbone"
     ):
         discriminative_rates(Network(), {"haed": 0.1})
-    with pytest.raises(ValueError, match=r"'head': -1"):
+    with pytest.raises(ValueError, match=r"discriminative_rates\(rates\['head'\]=-1\)"):
         discriminative_rates(Network(), {"head": -1})
-    with pytest.raises(ValueError, match=r"'default': '1'"):
+    with pytest.raises(TypeError, match=r"discriminative_rates\(default='1'\)"):
         discriminative_rates(Network(), {}, default="1")  # type: ignore[arg-type]

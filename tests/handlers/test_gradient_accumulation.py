@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -295,9 +296,23 @@ def test_an_unknown_update_is_refused_when_attached() -> None:
     assert gradients == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", {}, {0: 2}, {1: 0}, {1: 2.0}, {"1": 2}])
-def test_bad_steps_are_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match="steps="):
+@pytest.mark.parametrize(
+    ("steps", "kind", "told"),
+    [
+        (0, ValueError, "steps=0"),
+        (-1, ValueError, "steps=-1"),
+        (1.5, TypeError, "steps=1.5"),
+        (True, TypeError, "steps=True"),
+        ("4", TypeError, "steps='4'"),
+        ({}, ValueError, "steps={}"),
+        ({0: 2}, ValueError, "steps: epoch=0"),
+        ({1: 0}, ValueError, "steps[1]=0"),
+        ({1: 2.0}, TypeError, "steps[1]=2.0"),
+        ({"1": 2}, TypeError, "steps: epoch='1'"),
+    ],
+)
+def test_bad_steps_are_refused(steps: Any, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=re.escape(f"GradientAccumulation({told})")):
         GradientAccumulation(steps)
 
 

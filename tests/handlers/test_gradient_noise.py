@@ -234,15 +234,15 @@ def test_two_on_one_update_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "kind", "told"),
     [
-        ({"eta": 0}, "eta=0"),
-        ({"eta": math.nan}, "eta=nan"),
-        ({"eta": "1"}, "eta='1'"),
-        ({"gamma": -0.1}, "gamma=-0.1"),
-        ({"gamma": math.inf}, "gamma=inf"),
+        ({"eta": 0}, ValueError, "eta=0"),
+        ({"eta": math.nan}, ValueError, "eta=nan"),
+        ({"eta": "1"}, TypeError, "eta='1'"),
+        ({"gamma": -0.1}, ValueError, "gamma=-0.1"),
+        ({"gamma": math.inf}, ValueError, "gamma=inf"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=rf"GradientNoise\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=rf"GradientNoise\({told}\)"):
         GradientNoise(**options)

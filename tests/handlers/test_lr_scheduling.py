@@ -299,6 +299,19 @@ def test_plateau_follows_each_new_value_of_its_metric() -> None:
     assert len(set(rates)) == 3
 
 
+def test_reset_brings_back_the_rate_that_a_plateau_lowered_in_an_optimizer_that_was_given_built() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model, seed=0)
+    engine.attach(LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score"))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    engine.run(batches(2), max_epochs=8)
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    engine.reset()
+    engine.run(batches(2), max_epochs=1)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_plateau_does_not_count_a_value_twice() -> None:
     engine, rates = engine_of(
         network(), LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
@@ -466,12 +479,12 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 
 
 def test_a_monitor_goes_with_plateau_only() -> None:
-    for handler in (
-        LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
-        LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)),
+    for handler, told in (
+        (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= goes with ReduceLROnPlateau"),
+        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give monitor="),
     ):
         engine, rates = engine_of(network(), handler)
-        with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        with pytest.raises(ValueError, match=told):
             engine.run(batches(), max_epochs=1)
         assert rates == []
 
@@ -574,7 +587,8 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     steps, epochs = LRScheduling(partial(StepLR, step_size=1)), LRScheduling(partial(StepLR, step_size=1), every="1ep")
     plateau = LRScheduling(ReduceLROnPlateau, monitor="loss")
     for wrong in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match=rf"simulate\(steps={wrong}\)"):
+        kind = ValueError if type(wrong) is int else TypeError
+        with pytest.raises(kind, match=rf"simulate\(steps={wrong}\)"):
             steps.simulate(wrong, lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"simulate\(epochs=0\)"):
         epochs.simulate(4, lr=0.1, epochs=0)

@@ -310,7 +310,7 @@ def test_nested_batches_are_cut_and_nested_outputs_are_joined() -> None:
         pieces.append(batch)
         logits = engine.model(batch.pair.input)
         return OrderedDict(logits=logits, parts=Pair(logits.argmax(1), batch.names), loss=logits.mean(), kind="x",
-                           n=len(logits), padded=torch.zeros(len(logits), len(pieces)))  # fmt: skip
+                           n=len(logits), size=logits.shape, padded=torch.zeros(len(logits), len(pieces)))  # fmt: skip
 
     def loss(engine: Engine, output: Any, batch: Labelled) -> Tensor:
         return cross_entropy(output["logits"], batch.pair.target["y"])
@@ -336,7 +336,7 @@ def test_nested_batches_are_cut_and_nested_outputs_are_joined() -> None:
     torch.testing.assert_close(output["logits"], make_model()(x))
     assert output["parts"] == Pair(output["parts"].input, [f"{n}" for n in y.tolist()])
     assert torch.equal(output["parts"].input, output["logits"].argmax(1))
-    assert (output["loss"], output["kind"], output["n"], output["padded"]) == (None, "x", None, None)
+    assert [output[key] for key in ("loss", "kind", "n", "size", "padded")] == [None, "x", None, None, None]
 
 
 def test_a_split_of_ones_own() -> None:

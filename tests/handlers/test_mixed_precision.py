@@ -333,7 +333,8 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
     ids=str,
 )
 def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="MixedPrecision"):
+    ((argument, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"MixedPrecision\({argument}={value!r}\)"):
         MixedPrecision(**{"precision": "fp16", **options})
 
 

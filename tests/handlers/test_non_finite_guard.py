@@ -359,15 +359,15 @@ def test_two_on_one_update_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "kind", "told"),
     [
-        ({"check": "weights"}, "check='weights'"),
-        ({"action": "ignore"}, "action='ignore'"),
-        ({"action": "stop", "patience": 0}, "patience=0"),
-        ({"action": "stop", "patience": 1.5}, "patience=1.5"),
-        ({"patience": 2}, "patience=2"),
+        ({"check": "weights"}, ValueError, "check='weights'"),
+        ({"action": "ignore"}, ValueError, "action='ignore'"),
+        ({"action": "stop", "patience": 0}, ValueError, "patience=0"),
+        ({"action": "stop", "patience": 1.5}, TypeError, "patience=1.5"),
+        ({"patience": 2}, ValueError, "patience=2"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=rf"NonFiniteGuard\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=rf"NonFiniteGuard\({told}\)"):
         NonFiniteGuard(**options)

@@ -334,9 +334,9 @@ def test_two_schedules_of_one_field_refuse_each_other() -> None:
         ({"schedule": {5: 0.5}}, ValueError, r"schedule=\{5: 0.5\}"),
         ({"schedule": {0: 0.5, 1.5: 0.1}}, ValueError, "1.5 is no number of steps"),
         ({"every": "10it"}, ValueError, "every='10it'"),
-        ({"every": Events.STARTED}, ValueError, "every=Events.STARTED"),
+        ({"every": Events.STARTED}, TypeError, "every=Events.STARTED"),
         ({"index": -1}, ValueError, "index=-1"),
-        ({"groups": [0, "a"]}, ValueError, "groups='a'"),
+        ({"groups": [0, "a"]}, TypeError, "groups='a'"),
         ({"groups": []}, ValueError, r"groups=\[\]"),
     ],
     ids=str,
@@ -348,6 +348,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Excepti
 
 @pytest.mark.parametrize("options", [{"start": math.nan}, {"end": "1"}, {"over": 0}, {"over": 2.5}], ids=str)
 def test_bad_ramps_are_refused(options: dict[str, Any]) -> None:
-    (argument,) = options
-    with pytest.raises(ValueError, match=rf"ParameterScheduling.linear\({argument}="):
+    ((argument, value),) = options.items()
+    kind = TypeError if value in ("1", 2.5) else ValueError
+    with pytest.raises(kind, match=rf"ParameterScheduling.linear\({argument}="):
         ParameterScheduling.linear(**({"start": 0.0, "end": 1.0, "over": 3} | options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,20 @@ def test_nested_outputs_are_one_item_a_batch_and_share_nothing_with_the_forwards
     predictor(None, handler, forward=forward).run(batches())
     assert [output["parts"][0].tolist() for output in handler.outputs] == [[1, 1], [2, 2], [3, 3]]
     assert handler.outputs[1]["parts"][1][1] == "text"
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    label: str
+
+
+def test_outputs_that_are_dataclasses_are_written_in_a_form_that_loads_safely(tmp_path: Path) -> None:
+    handler = Predictions(tmp_path)
+    predictor(None, handler, forward=lambda engine, batch: Output(batch[0], "text")).run(batches())
+    output = torch.load(handler.files[0], weights_only=True)["outputs"]
+    assert torch.equal(output["logits"], batches()[0][0])
+    assert output["label"] == "text"
 
 
 def test_functions_say_where_inputs_and_targets_are() -> None:

@@ -204,5 +204,5 @@ def test_bad_arguments_are_refused() -> None:
         ProgressBar("accuracy")
     with pytest.raises(ValueError, match="interval=-1"):
         ProgressBar(interval=-1)
-    with pytest.raises(ValueError, match="line_interval"):
+    with pytest.raises(TypeError, match="line_interval='5'"):
         ProgressBar(line_interval="5")  # type: ignore[arg-type]

@@ -412,7 +412,7 @@ def test_batch_norm_without_data_is_refused_before_the_first_batch() -> None:
         ({"start": 0}, ValueError),
         ({"start": 0.75}, TypeError),
         ({"every": "100it"}, ValueError),
-        ({"every": Events.EPOCH_COMPLETED}, ValueError),
+        ({"every": Events.EPOCH_COMPLETED}, TypeError),
         ({"lr": 0.0}, ValueError),
         ({"lr": "0.1"}, TypeError),
         ({"anneal_epochs": -1}, ValueError),

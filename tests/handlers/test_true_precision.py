@@ -242,7 +242,7 @@ def test_complex_tensors_are_refused_by_name_before_anything_is_converted() -> N
 
 @pytest.mark.parametrize("precision", ["fp8", "16-true", 16, None])
 def test_bad_arguments_are_refused(precision: Any) -> None:
-    with pytest.raises(ValueError, match=rf"TruePrecision\({precision!r}\)"):
+    with pytest.raises(ValueError, match=rf"TruePrecision\(precision={precision!r}\)"):
         TruePrecision(precision)
 
 

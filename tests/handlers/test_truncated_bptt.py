@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -200,6 +202,27 @@ def test_what_has_no_time_dimension_is_given_to_every_chunk() -> None:
         assert one.others["label"] is others["label"]
         assert one.others["features"] is others["features"]
         assert one.others["names"] == ["a", "b"]
+
+
+def test_batches_that_are_dataclasses_or_mappings_are_split_too() -> None:
+    @dataclass(frozen=True)
+    class Sample:
+        inputs: Mapping[str, Tensor]
+        label: int
+
+    x = torch.randn(4, LENGTH, 3)
+    seen: list[Sample] = []
+
+    def look(engine: Engine, batch: Sample) -> Tensor:
+        seen.append(batch)
+        output: Tensor = engine.model(batch.inputs["x"])[0].mean()
+        return output
+
+    trainer = Engine(Update.from_function(look, SGD), model=Recurrent(), seed=0)
+    trainer.attach(TruncatedBPTT(STEPS))
+    trainer.run([Sample(MappingProxyType({"x": x}), 3)], max_epochs=1)
+    assert all(torch.equal(one.inputs["x"], x[:, a:b]) for (a, b), one in zip(CUTS, seen, strict=True))
+    assert [one.label for one in seen] == [3] * 3
 
 
 def test_a_label_for_the_whole_sequence_trains_as_by_hand() -> None:

@@ -320,7 +320,8 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"\[1\] have to be strings"):
         Validation(evaluator_of(model), {1: batches(3)})
     for sanity in (-1, True, 0.5):
-        with pytest.raises(ValueError, match=rf"Validation\(sanity={sanity!r}\)"):
+        kind = ValueError if type(sanity) is int else TypeError
+        with pytest.raises(kind, match=rf"Validation\(sanity={sanity!r}\)"):
             Validation(evaluator_of(model), batches(3), sanity=sanity)  # type: ignore[arg-type]
     evaluator = evaluator_of(model)
     with pytest.raises(ValueError, match="itself"):

@@ -1,0 +1,72 @@
+"""What a batch is made of: tensors in tuples, lists, mappings, named tuples and dataclasses, nested as they come."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["map_leaves", "parts", "rebuilt", "tensors_in"]
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors in a batch: a tensor, or containers of them, nested."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    container = parts(batch)
+    return [] if container is None else [tensor for part in container[0] for tensor in tensors_in(part)]
+
+
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """A batch of the same structure with ``function(leaf)`` in place of every leaf.
+
+    Containers are tuples, named tuples, lists, mappings and dataclasses. Anything else is a leaf, and so is what has a ``to``
+    method, as tensors and packed sequences have.
+
+    Example:
+        >>> map_leaves(lambda number: number + 1, {"x": [1, 2], "y": (3,)})
+        {'x': [2, 3], 'y': (4,)}
+    """
+    if hasattr(batch, "to") or parts(batch) is None:
+        return function(batch)
+    return rebuilt(batch, lambda part: map_leaves(function, part))
+
+
+def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What a tuple, list, mapping or dataclass holds, and how another of its kind is made; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.values()), lambda held: _mapping_like(value, held)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), lambda held: type(value)(*held)
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):  # which holds numbers only
+        return list(value), type(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in fields(value)]
+        return [getattr(value, name) for name in names], lambda held: _dataclass_like(value, names, held)
+    return None
+
+
+def _mapping_like(value: Mapping[Any, Any], held: list[Any]) -> Any:
+    new = copy.copy(value) if isinstance(value, MutableMapping) else {}
+    for key, part in zip(value, held, strict=True):
+        new[key] = part
+    return new
+
+
+def _dataclass_like(value: Any, names: list[str], held: list[Any]) -> Any:
+    new = copy.copy(value)
+    for name, part in zip(names, held, strict=True):
+        object.__setattr__(new, name, part)  # also of a frozen one
+    return new
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind in which each part is changed; what is no container stays as it is."""
+    if (container := parts(value)) is None:
+        return value
+    held, remake = container
+    return remake([change(part) for part in held])

@@ -1,0 +1,57 @@
+"""Parameters, as several handlers need them: by name, chosen by patterns, and their gradients. Not a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, UpdateState
+
+__all__ = ["gradients_of", "longest_match", "matches", "named_parameters", "norms", "unmatched"]
+
+
+def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    """All parameters of the engine's modules; of several modules, with the module's name in front."""
+    several = len(engine.modules) > 1
+    return {
+        name: parameter
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters(prefix=root if several else "")
+    }
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter is inside a path, such as "backbone", or fits a pattern with ``*``, ``?`` or ``[]``."""
+    if any(sign in pattern for sign in "*?["):
+        return fnmatchcase(name, pattern)
+    path = pattern.rstrip(".")
+    return name == path or name.startswith(f"{path}.")
+
+
+def longest_match(name: str, patterns: Iterable[str]) -> str | None:
+    """The longest of the patterns that match a parameter; None if none does."""
+    return max((pattern for pattern in patterns if matches(name, pattern)), key=len, default=None)
+
+
+def unmatched(pattern: str, names: Iterable[str]) -> str:
+    """What to say of a pattern that matches none of these parameters."""
+    there = list(names)
+    shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in all)" if len(there) > 5 else "")
+    return f"{pattern!r} matches no parameter; there are: {shown or 'none'}"
+
+
+def gradients_of(update: UpdateState) -> list[Tensor]:
+    """The gradients of an update's parameters, in the order of these, without those that have none."""
+    return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
+
+
+def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The p-norm of each gradient, on its device; 0 of an empty one."""
+    try:
+        return list(torch._foreach_norm(gradients, norm_type)) if gradients else []
+    except RuntimeError:  # a sparse gradient, or an empty one
+        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]
