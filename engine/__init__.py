@@ -9,7 +9,7 @@ if __name__ != "signalfire":
 from .batches import map_leaves, parts, rebuilt, tensors_in
 from .bus import Phase, Signal
 from .checks import check_bool, check_choice, check_int, check_number
-from .data import DataError
+from .data import DataError, FirstBatches, RereadingWarning
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
@@ -32,11 +32,13 @@ __all__ = [
     "EventUnion",
     "Events",
     "FilteredEvent",
+    "FirstBatches",
     "Handler",
     "Interval",
     "MetricStore",
     "Monitor",
     "Phase",
+    "RereadingWarning",
     "Signal",
     "State",
     "Update",

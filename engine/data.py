@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice, repeat
 from typing import Any
 
-import torch
-
+from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
 
-__all__ = ["END", "DataError", "Source"]
+__all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source"]
 
 
 class _End:
@@ -26,6 +26,41 @@ class DataError(ValueError):
     """The data is empty, shorter than it says, or cannot be iterated again."""
 
 
+class RereadingWarning(UserWarning):
+    """Data that can neither be skipped nor keep its own position is read again up to where a saved run stood."""
+
+
+class FirstBatches:
+    """The first batches of data, taken anew each time; it has a length if the data has one.
+
+    Args:
+        data: the data.
+        count: how many.
+    """
+
+    def __init__(self, data: Any, count: int) -> None:
+        self.data = data
+        self.count = count
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.data))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.limited(iter(self.data), 0)
+
+    def limited(self, batches: Iterator[Any] | None, start: int) -> Iterator[Any]:
+        """The batches that are left of an iterator which begins at batch ``start``."""
+        for taken in range(start + 1, self.count + 1):
+            assert batches is not None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if taken == self.count:
+                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
+            yield batch
+
+
 class Source:
     """One run's data, and how far it was read.
 
@@ -36,6 +71,7 @@ class Source:
         length: the data's own length, or None.
         continues: whether the iteration goes on across epochs.
         started_at: the run's iteration count when the data was last iterated anew.
+        number: which pass over the data this is, counted from 0.
     """
 
     def __init__(self, data: Any, epoch_length: int | None, seed: int) -> None:
@@ -46,26 +82,68 @@ class Source:
         self.seed = seed
         self.iterator: Iterator[Any] | None = None
         self.started_at = 0
+        self.number = 0
         self.saved: dict[str, Any] = {}
 
-    def begin(self, iteration: int, *, ahead: bool) -> Iterator[Any]:
-        """Iterate the data anew; with ``ahead``, unsized data is read one batch ahead of its use."""
-        self.started_at = iteration
-        # What the order was drawn from, so that a resumed run can draw it again.
+    def announce(self, epoch: int) -> None:
+        """Tell samplers that want to know it that this epoch, counted from 0 as they count, is about to begin."""
+        if not self.continues:
+            set_epochs(self.data, epoch)
+
+    def begin(self, iteration: int, epoch: int, *, ahead: bool) -> Iterator[Any]:
+        """Iterate the data anew; with ``ahead``, unsized data is read one batch ahead of its use.
+
+        Args:
+            iteration: how many were made in the run.
+            epoch: which one begins, counted from 0. Where the data goes on across epochs, its passes are counted instead.
+            ahead: whether a window needs to know the last batch.
+        """
+        if self.continues:
+            epoch = self.number + 1 if self.saved else 0
+            set_epochs(self.data, epoch)
+        # What the order is drawn from, so that a resumed run can draw it again.
         self.saved = {
             "started_at": iteration,
+            "number": epoch,
             "ahead": ahead,
             "random": random_state(),
-            "generator": self._generator_state(),
+            "generators": [generator.get_state() for generator in generators_of(self.data)],
+            "epochs": epochs_of(self.data),
         }
+        return self._iterate(0)
+
+    def _iterate(self, start: int) -> Iterator[Any]:
+        """The batches of the pass that is saved, from one of them on if they can be skipped."""
+        self.started_at, self.number = self.saved["started_at"], self.saved["number"]
+        self.skips = True
         if self.data is None:
-            iterator: Iterator[Any] = repeat(None)
-        elif self.epoch_length is None:
-            iterator = _Ahead(self.data, derived_seed(self.seed, "data", iteration) if ahead else None)
+            self.iterator = repeat(None)
+        elif self.epoch_length is None or _keeps_position(_inner(self.data)):
+            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data))
+            seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
+            self.iterator = _Ahead(self.data, seed, lambda: self._batches(self.data, start))
+            if start and self.skips and (place := self.saved.get("place")) is not None:
+                self.iterator.streams = place["streams"]
         else:
-            iterator = iter(self.data)
-        self.iterator = iterator
-        return iterator
+            self.iterator = self._batches(self.data, start)
+        return self.iterator
+
+    def _batches(self, data: Any, start: int) -> Iterator[Any]:
+        """The batches from one of them on; where they cannot be skipped, all of them, and `skips` becomes False."""
+        if isinstance(data, FirstBatches):
+            inner = self._batches(data.data, start)
+            return data.limited(inner, start if self.skips else 0)
+        if skippable(data):
+            return SkippingLoader.of(data).iterate(self.seed, self.number, start)
+        if callable(begin := getattr(data, "batches_from", None)):
+            batches: Iterator[Any] = begin(start)
+            return batches
+        if isinstance(data, Sequence) or not hasattr(type(data), "__iter__"):
+            return islice(iter(data), start, None) if isinstance(data, list | tuple) else _items(data, start)
+        self.skips = start == 0 or (self.saved.get("place") is not None and _keeps_position(data))
+        if start and self.skips:
+            data.load_state_dict(self.saved["place"]["position"])
+        return iter(data)
 
     def fits(self, saved: Mapping[str, Any], epoch_start: int) -> bool:
         """Whether a saved position is inside what is iterated now: data that starts anew in each epoch has that of its epoch."""
@@ -76,11 +154,22 @@ class Source:
         self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
-        """Iterate as the saved run did, past the batches that it had taken."""
+        """Iterate as the saved run did, past the batches that it had taken: skipped where they can be, else read again."""
         set_random_state(saved["random"])
-        self._set_generator(saved["generator"])
-        iterator = self.begin(saved["started_at"], ahead=saved["ahead"])
-        wanted = iteration - self.started_at
+        self._set_generators(saved["generators"])
+        set_epochs(self.data, saved["epochs"])
+        self.saved = {key: value for key, value in saved.items() if not key.endswith("_now")}
+        wanted = iteration - saved["started_at"]
+        iterator = self._iterate(wanted)
+        if self.skips:
+            return iterator
+        warnings.warn(
+            f"the data ({type(self.data).__name__}) cannot begin in its middle: {wanted} batches are read again. A DataLoader "
+            "over a map-style dataset skips them; other data may have state_dict() and load_state_dict() to keep its own "
+            "position, or batches_from(start) to begin at a batch",
+            RereadingWarning,
+            stacklevel=2,
+        )
         for taken in range(wanted):
             if next(iterator, END) is END:
                 raise DataError(
@@ -90,18 +179,42 @@ class Source:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        return self.saved | {"generator_now": self._generator_state()}
+        now = {
+            "generators_now": [generator.get_state() for generator in generators_of(self.data)],
+            "epochs_now": epochs_of(self.data),
+        }
+        if not self.saved:
+            return now
+        iterator = self.iterator
+        if not isinstance(iterator, _Ahead) or not _keeps_position(_inner(self.data)):
+            return self.saved | now
+        place = iterator.place()
+        return self.saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
 
-    def go_on(self, saved: Mapping[str, Any]) -> None:
-        """Let the next `begin` draw what it would have drawn in the saved run."""
-        self._set_generator(saved["generator_now"])
+    def go_on(self, saved: Mapping[str, Any], *, announced: bool) -> None:
+        """Let the next `begin` draw what it would have drawn in the saved run.
 
-    def _generator_state(self) -> Any:
-        generator = getattr(self.data, "generator", None)  # a DataLoader's own
-        return generator.get_state() if isinstance(generator, torch.Generator) else None
+        Args:
+            saved: the saved position.
+            announced: whether the saved run had announced the epoch that is to begin.
+        """
+        self._set_generators(saved["generators_now"])
+        if announced:
+            set_epochs(self.data, saved["epochs_now"])
+        data = _inner(self.data)
+        if saved.get("place_now") is not None and _keeps_position(data):
+            data.load_state_dict(saved["place_now"]["position"])
+            if self.length is not None:  # all of its batches were taken, but it was not asked for one more
+                next(iter(data), END)
 
-    def _set_generator(self, state: Any) -> None:
-        if state is not None and isinstance(generator := getattr(self.data, "generator", None), torch.Generator):
+    def _set_generators(self, states: list[Any]) -> None:
+        generators = generators_of(self.data)
+        if len(generators) != len(states):
+            raise DataError(
+                f"the data of the saved run drew from {len(states)} generator(s) of its own, and this data "
+                f"({type(self.data).__name__}) from {len(generators)}; go on with the data of that run"
+            )
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
     def last(self) -> bool:
@@ -116,19 +229,30 @@ class Source:
 
 
 class _Ahead:
-    """An iterator over unsized data that can be asked whether more is coming.
+    """An iterator over data that can be asked whether more is coming, and where the data stands.
 
-    With a seed, the data draws from random streams of its own, so that reading ahead does not change what the model draws.
+    With a seed, the data draws from random streams of its own, so that neither reading ahead nor going back to a position
+    changes what the model draws.
+
+    Attributes:
+        read: what was read ahead.
+        before: where the data stood before that, if it keeps its own position.
     """
 
-    def __init__(self, data: Any, seed: int | None) -> None:
+    def __init__(self, data: Any, seed: int | None, begin: Callable[[], Iterator[Any]]) -> None:
         self.read: list[Any] = []
+        self.before: dict[str, Any] | None = None
+        self.data = _inner(data)
         self.streams: dict[str, Any] | None = None
         if seed is not None:
             with unchanged_random_state():
                 seed_everything(seed % 2**32)
                 self.streams = random_state()
-        self.iterator: Iterator[Any] = self._with_streams(lambda: iter(data))
+        self.iterator: Iterator[Any] = self._with_streams(begin)
+
+    def place(self) -> dict[str, Any]:
+        """Where data that keeps its own position stands, with its streams."""
+        return {"position": self._with_streams(self.data.state_dict), "streams": self.streams}
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -142,6 +266,7 @@ class _Ahead:
 
     def exhausted(self) -> bool:
         if not self.read:
+            self.before = self.place() if _keeps_position(self.data) else None
             self.read.append(self._with_streams(lambda: next(self.iterator, END)))
         return self.read[0] is END
 
@@ -153,6 +278,24 @@ class _Ahead:
             result = act()
             self.streams = random_state()
         return result
+
+
+def _inner(data: Any) -> Any:
+    return data.data if isinstance(data, FirstBatches) else data
+
+
+def _keeps_position(data: Any) -> bool:
+    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def _items(data: Any, start: int) -> Iterator[Any]:
+    """What data without an iterator of its own gives by index, as `iter` would."""
+    for index in count(start):
+        try:
+            item = data[index]
+        except IndexError:
+            return
+        yield item
 
 
 def _length_of(data: Any) -> int | None:

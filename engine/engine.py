@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import sys
 import time
 import warnings
@@ -21,6 +22,7 @@ from .events import EventEnum, Events
 from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
+from .loading import generators_of
 from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .regions import Regions, note_problems
 from .saving import FORMAT, copied, gather, put_back
@@ -57,6 +59,9 @@ class Engine(HandlerHost):
         updates: the updates at work.
         handlers: the attached handlers by name.
         dry_run: whether handlers that write files (`Handler.writes`) are left out of every run.
+        run_id: tells this run from every other, also from those that it was resumed from or that go on from it. Drawn by
+            chance, it belongs to no saved state.
+        origin: what the loaded state said, under "origin", of where it came from; None for a run that began anew.
 
     Example:
         >>> import torch
@@ -81,6 +86,7 @@ class Engine(HandlerHost):
         "_held_states",
         "_loaded",
         "_position",
+        "_seed_given",
         "_snapshot",
         "_source",
         "_stop_now",
@@ -90,10 +96,12 @@ class Engine(HandlerHost):
         "has_data",
         "model",
         "modules",
+        "origin",
         "regions",
         "replaced_data",
         "replaced_gradients",
         "replaced_step",
+        "run_id",
         "seed",
         "state",
         "training",
@@ -130,6 +138,7 @@ class Engine(HandlerHost):
                 f"{next(spec.name for spec in specs if spec.optimizer is None)!r} has none"
             )
         self.seed: int = torch.initial_seed() if seed is None else seed
+        self._seed_given = seed is not None
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
         self.update_signals = UpdateSignals(self.signals)
@@ -139,6 +148,7 @@ class Engine(HandlerHost):
         self.replaced_gradients: Callable[..., None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
+        self._begin_lineage(None)
         self._stops: dict[str, str] = {}
         self._stop_now = False  # a stop was asked for inside this iteration
         self._evaluating = False
@@ -345,6 +355,8 @@ class Engine(HandlerHost):
         was_loaded = self._loaded is not None
         if self._loaded is not None:
             self._position = put_back(self, self._loaded, allowed=self._allowed)
+            if (origin := self._loaded.get("origin")) is not None:
+                self._begin_lineage(origin)
             self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
             self._completed = self.state.iteration
             self._rewind()
@@ -371,6 +383,7 @@ class Engine(HandlerHost):
             update.window = 1 if update.window_of is None else update.window_of(state.epoch)
         check_windows(self)
         if not resumed:
+            source.announce(state.epoch - 1)
             self._emit(Events.EPOCH_STARTED)
         if source.iterator is not None and isinstance(source.data, Iterator):
             iterator = source.iterator
@@ -378,9 +391,11 @@ class Engine(HandlerHost):
             with unchanged_random_state():
                 iterator = source.resume(position, state.iteration)
         elif source.iterator is None or not source.continues:
-            if position is not None and "generator_now" in position:
-                source.go_on(position)
-            iterator = source.begin(state.iteration, ahead=any(update.window > 1 for update in self.updates))
+            if position is not None:
+                with unchanged_random_state():
+                    source.go_on(position, announced=resumed)
+            ahead = any(update.window > 1 for update in self.updates)
+            iterator = source.begin(state.iteration, state.epoch - 1, ahead=ahead)
         else:
             iterator = source.iterator
         if (self._attention and self._attend()) or self._epoch_stop is not None:
@@ -414,7 +429,7 @@ class Engine(HandlerHost):
         if not source.continues:
             raise DataError(f"the data ({kind}) ended after {in_epoch} of the epoch's {source.epoch_length} batches")
         self._emit(Events.DATA_EXHAUSTED)
-        iterator = source.begin(state.iteration, ahead=False)
+        iterator = source.begin(state.iteration, state.epoch - 1, ahead=False)
         batch = next(iterator, END)
         return self._data_ended(source) if batch is END else (iterator, batch)
 
@@ -618,9 +633,11 @@ class Engine(HandlerHost):
             data = self.replaced_data(evaluator, data)
         was_evaluating, self._evaluating = self._evaluating, True
         was_dry, evaluator.dry_run = evaluator.dry_run, self.dry_run or evaluator.dry_run
+        if not evaluator._seed_given:
+            evaluator.seed = self.seed  # what its data draws is that of the run, also after a resume in another process
         try:
             self._emit(Events.EVALUATION_STARTED)
-            with unchanged_random_state(getattr(data, "generator", None)):
+            with unchanged_random_state(*generators_of(data)):
                 evaluator.run(data, **bounds)
         except BaseException as error:
             self.regions.close(outside, error)
@@ -888,6 +905,10 @@ class Engine(HandlerHost):
         self._allowed = frozenset(allow)
         self._held_states.clear()
 
+    def _begin_lineage(self, origin: Mapping[str, Any] | None) -> None:
+        self.run_id: str = secrets.token_hex(8)
+        self.origin: Mapping[str, Any] | None = origin
+
     def reset(self) -> None:
         """Begin anew: counters and handlers as new, optimizers built by factories anew, weights kept.
 
@@ -896,6 +917,7 @@ class Engine(HandlerHost):
         if self.running:
             raise RuntimeError("reset(): not inside a run")
         self._loaded = self._source = self._position = self._stopped_bounds = None
+        self._begin_lineage(None)
         self._held_states.clear()
         self.state.restart()
         self._completed = 0

@@ -69,13 +69,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def unchanged_random_state(generator: torch.Generator | None = None) -> Iterator[None]:
-    """Whatever draws from the global generators (and this one) inside, they go on afterwards as if it had not."""
+def unchanged_random_state(*generators: torch.Generator | None) -> Iterator[None]:
+    """Whatever draws from the global generators (and these) inside, they go on afterwards as if it had not."""
     state = random_state()
-    own = generator.get_state() if isinstance(generator, torch.Generator) else None
+    own = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
     try:
         yield
     finally:
         set_random_state(state)
-        if own is not None and generator is not None:
-            generator.set_state(own)
+        for generator, before in own:
+            generator.set_state(before)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from signalfire import Handler
 
-__all__ = ["FirstBatches", "changed", "check_data", "check_place", "tensor_at"]
+__all__ = ["changed", "check_data", "check_place", "tensor_at"]
 
 
 # ---- a tensor of a batch, by its place -----------------------------------------------------------------------------------
@@ -78,31 +78,3 @@ def check_data(where: str, data: object) -> None:
             f"{where}: an iterator is used up by the first pass; give an iterable that starts anew each time, such as a list "
             "or a DataLoader"
         )
-
-
-class FirstBatches:
-    """The first batches of data, taken anew each time; it has a length if the data has one."""
-
-    def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
-
-    @property
-    def generator(self) -> Any:
-        """The DataLoader's own, which is a part of the data's position."""
-        return getattr(self.data, "generator", None)
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.data))
-
-    def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] | None = iter(self.data)
-        for taken in range(1, self.count + 1):
-            assert batches is not None
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if taken == self.count:
-                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
-            yield batch

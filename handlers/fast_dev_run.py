@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from signalfire import Engine, Events, Handler, Phase, check_int, on
-
-from .batches import FirstBatches
+from signalfire import Engine, Events, FirstBatches, Handler, Phase, check_int, on
 
 __all__ = ["FastDevRun"]
 

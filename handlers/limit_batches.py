@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from signalfire import Engine, Handler
-
-from .batches import FirstBatches
+from signalfire import Engine, FirstBatches, Handler
 
 __all__ = ["LimitBatches"]
 

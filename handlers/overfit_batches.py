@@ -69,6 +69,10 @@ class _Kept:
         return min(self.count, len(self.data))
 
     def __iter__(self) -> Iterator[Any]:
+        return self.batches_from(0)
+
+    def batches_from(self, start: int) -> Iterator[Any]:
+        """The kept batches from one of them on, as the engine asks for when a run is resumed."""
         if self._batches is None:
             engine = self._engine()
             assert engine is not None
@@ -79,4 +83,4 @@ class _Kept:
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(seed)
                 self._batches = list(islice(iter(self.data), self.count))
-        return iter(self._batches)
+        return islice(self._batches, start, None)

@@ -320,6 +320,7 @@ def test_the_data_goes_on_in_a_second_run_where_the_first_left_it() -> None:
     assert [batch for _, batch in seen] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_max_iters_ends_inside_an_epoch_and_a_second_run_goes_on_there() -> None:
     seen: list[tuple[int, int]] = []
 

@@ -411,6 +411,7 @@ class Noisy:
 
 
 @pytest.mark.parametrize("kind", ["list", "unsized", "shuffled", "own generator", "longer epochs"])
+@pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_a_run_resumed_after_any_iteration_ends_as_the_uninterrupted_one(kind: str) -> None:
     def data() -> Any:
         if kind == "unsized":

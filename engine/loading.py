@@ -1,0 +1,315 @@
+"""DataLoaders, iterated from any batch on, and fetched so that random augmentation depends on the sample alone.
+
+Two things make a DataLoader hard to resume: the batches before the position are read again, and what its workers draw depends
+on how many they are and on what each of them fetched before. Here the *indices* are skipped, which costs nothing, and each
+sample of a map-style dataset is fetched with the global generators seeded from (seed, number of the pass, index): a resumed
+run, and one with another number of workers, gets the same samples. In the main process the generators' states are put back
+after each batch, so that augmentation moves no dropout.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+
+from .randomness import derived_seed
+
+__all__ = ["SkippingLoader", "generators_of", "set_epochs", "skippable"]
+
+
+def skippable(data: Any) -> bool:
+    """Whether batches can be skipped by index: those of a DataLoader over a map-style dataset that iterates as torch's."""
+    return (
+        isinstance(data, DataLoader)
+        and type(data).__iter__ is DataLoader.__iter__
+        and not isinstance(data.dataset, IterableDataset)
+    )
+
+
+class SkippingLoader:
+    """A DataLoader's twin, with the same dataset, samplers and options, that can begin at any batch.
+
+    One twin serves a DataLoader for as long as it lives, so that persistent workers persist.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        batched = loader.batch_sampler is not None
+        self.sampler = _From(loader.batch_sampler if batched else loader.sampler, batched=batched)
+        draws = not _draws_nothing(loader.dataset)
+        if draws:
+            self.sampler.keyed = True
+        order: dict[str, Any] = (
+            {"batch_sampler": self.sampler} if batched else {"sampler": self.sampler, "batch_size": None}
+        )
+        collate = loader.collate_fn
+        self.own = loader.generator
+        self.generator = torch.Generator()
+        options = {
+            name: getattr(loader, name)
+            for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+                         "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
+            if hasattr(loader, name)
+        }  # fmt: skip
+        self.loader: DataLoader[Any] = DataLoader(
+            _Seeded(loader.dataset) if draws else loader.dataset,
+            collate_fn=_Collating(collate) if draws else collate,
+            generator=self.generator,
+            **order,
+            **options,
+        )
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> SkippingLoader:
+        """The twin of this DataLoader."""
+        twin = _TWINS.get(loader)
+        if twin is None:
+            twin = _TWINS[loader] = cls(loader)
+        return twin
+
+    def iterate(self, seed: int, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of one pass from batch ``start`` on.
+
+        Args:
+            seed: what augmentation derives from.
+            number: the number of the pass, which makes it differ from pass to pass.
+            start: how many batches are skipped.
+        """
+        self.sampler.start = start
+        self.sampler.key = derived_seed(seed, "sample", number)
+        if number == 0 or not self.loader.persistent_workers:
+            # Where an iteration begins, or persistent workers, a DataLoader draws the seed of its workers. So that this happens
+            # at the same passes in a resumed run, which starts its workers late, the twin draws it elsewhere, and this is as if.
+            torch.empty((), dtype=torch.int64).random_(generator=self.own)
+        self.generator.manual_seed(self.sampler.key)
+        batches: Iterator[Any] = iter(self.loader)
+        if start:
+            self.sampler.drawing.skip()
+        return batches
+
+
+_TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
+
+
+class _From:
+    """A sampler, or batch sampler, from a position on; its indices carry the key of the pass if fetches are to be seeded."""
+
+    def __init__(self, sampler: Any, *, batched: bool) -> None:
+        self.inner = sampler
+        self.batched = batched
+        self.keyed = False
+        self.start = 0
+        self.key = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawing = _Drawing(self.inner, self.start)
+        if not self.keyed:
+            return self.drawing
+        key = self.key
+        if self.batched:
+            return ([(key, index) for index in indices] for indices in self.drawing)
+        return ((key, index) for index in self.drawing)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class _Drawing:
+    """What a sampler draws, without the first ones."""
+
+    def __init__(self, sampler: Any, start: int) -> None:
+        self.sampler = sampler
+        self.start = start
+        self.drawn: Iterator[Any] | None = None
+
+    def skip(self) -> Iterator[Any]:
+        """Draw what is skipped: now, since a sampler draws its order when it is first asked, and so as it did then."""
+        if self.drawn is None:
+            self.drawn = iter(self.sampler)
+            for _ in range(self.start):
+                next(self.drawn, None)
+        return self.drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.drawn or self.skip())
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples are fetched with generators that are seeded from the key of the pass and the index.
+
+    To a ``worker_init_fn``, which finds it in ``get_worker_info().dataset``, it is the dataset itself.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        vars(self)["dataset"] = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.dataset, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, item: tuple[int, Any]) -> Any:
+        with _UnchangedStates():
+            return self._fetch(item)
+
+    def __getitems__(self, items: list[tuple[int, Any]]) -> _Fetched:
+        with _UnchangedStates() as states:
+            if items and callable(whole := getattr(self.dataset, "__getitems__", None)):
+                _seed(*items[0])  # the dataset fetches a batch at once: its first index stands for it
+                samples = whole([index for _, index in items])
+            else:
+                samples = [self._fetch(item) for item in items]
+            states.keep_for_collating()
+        return _Fetched(samples, states)
+
+    def _fetch(self, item: tuple[int, Any]) -> Any:
+        _seed(*item)
+        return self.dataset[item[1]]
+
+
+class _Fetched(list[Any]):
+    """The samples of a batch, and the states that the process's generators are to get back once they are collated."""
+
+    def __init__(self, samples: Any, states: _UnchangedStates) -> None:
+        super().__init__(samples)
+        self.states = states
+
+
+class _Collating:
+    """A collate function whose draws go on from those of the batch's last sample."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if not isinstance(samples, _Fetched):
+            return self.collate(samples)  # without batches, each sample is converted
+        try:
+            return self.collate(list(samples))
+        finally:
+            samples.states.put_back()
+
+
+class _UnchangedStates:
+    """In the main process, puts the global generators back; a worker has them for itself."""
+
+    def __init__(self) -> None:
+        self.states: Any = None
+        self.kept = False
+
+    def __enter__(self) -> _UnchangedStates:
+        if get_worker_info() is None:
+            # NumPy's state takes 50 us to be read and as much to be set: another generator takes its place instead.
+            self.states = random.getstate(), get_bit_generator(), torch.default_generator.get_state()
+            set_bit_generator(np.random.MT19937(0))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None or not self.kept:
+            self.put_back()
+
+    def keep_for_collating(self) -> None:
+        self.kept = True
+
+    def put_back(self) -> None:
+        if self.states is not None:
+            python, numpy, torchs = self.states
+            random.setstate(python)
+            set_bit_generator(numpy)
+            torch.default_generator.set_state(torchs)
+
+
+def _seed(key: int, index: Any) -> None:
+    seed = _mixed(key, index) if isinstance(index, int) else derived_seed(key, index)
+    torch.default_generator.manual_seed(seed)  # 1 us, where torch.manual_seed takes 270
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _mixed(key: int, index: int) -> int:
+    """A number of 63 bits from two: the finaliser of SplitMix64, in which every bit depends on every other."""
+    z = (key + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether fetching is known to draw no random number, so that it need not be seeded."""
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_draws_nothing, dataset.datasets))
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return all(map(_draws_nothing, parts))
+    return type(dataset) in (TensorDataset, list, tuple)
+
+
+# ---- samplers ---------------------------------------------------------------------------------------------------------
+
+
+def _samplers(data: Any) -> list[Any]:
+    """The data itself, and what it draws its order from."""
+    batch_sampler = getattr(data, "batch_sampler", None)
+    parts = [data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    parts.append(getattr(data, "dataset", None))
+    different: list[Any] = []
+    for part in parts:
+        if part is not None and not any(part is other for other in different):
+            different.append(part)
+    return different
+
+
+def generators_of(data: Any) -> list[torch.Generator]:
+    """The generators of its own that data draws its order from: those of a DataLoader and its samplers."""
+    found: list[torch.Generator] = []
+    for part in _samplers(data):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def set_epochs(data: Any, epochs: int | list[Any]) -> None:
+    """Tell the parts that want to know it (``set_epoch``) which epoch begins, or what each was told before."""
+    parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
+    for part, epoch in zip(parts, [epochs] * len(parts) if isinstance(epochs, int) else epochs, strict=True):
+        if epoch is not None:
+            part.set_epoch(epoch)
+
+
+def epochs_of(data: Any) -> list[Any]:
+    """Which epoch each part that wants to know it has been told."""
+    parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
+    return [epoch if isinstance(epoch := getattr(part, "epoch", None), int) else None for part in parts]
