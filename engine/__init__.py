@@ -9,6 +9,7 @@ if __name__ != "signalfire":
 from .batches import map_leaves, parts, rebuilt, tensors_in
 from .bus import Phase, Signal
 from .checks import check_bool, check_choice, check_int, check_number
+from .combined import CombinedData, ReloadedData
 from .data import DataError, FirstBatches, RereadingWarning
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AnyEvent",
     "Attachment",
+    "CombinedData",
     "DataError",
     "Engine",
     "EventEnum",
@@ -38,6 +40,7 @@ __all__ = [
     "MetricStore",
     "Monitor",
     "Phase",
+    "ReloadedData",
     "RereadingWarning",
     "Signal",
     "State",

@@ -10,7 +10,7 @@ from typing import Any
 from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
 
-__all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source"]
+__all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
 
 
 class _End:
@@ -74,19 +74,27 @@ class Source:
         number: which pass over the data this is, counted from 0.
     """
 
-    def __init__(self, data: Any, epoch_length: int | None, seed: int) -> None:
-        self.data = data
-        self.length = _length_of(data)
-        self.epoch_length = epoch_length if epoch_length is not None else self.length
-        self.continues = epoch_length is not None and epoch_length != self.length
+    def __init__(self, data: Any, epoch_length: int | None, seed: int, *, epoch: int = 0) -> None:
+        self.given = data
+        self.given_length = epoch_length
         self.seed = seed
+        self.load(epoch)
         self.iterator: Iterator[Any] | None = None
         self.started_at = 0
         self.number = 0
         self.saved: dict[str, Any] = {}
 
+    def load(self, epoch: int) -> None:
+        """Take the data of this epoch, counted from 0: the same for all, unless it is made anew every few epochs."""
+        of_epoch = getattr(self.given, "of_epoch", None)
+        self.data = of_epoch(epoch) if callable(of_epoch) else self.given
+        self.length = _length_of(self.data)
+        self.epoch_length = self.length if self.given_length is None else self.given_length
+        self.continues = self.given_length is not None and self.given_length != self.length
+
     def announce(self, epoch: int) -> None:
-        """Tell samplers that want to know it that this epoch, counted from 0 as they count, is about to begin."""
+        """Take the data of this epoch, and tell samplers that want to know it that it is about to begin."""
+        self.load(epoch)
         if not self.continues:
             set_epochs(self.data, epoch)
 
@@ -121,7 +129,7 @@ class Source:
         elif self.epoch_length is None or _keeps_position(_inner(self.data)):
             own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data))
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
-            self.iterator = _Ahead(self.data, seed, lambda: self._batches(self.data, start))
+            self.iterator = Streamed(self.data, seed, lambda: self._batches(self.data, start))
             if start and self.skips and (place := self.saved.get("place")) is not None:
                 self.iterator.streams = place["streams"]
         else:
@@ -186,7 +194,7 @@ class Source:
         if not self.saved:
             return now
         iterator = self.iterator
-        if not isinstance(iterator, _Ahead) or not _keeps_position(_inner(self.data)):
+        if not isinstance(iterator, Streamed) or not _keeps_position(_inner(self.data)):
             return self.saved | now
         place = iterator.place()
         return self.saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
@@ -219,16 +227,16 @@ class Source:
 
     def last(self) -> bool:
         """Whether unsized data ends after the current batch; reads one ahead to know."""
-        return isinstance(self.iterator, _Ahead) and self.iterator.exhausted()
+        return isinstance(self.iterator, Streamed) and self.iterator.exhausted()
 
     def ended(self) -> bool:
         """As `last`, but what can be read only once is not read ahead: what was read would be lost."""
         if isinstance(self.data, Iterator):
-            return isinstance(self.iterator, _Ahead) and self.iterator.read == [END]
+            return isinstance(self.iterator, Streamed) and self.iterator.read == [END]
         return self.last()
 
 
-class _Ahead:
+class Streamed:
     """An iterator over data that can be asked whether more is coming, and where the data stands.
 
     With a seed, the data draws from random streams of its own, so that neither reading ahead nor going back to a position

@@ -234,7 +234,10 @@ class Engine(HandlerHost):
 
         Args:
             data: an iterable of batches: a DataLoader, a list, a generator function's result. None for a run without data.
-                A batch of None is skipped.
+                A batch of None is skipped. A resumed run skips by index in a DataLoader over a map-style dataset and in a
+                sequence; other data may have ``batches_from(start)``, or ``state_dict()`` and ``load_state_dict()``, to begin
+                in its middle, and is read again if it has not. Samples of a map-style dataset are fetched with the global
+                generators seeded from (seed, epoch, index), and samplers with ``set_epoch`` are told the epoch.
             max_epochs: up to this epoch. An engine that evaluates runs one epoch unless told otherwise.
             max_iters: up to this iteration over all epochs.
             max_steps: up to this many optimizer steps of the first update.
@@ -281,7 +284,7 @@ class Engine(HandlerHost):
             min_iters=min_iters,
             epoch_length=epoch_length,
         )
-        source = Source(data, epoch_length, self.seed)
+        source = Source(data, epoch_length, self.seed, epoch=max(self.state.epoch - 1, 0))
         self.state.epoch_length = source.epoch_length
         self.has_data = data is not None
         self._deadline = None if self.state.max_seconds is None else time.monotonic() + self.state.max_seconds
@@ -339,7 +342,7 @@ class Engine(HandlerHost):
         previous, self._source = self._source, source
         if previous is not None and self.training:
             self._position = previous.state_dict()
-            if previous.data is source.data and isinstance(source.data, Iterator):
+            if previous.given is source.given and isinstance(source.data, Iterator):
                 source.adopt(previous)
         for root in self.modules.values():
             root.train(self.training)
@@ -358,6 +361,8 @@ class Engine(HandlerHost):
             if (origin := self._loaded.get("origin")) is not None:
                 self._begin_lineage(origin)
             self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
+            source.load(max(self.state.epoch - 1, 0))
+            self.state.epoch_length = source.epoch_length
             self._completed = self.state.iteration
             self._rewind()
         self._give_held_states()
@@ -384,6 +389,7 @@ class Engine(HandlerHost):
         check_windows(self)
         if not resumed:
             source.announce(state.epoch - 1)
+            state.epoch_length = source.epoch_length
             self._emit(Events.EPOCH_STARTED)
         if source.iterator is not None and isinstance(source.data, Iterator):
             iterator = source.iterator

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -82,13 +83,14 @@ class SkippingLoader:
             twin = _TWINS[loader] = cls(loader)
         return twin
 
-    def iterate(self, seed: int, number: int, start: int = 0) -> Iterator[Any]:
+    def iterate(self, seed: int, number: int, start: int = 0, *, at_once: bool = False) -> Iterator[Any]:
         """The batches of one pass from batch ``start`` on.
 
         Args:
             seed: what augmentation derives from.
             number: the number of the pass, which makes it differ from pass to pass.
             start: how many batches are skipped.
+            at_once: whether the order is drawn now, and not with the first batch, as it is by a DataLoader without workers.
         """
         self.sampler.start = start
         self.sampler.key = derived_seed(seed, "sample", number)
@@ -98,8 +100,8 @@ class SkippingLoader:
             torch.empty((), dtype=torch.int64).random_(generator=self.own)
         self.generator.manual_seed(self.sampler.key)
         batches: Iterator[Any] = iter(self.loader)
-        if start:
-            self.sampler.drawing.skip()
+        if start or at_once:
+            self.sampler.drawing.skip(one_more=at_once)
         return batches
 
 
@@ -137,12 +139,13 @@ class _Drawing:
         self.start = start
         self.drawn: Iterator[Any] | None = None
 
-    def skip(self) -> Iterator[Any]:
-        """Draw what is skipped: now, since a sampler draws its order when it is first asked, and so as it did then."""
+    def skip(self, *, one_more: bool = False) -> Iterator[Any]:
+        """Draw what is skipped: now, since a sampler draws its order when it is first asked for some of it."""
         if self.drawn is None:
-            self.drawn = iter(self.sampler)
+            drawn = iter(self.sampler)
             for _ in range(self.start):
-                next(self.drawn, None)
+                next(drawn, None)
+            self.drawn = chain(list(islice(drawn, 1)), drawn) if one_more else drawn
         return self.drawn
 
     def __iter__(self) -> Iterator[Any]:
@@ -280,12 +283,15 @@ def _draws_nothing(dataset: Any) -> bool:
 
 
 def _samplers(data: Any) -> list[Any]:
-    """The data itself, and what it draws its order from."""
+    """The data itself, and what it draws its order from; that of all parts, of data that consists of several."""
     batch_sampler = getattr(data, "batch_sampler", None)
-    parts = [data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    parts.append(getattr(data, "dataset", None))
+    found = [data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    found.append(getattr(data, "dataset", None))
+    several = getattr(data, "parts", None)
+    for part in several if isinstance(several, list) else ():
+        found += _samplers(part)
     different: list[Any] = []
-    for part in parts:
+    for part in found:
         if part is not None and not any(part is other for other in different):
             different.append(part)
     return different
