@@ -168,6 +168,11 @@ class Source:
         set_epochs(self.data, saved["epochs"])
         self.saved = {key: value for key, value in saved.items() if not key.endswith("_now")}
         wanted = iteration - saved["started_at"]
+        if isinstance(self.data, FirstBatches) and wanted > self.data.count:
+            raise DataError(
+                f"the saved run had taken {wanted} batches of its epoch, and this data is limited to the first {self.data.count} "
+                "by a handler: begin anew, without the loaded state, or detach the handler that limits it"
+            )
         iterator = self._iterate(wanted)
         if self.skips:
             return iterator

@@ -887,6 +887,7 @@ class Engine(HandlerHost):
                 raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
         for name, root in self.modules.items():
             root.load_state_dict(weights[name])
+        self._emit(Events.WEIGHTS_LOADED)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Continue from a saved state at the next `run`, once the receivers of STARTED have run.

@@ -286,3 +286,4 @@ class Events(EventEnum):
     EVALUATION_COMPLETED = "evaluation_completed", "fired"  # state.metrics holds what was measured
     CHECKPOINT_SAVING = "checkpoint_saving", "fired"  # a region: weights are about to be read for an export
     CHECKPOINT_SAVED = "checkpoint_saved", "fired"  # a checkpoint is safely on the disk
+    WEIGHTS_LOADED = "weights_loaded", "fired"  # other weights were put in place: `Engine.load_weights`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .bus import Signal
+from .bus import Phase, Signal
+from .events import Events
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -66,7 +68,15 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
         with torch.no_grad():
             for index, value in part["own_parameters"].items():
                 update.parameters[index].copy_(value)
-        if (window := part["window"]) is not None:
+        window = part["window"]
+        if window is not None and (missing := sorted(set(window["made_with"]) - set(_takes_part(engine)))):
+            warnings.warn(
+                f"the gradients of the open accumulation window of update {update.name!r} were made with "
+                f"{', '.join(map(repr, missing))}, which this run does without: they are discarded",
+                stacklevel=2,
+            )
+            window = None
+        if window is not None:
             update.filled, update.held = window["filled"], window["held"]
             update.extra_weight = copied(window["extra_weight"])
             if update.kept is not None:
@@ -95,14 +105,40 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     return data
 
 
+def _takes_part(engine: Engine) -> list[str]:
+    """The handlers that have a hand in gradients: those that change batches, or what is inside of updates."""
+    inner = [engine.update_signals.members, (engine.signal(Events.GET_BATCH_COMPLETED),)]
+    connections = [one for signals in inner for signal in signals for one in signal.connections]
+    return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
+
+
+def _check_kept(update: UpdateState) -> None:
+    """Refuse batches, kept for a step that looks at them again, whose types no safe load accepts."""
+    for batch, *_ in update.kept or ():
+        if (found := _unsafe(batch)) is not None:
+            raise TypeError(
+                f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which cannot be saved "
+                "in a way that loads safely: use tuples, lists and dicts, or save where windows end"
+            )
+
+
+def _unsafe(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return next((found for item in value if (found := _unsafe(item)) is not None), None)
+    if type(value) is dict:
+        return next((found for item in value.values() if (found := _unsafe(item)) is not None), None)
+    return None if value is None or isinstance(value, Tensor | int | float | str | np.generic) else value
+
+
 def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
     optimizer = update.optimizer
     names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
     window = None
     if update.filled:
         gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+        _check_kept(update)
         window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
-                  "gradients": gradients, "kept": copied(update.kept)}  # fmt: skip
+                  "gradients": gradients, "kept": copied(update.kept), "made_with": _takes_part(engine)}  # fmt: skip
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else copied(optimizer.state_dict()),

@@ -53,6 +53,11 @@ class AveragedWeights(Handler):
             self._averages.bind(engine, self.name)
         engine.enter(self._averages.in_place())
 
+    @on(Events.WEIGHTS_LOADED)
+    def stand_back(self, engine: Engine) -> None:
+        """The weights that were put in place are the ones to be used, until there is another average."""
+        self._averages.overruled = True
+
     @on(Events.ENDED)
     def let_go(self, engine: Engine) -> None:
         """Hold nothing of the model beyond the run."""
@@ -84,6 +89,7 @@ class Averages:
         self.values: dict[str, Tensor] = {}
         self.count = 0
         self.swapped = False
+        self.overruled = False  # by weights that were put in place since the last update
         self.release()
 
     def release(self) -> None:
@@ -132,11 +138,16 @@ class Averages:
             if copied:
                 torch._foreach_copy_([self.values[place[0]] for place in self._copied], copied)
         self.count += 1
+        self.overruled = False
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Hold the averages in place of the tensors; inside of itself, and before the first update, it does nothing."""
-        if self.swapped or not self.values:
+    def in_place(self, *, anyway: bool = False) -> Iterator[None]:
+        """Hold the averages in place of the tensors; inside of itself, before the first update and if overruled, do nothing.
+
+        Args:
+            anyway: also if overruled.
+        """
+        if self.swapped or (self.overruled and not anyway) or not self.values:
             yield
             return
         places = self._moving + self._copied
@@ -161,10 +172,10 @@ class Averages:
             self.values[name].copy_(holder[key])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "averages": dict(self.values)}
+        return {"count": self.count, "averages": dict(self.values), "overruled": self.overruled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
+        self.count, self.overruled = state["count"], bool(state.get("overruled", False))
         self.values = {name: tensor.detach().clone() for name, tensor in state["averages"].items()}
 
     def __getstate__(self) -> dict[str, Any]:

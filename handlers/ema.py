@@ -33,7 +33,8 @@ class EMA(AveragedWeights):
     Evaluations that the trainer starts (`Validation`, `Engine.evaluate`) and `Engine.weights` see the averages, copied into
     the modules in place; afterwards the weights are back, bit for bit, also after an error. An evaluator therefore has to share
     the trainer's modules. What is saved to resume from (`Engine.state_dict`) holds the weights, and the averages as this
-    handler's state. After training ``engine.load_weights(engine.weights())`` makes the averages the weights.
+    handler's state. After training ``engine.load_weights(engine.weights())`` makes the averages the weights. Weights that
+    `Engine.load_weights` puts in place, as EarlyStopping does with the best ones, are used as they are until the next average.
 
     Averages of float16 and bfloat16 weights are kept in float32, where small changes are not rounded away.
 

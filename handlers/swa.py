@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
@@ -46,7 +45,9 @@ class SWA(AveragedWeights):
     Evaluations that the trainer starts (`Validation`, `Engine.evaluate`) and `Engine.weights` see the average, copied into the
     modules in place; afterwards the weights are back, bit for bit, also after an error. An evaluator therefore has to share
     the trainer's modules. What is saved to resume from (`Engine.state_dict`) holds the weights, and the average as this
-    handler's state. After training ``engine.load_weights(engine.weights())`` makes the average the weights.
+    handler's state. After training ``engine.load_weights(engine.weights())`` makes the average the weights. Weights
+    that `Engine.load_weights` puts in place, as EarlyStopping does with the best ones, are used as they are until the next
+    average.
 
     The statistics of BatchNorm layers belong to the weights that they were gathered with. They are gathered anew for the average,
     by passing training data through the model without gradients, when the run is complete. The pass calls the update's
@@ -106,6 +107,9 @@ class SWA(AveragedWeights):
         self.scheduler: SWALR | None = None
         self.averaging = Events.EPOCH_COMPLETED(after=self.start - 1) if self.start > 1 else Events.EPOCH_COMPLETED
         self.annealing = None if lr is None else self.averaging
+        self._frozen: set[tuple[str, str]] = (
+            set()
+        )  # the BatchNorm layers that were in eval mode when the run was complete
         self._statistics_of = 0  # the count of the average for which BatchNorm statistics were gathered
 
     def attached(self, engine: Engine) -> None:
@@ -147,6 +151,7 @@ class SWA(AveragedWeights):
     @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
     def complete(self, engine: Engine) -> None:
         """Gather the BatchNorm statistics of the last average."""
+        self._frozen = {place for place, norm in _batch_norms(engine).items() if not norm.training}
         self._refresh(engine)
 
     def swap(self, engine: Engine) -> None:
@@ -172,13 +177,14 @@ class SWA(AveragedWeights):
         if not engine.running:
             self._averages.bind(engine, self.name)
         if self._averages.values:
-            with self._averages.in_place():
+            with self._averages.in_place(anyway=True):
                 self._gather(engine, data)
                 self._averages.take_buffers()
         self._statistics_of = self._averages.count
 
     def _refresh(self, engine: Engine) -> None:
-        stale = self._statistics_of != self._averages.count and not self._averages.swapped
+        averages = self._averages
+        stale = self._statistics_of != averages.count and not averages.swapped and not averages.overruled
         if stale and self.bn_data is not None and self.bn_batches != 0 and _batch_norms(engine):
             self.update_bn(engine)
 
@@ -190,7 +196,9 @@ class SWA(AveragedWeights):
         if not engine.running:
             for root in engine.modules.values():
                 root.train()
-        norms = [norm for norm in _batch_norms(engine) if norm.training]
+            for place in self._frozen:
+                _batch_norms(engine)[place].eval()
+        norms = [norm for norm in _batch_norms(engine).values() if norm.training]
         momenta = [norm.momentum for norm in norms]
         seen = 0
         try:
@@ -228,10 +236,12 @@ class SWA(AveragedWeights):
             self.scheduler.load_state_dict(state["scheduler"])
 
 
-def _batch_norms(engine: Engine) -> list[_BatchNorm]:
-    """The BatchNorm layers that keep statistics."""
-    modules: Iterable[nn.Module] = (module for root in engine.modules.values() for module in root.modules())
-    return [module for module in modules if isinstance(module, _BatchNorm) and module.running_mean is not None]
+def _batch_norms(engine: Engine) -> dict[tuple[str, str], _BatchNorm]:
+    """The BatchNorm layers that keep statistics, by their places: the module's name, and the path in it."""
+    modules = {(root, path): part for root, module in engine.modules.items() for path, part in module.named_modules()}
+    return {
+        place: part for place, part in modules.items() if isinstance(part, _BatchNorm) and part.running_mean is not None
+    }
 
 
 def _on_device(device: torch.device, leaf: Any) -> Any:

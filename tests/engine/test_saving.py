@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.handlers import Average, Checkpoint, EarlyStopping, Metrics, ProgressBar
+from signalfire.handlers import (
+    Average,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulation,
+    LimitBatches,
+    Metrics,
+    MixedPrecision,
+    ProgressBar,
+)
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -212,3 +221,64 @@ def test_a_full_disk_is_an_error_and_no_end_of_waiting(handler: str, tmp_path: P
         (file,) = tmp_path.iterdir()
         assert file.name in result.stdout
         assert "epoch0002" not in result.stdout, "what could not be written is not kept"
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_made_with_a_handler_that_is_not_here_is_discarded_and_said_so() -> None:
+    engine = make_engine()
+    engine.attach(GradientAccumulation(4), MixedPrecision("fp16"))
+    engine.run(DATA, max_iters=2)
+    state = engine.state_dict()
+
+    resumed = make_engine()
+    resumed.attach(GradientAccumulation(4))
+    resumed.load_state_dict(state, allow=["mixed_precision"])
+    with pytest.warns(UserWarning, match="window of update 'main' were made with 'mixed_precision'"):
+        resumed.run(DATA, max_epochs=1)
+    by_hand = nn.Linear(3, 1)
+    by_hand.load_state_dict(state["modules"]["model"])
+    optimizer = SGD(by_hand.parameters())
+    for x, y in DATA[2:]:  # the rest of the epoch makes a window of three
+        (nn.functional.mse_loss(by_hand(x), y) / 3).backward()
+    optimizer.step()
+    torch.testing.assert_close(resumed.model.weight, by_hand.weight)
+
+
+def test_an_observer_that_is_not_here_costs_no_window() -> None:
+    engine = make_engine()
+    engine.attach(GradientAccumulation(4), Metrics(loss=Average()))
+    engine.run(DATA, max_iters=2)
+    resumed = make_engine()
+    resumed.attach(GradientAccumulation(4))
+    resumed.load_state_dict(engine.state_dict(), allow=["metrics"])
+    resumed.run(DATA, max_epochs=1)
+    engine.run(DATA, max_epochs=1)
+    assert torch.equal(engine.model.weight, resumed.model.weight)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_kept_batches_that_would_not_load_safely_are_refused_by_name() -> None:
+    engine = make_engine(partial(torch.optim.LBFGS, max_iter=2))
+    engine.attach(GradientAccumulation(2))
+    data = [Pair(x, y) for x, y in DATA]
+    engine.run(data, max_iters=1)
+    with pytest.raises(TypeError, match=r"update 'main' keeps batches with a Pair.*save where windows end"):
+        engine.state_dict()
+    engine.run(data, max_iters=2)
+    assert engine.state_dict()["updates"]["main"]["window"] is None
+
+
+def test_a_limit_before_the_loaded_position_is_told() -> None:
+    engine = make_engine()
+    engine.run(DATA, max_iters=4)
+    resumed = make_engine()
+    resumed.attach(LimitBatches(2))
+    resumed.load_state_dict(engine.state_dict(), allow=["limit_batches"])
+    with pytest.raises(ValueError, match="had taken 4 batches of its epoch, and this data is limited to the first 2"):
+        resumed.run(DATA, max_epochs=2)

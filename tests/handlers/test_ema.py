@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from signalfire import Engine, Events, Update, seed_everything
-from signalfire.handlers import EMA, Average, GradientAccumulation, LRScheduling, Metrics, MixedPrecision, Validation
+from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire.handlers import (
+    EMA,
+    Average,
+    EarlyStopping,
+    GradientAccumulation,
+    LRScheduling,
+    Metrics,
+    MixedPrecision,
+    Validation,
+)
 from signalfire.testing import check_handler, fingerprint
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -478,3 +487,36 @@ def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception
     (argument,) = options
     with pytest.raises(kind, match=rf"EMA\({argument}="):
         EMA(**options)
+
+
+def test_weights_that_are_put_in_place_are_used_until_the_next_average() -> None:
+    model = network()
+    engine = trainer_of(model, EMA(0.5))
+    engine.run(batches(), max_epochs=1)
+    averages = engine.weights()["model"]
+    best = {name: tensor / 2 if tensor.is_floating_point() else tensor.clone() for name, tensor in model.state_dict().items()}
+    engine.load_weights({"model": best})
+    assert_states_equal(engine.weights()["model"], best)
+    resumed = trainer_of(network(), EMA(0.5))
+    resumed.load_state_dict(engine.state_dict())
+    engine.run(batches(), max_epochs=2)
+    assert not torch.equal(engine.weights()["model"]["0.weight"], model.state_dict()["0.weight"]), "averages again"
+    assert not torch.equal(engine.weights()["model"]["0.weight"], averages["0.weight"])
+    resumed.run(batches(), max_epochs=2)
+    assert_states_equal(resumed.weights()["model"], engine.weights()["model"])
+
+
+def test_the_best_weights_that_early_stopping_restores_are_those_that_are_evaluated() -> None:
+    model = network()
+    engine = trainer_of(model, EMA(0.9), EarlyStopping("m", mode="max", patience=2, restore_best=True))
+    kept: dict[int, dict[str, Tensor]] = {}
+
+    @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    def measure(engine: Engine) -> None:
+        engine.state.metrics["m"] = float(-abs(engine.state.epoch - 2))
+        kept[engine.state.epoch] = engine.weights()["model"]  # the averages: they are what the metric measures
+
+    engine.run(batches(), max_epochs=9)
+    assert engine.state.epoch == 4
+    assert_states_equal(model.state_dict(), kept[2])
+    assert_states_equal(engine.weights()["model"], kept[2])

@@ -246,6 +246,8 @@ def test_layers_in_eval_mode_keep_their_statistics() -> None:
     assert exported["0.num_batches_tracked"] == 7
     assert torch.equal(exported["0.running_mean"], torch.full((5,), 0.25))
     assert exported["1.1.num_batches_tracked"] == 6
+    engine.handlers["swa"].update_bn(engine)  # type: ignore[attr-defined]
+    assert_states_equal(engine.weights()["model"], exported)
 
 
 def test_statistics_can_be_gathered_after_the_run() -> None:
