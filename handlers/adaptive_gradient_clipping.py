@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, check_number, on
 
-from .parameters import longest_match, matches, named_parameters, unmatched
+from .parameters import all_names, longest_match, matches, unmatched
 from .ranks import CLIP_ADAPTIVELY
 from .updates import updates_meant
 
@@ -62,12 +63,14 @@ class AdaptiveGradientClipping(Handler):
         if callable(exclude):
             self.exclude = exclude
         else:
-            self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-            if not all(isinstance(pattern, str) for pattern in self.exclude):
+            several = isinstance(exclude, Iterable) and not isinstance(exclude, str)
+            patterns: tuple[Any, ...] = tuple(exclude) if several else (exclude,)
+            if not all(isinstance(pattern, str) for pattern in patterns):
                 raise TypeError(
                     f"AdaptiveGradientClipping(exclude={exclude!r}): give patterns of parameter names, "
                     "or a function (name, parameter) -> bool"
                 )
+            self.exclude = patterns
         self.clipping = check_number(self, "clipping", clipping, above=0)
         self.eps = check_number(self, "eps", eps, above=0)
         self.update = update
@@ -81,16 +84,17 @@ class AdaptiveGradientClipping(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def choose(self, engine: Engine) -> None:
         """Find the parameters to leave alone."""
-        named = named_parameters(engine)
+        named = all_names(engine.modules)
         exclude = self.exclude
         if not callable(exclude):
+            there = [name for names in named.values() for name in names]
             for pattern in exclude:
-                if not any(matches(name, pattern) for name in named):
-                    raise ValueError(f"{self.name!r}: exclude={unmatched(pattern, named)}")
+                if not any(matches(name, pattern) for name in there):
+                    raise ValueError(f"{self.name!r}: exclude={unmatched(pattern, there)}")
         self._excluded = [
             parameter
-            for name, parameter in named.items()
-            if (exclude(name, parameter) if callable(exclude) else longest_match(name, exclude) is not None)
+            for parameter, names in named.items()
+            if (exclude(names[0], parameter) if callable(exclude) else longest_match(names, exclude) is not None)
         ]
         self._clipped = {}
 

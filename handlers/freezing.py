@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Handler, check_bool, check_number, on
 
-from .parameters import longest_match, matches, named_parameters, unmatched
+from .parameters import all_names, longest_match, matches, unmatched
 
 __all__ = ["Freezing", "discriminative_rates"]
 
@@ -32,7 +32,7 @@ class Freezing(Handler):
         parts: paths of modules or parameters, such as "backbone" or "head.bias", or patterns with ``*``, ``?`` and ``[]`` for the
             names of parameters, such as "*.bias"; in an engine with several modules they begin with the module's name. Or a
             mapping from these to the epoch from which on the part is trained, or None for the whole run. Of several that match a
-            parameter, the longest holds.
+            parameter, the longest holds; one that parts share may be named in either.
         until: for parts that are no mapping, the epoch from which on they are trained, 2 or more.
         statistics: whether the running statistics of frozen normalisation layers are frozen, too.
 
@@ -91,16 +91,19 @@ class Freezing(Handler):
     @on(Events.STARTED)
     def find(self, engine: Engine) -> None:
         """Find the parts, and freeze what is frozen now."""
-        parameters, norms = named_parameters(engine), _norms_of(engine)
-        names = [*parameters, *(name for inner in norms.values() for name in inner)]
+        parameters, norms = all_names(engine.modules), _norms_of(engine)
+        there = [name for names in parameters.values() for name in names]
+        names = [*there, *(name for inner in norms.values() for names in inner.values() for name in names)]
         for pattern in self.parts:
             if not any(matches(name, pattern) for name in names):
-                raise ValueError(f"{self.name!r}: {unmatched(pattern, parameters)}")
-        for name, parameter in parameters.items():
-            if (epoch := self._until(name)) > 0:
+                raise ValueError(f"{self.name!r}: {unmatched(pattern, there)}")
+        for parameter, own in parameters.items():
+            if (epoch := self._until(own)) > 0:
                 self._parameters.append((parameter, epoch, parameter.requires_grad))
         for norm, inner in norms.items() if self.statistics else ():
-            if (epoch := min(map(self._until, inner))) > 0:  # as soon as one of its parameters is trained, it is
+            if (
+                epoch := min(map(self._until, inner.values()))
+            ) > 0:  # as soon as one of its parameters is trained, it is
                 self._norms.append((norm, epoch, norm.training))
         self.apply(engine)
 
@@ -124,9 +127,9 @@ class Freezing(Handler):
             norm.training = training
         self._parameters, self._norms = [], []
 
-    def _until(self, name: str) -> float:
-        """The first epoch in which this parameter is trained: 0 if it always is, infinity if never."""
-        pattern = longest_match(name, self.parts)
+    def _until(self, names: Iterable[str]) -> float:
+        """The first epoch in which the parameter with these names is trained: 0 if it always is, infinity if never."""
+        pattern = longest_match(names, self.parts)
         if pattern is None:
             return 0
         epoch = self.parts[pattern]
@@ -164,13 +167,14 @@ def discriminative_rates(
     }
     if default is not None:
         default = check_number("discriminative_rates", "default", default, least=0)
-    parameters = dict(model.named_parameters())
+    parameters = all_names({"model": model})
+    there = [name for names in parameters.values() for name in names]
     for pattern in rates:
-        if not any(matches(name, pattern) for name in parameters):
-            raise ValueError(f"discriminative_rates(): {unmatched(pattern, parameters)}")
+        if not any(matches(name, pattern) for name in there):
+            raise ValueError(f"discriminative_rates(): {unmatched(pattern, there)}")
     groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in [*rates, None]}
-    for name, parameter in parameters.items():
-        groups[longest_match(name, rates)].append(parameter)
+    for parameter, names in parameters.items():
+        groups[longest_match(names, rates)].append(parameter)
     return [
         {"params": members} if rate is None else {"params": members, "lr": rate}
         for pattern, members in groups.items()
@@ -179,13 +183,14 @@ def discriminative_rates(
     ]
 
 
-def _norms_of(engine: Engine) -> dict[nn.Module, list[str]]:
-    """The normalisation layers with running statistics, with the names of what is in them."""
-    norms: dict[nn.Module, list[str]] = {}
+def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:
+    """The normalisation layers with running statistics, with all names of each tensor in them."""
+    norms: dict[nn.Module, dict[str, list[str]]] = {}
     for root, module in engine.modules.items():
         prefix = "" if len(engine.modules) == 1 else root
-        for path, part in module.named_modules(prefix=prefix):
+        for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
             if isinstance(part, _NormBase) and part.running_mean is not None:
                 inner = [key for key, own in part._parameters.items() if own is not None] or ["running_mean"]
-                norms[part] = [f"{path}.{key}" if path else key for key in inner]
+                for key in inner:
+                    norms.setdefault(part, {}).setdefault(key, []).append(f"{path}.{key}" if path else key)
     return norms

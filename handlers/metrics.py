@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, as_number, on, tensors_in
+from signalfire import Engine, Events, Handler, Phase, as_number, check_number, on, tensors_in
 
 from .updates import only_update
 
@@ -118,7 +118,7 @@ class Accuracy:
     """
 
     def __init__(self, *, threshold: float | None = None) -> None:
-        self.threshold = threshold
+        self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
         self.reset()
 
     def reset(self) -> None:
@@ -258,9 +258,9 @@ class Metrics(Handler):
 
     @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD)
     def measure(self, engine: Engine) -> None:
-        """Measure this batch, or the time chunk of it that the update saw, once its gradients were computed for good."""
+        """Measure this batch once its gradients were computed for good; of one in time chunks, what all of them gave."""
         update = engine.state.update
-        if self.update not in (None, update.name):
+        if self.update not in (None, update.name) or update.more:
             return
         if self._of_loss and (loss := update.loss) is not None:
             size = batch_size(engine.state.batch)

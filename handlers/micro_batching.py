@@ -177,10 +177,12 @@ class MicroBatching(Handler):
             for batch, size in zip(batches, sizes, strict=True):
                 share = size / total if several else 1
                 engine.state.batch = batch
-                update.held, update.extra_weight, update.weight = 0, 0, share
+                # What the window and earlier pieces gave counts as held, so that whoever watches sees no window begin anew.
+                before = held + sum(piece.gave for piece in seen)
+                update.held, update.extra_weight, update.weight = before, 0, share
                 compute()
                 # What the weight was in the end: somebody may have set another when the loss was computed.
-                extra, gave = update.extra_weight, update.held == 1
+                extra, gave = update.extra_weight, update.held > before
                 own = not gave or (isinstance(extra, int | float) and extra == share - 1)
                 output = _detached(update.output) if several else update.output
                 seen.append(

@@ -22,6 +22,9 @@ class MixedPrecision(Handler):
     happen on unscaled gradients. On an engine that evaluates there is only the autocast. The modules stay in their own type;
     `TruePrecision` converts them.
 
+    The scaling cannot begin or end inside an accumulation window: what one holds that was left open between two runs is
+    discarded when "fp16" is attached, detached or toggled there.
+
     A scale belongs to one computation of the gradients: "fp16" refuses optimizers and handlers that compute those of a step
     several times, such as LBFGS; "bf16" works with them.
 
@@ -69,6 +72,11 @@ class MixedPrecision(Handler):
         engine.claim("the precision", by=self)
         if self.scaling is not None and engine.training:
             engine.compute_gradients_once(by=self)
+            _discard_windows(engine)
+
+    def detached(self, engine: Engine) -> None:
+        if self.scaling is not None:
+            _discard_windows(engine)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def prepare(self, engine: Engine) -> None:
@@ -148,3 +156,10 @@ class MixedPrecision(Handler):
             )
         for name, saved in state.items():
             self.scalers[name].load_state_dict(dict(saved))
+
+
+def _discard_windows(engine: Engine) -> None:
+    """What an open window holds is scaled, or it is not; a step on gradients of both kinds would ruin the weights."""
+    for update in engine.updates:
+        if update.filled:
+            update.discard()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -76,7 +79,8 @@ class SampleMixing(Handler):
                 f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from parts of "
                 "it; detach one of the two, or use smaller batches with GradientAccumulation"
             )
-        self._mixed = WeakTensorKeyDictionary()
+        if self._mixed is None:
+            self._mixed = WeakTensorKeyDictionary()
 
     @on(Events.GET_BATCH_COMPLETED, rank=MIX)
     def mix(self, engine: Engine) -> None:
@@ -113,5 +117,29 @@ class SampleMixing(Handler):
 
     @on(Events.ENDED)
     def forget(self, engine: Engine) -> None:
-        """Let go of the batches."""
-        self._mixed = None
+        """Let go of the batches, but for those of an open window: the next run may compute its gradients again."""
+        if not any(update.kept for update in engine.updates):
+            self._mixed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was mixed into the batches of open windows, whose gradients may be computed again."""
+        windows, mixed = {}, self._mixed
+        for update in () if self.engine is None else self.engine.updates:
+            if update.kept and mixed is not None:
+                found = [mixed.get(tensor_at(self, batch, "target")) for batch, _, _ in update.kept]
+                windows[update.name] = [None if one is None else list(one) for one in found]
+        return {"windows": windows} if windows else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._mixed = WeakTensorKeyDictionary()
+        for update in () if self.engine is None else self.engine.updates:
+            for (batch, _, _), one in zip(
+                update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False
+            ):
+                if one is not None:
+                    own = tensor_at(self, batch, "target")
+                    self._mixed[own] = (one[0], one[1].to(own.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a handler has mixed nothing."""
+        return super().__getstate__() | {"_mixed": None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, UpdateState
 
-__all__ = ["gradients_of", "longest_match", "matches", "named_parameters", "norms", "unmatched"]
+__all__ = ["all_names", "gradients_of", "longest_match", "matches", "named_parameters", "norms", "unmatched"]
 
 
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
@@ -23,6 +23,16 @@ def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     }
 
 
+def all_names(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """Every parameter with all of its names, of which a shared one has several; of several modules, as `named_parameters`."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for root, module in modules.items():
+        prefix = root if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+    return names
+
+
 def matches(name: str, pattern: str) -> bool:
     """Whether a parameter is inside a path, such as "backbone", or fits a pattern with ``*``, ``?`` or ``[]``."""
     if any(sign in pattern for sign in "*?["):
@@ -31,9 +41,11 @@ def matches(name: str, pattern: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def longest_match(name: str, patterns: Iterable[str]) -> str | None:
-    """The longest of the patterns that match a parameter; None if none does."""
-    return max((pattern for pattern in patterns if matches(name, pattern)), key=len, default=None)
+def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    """The longest of the patterns that match a parameter under one of its names; None if none does."""
+    there = list(names)
+    fitting = (pattern for pattern in patterns if any(matches(name, pattern) for name in there))
+    return max(fitting, key=len, default=None)
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:

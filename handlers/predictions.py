@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,6 +156,10 @@ def _on_cpu(value: Any) -> Any:
         return [_on_cpu(item) for item in value] if isinstance(value, list) else tuple(_on_cpu(item) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _on_cpu(item) for key, item in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.tensor(value)
     return value

@@ -69,6 +69,9 @@ class SharpnessAwareMinimization(Handler):
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
         engine.replace("step", self.step, by=self, again=True)
+        for update in engine.updates:
+            if update.held and not update.kept:  # of a window left open between two runs: it cannot be computed again
+                update.discard()
 
     @on(Events.STARTED)
     def prepare(self, engine: Engine) -> None:

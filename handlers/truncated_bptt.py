@@ -32,6 +32,9 @@ class TruncatedBPTT(Handler):
     Chunks of a packed batch hold the sequences that still run, in their order; the hidden state (of shape (..., N, features),
     as that of torch's recurrent layers) is narrowed to them. Sequences that end leave; none joins before the next batch.
 
+    A step that is skipped, such as for an overflow, is that of its chunk (or window of chunks); the next chunk goes on. An
+    update that is skipped before its first chunk is skipped for the whole batch.
+
     After the last chunk ``state.batch`` is the whole batch again, ``update.loss`` the mean of the chunks' losses, weighted by
     their lengths (packed: by their number of elements), and ``update.output`` the chunks' outputs joined in the dimension
     ``dim``, detached, if each is a tensor with the length of its chunk there; otherwise that of the last chunk. Return a tuple
@@ -99,6 +102,7 @@ class TruncatedBPTT(Handler):
 
     def _begin(self) -> None:
         self._turn = 0  # of the chunk
+        self._skipped: str | None = None  # why the batch is skipped as a whole
         self._losses: list[tuple[Tensor, int]] = []
         self._outputs: list[Tensor] | None = []  # None: they cannot be joined
 
@@ -197,7 +201,9 @@ class TruncatedBPTT(Handler):
                     "change it in an earlier phase of ITERATION_STARTED: phase=Phase.PREPARE"
                 )
             update.hidden = None
+            self._skipped = update.skipped
         else:
+            update.skipped = self._skipped  # a step that was skipped was that of an earlier chunk
             running = self._running[self._turn] if self._running else None
             update.hidden = _detached(update.hidden, running)
         self._left[update.name] -= 1

@@ -145,6 +145,19 @@ def test_what_is_excluded_is_left_alone(exclude: Any) -> None:
     assert same(model, trained_by_hand(lambda m: clip_by_hand(m, 0.02, 1e-3, ("4.weight", "4.bias"))))
 
 
+def test_a_shared_weight_is_excluded_by_either_of_its_names() -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(*network(), nn.Linear(2, 2))
+        model.add_module("shared", nn.Linear(2, 2))
+        model.get_submodule("shared").weight = model.get_submodule("5").weight
+        return model
+
+    models = tied(), tied()
+    for model, exclude in zip(models, ("5.weight", "shared.weight"), strict=True):
+        trained(model, AdaptiveGradientClipping(0.02, exclude=exclude))
+    assert same(*models)
+
+
 def test_a_pattern_without_a_match_is_an_error_before_the_first_batch() -> None:
     model = network()
     with pytest.raises(ValueError, match=r"'adaptive_gradient_clipping': exclude='head\.\*' matches no.*0\.weight"):
@@ -258,6 +271,7 @@ def test_two_on_one_update_refuse_each_other() -> None:
         ({"eps": -1.0}, ValueError, "eps=-1.0"),
         ({"eps": True}, TypeError, "eps=True"),
         ({"exclude": [3]}, TypeError, r"exclude=\[3\]"),
+        ({"exclude": 3}, TypeError, "exclude=3"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:

@@ -305,6 +305,33 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_batch(patter
     assert engine.state.iteration == 0
 
 
+class Shared(nn.Module):
+    """A weight and a normalisation layer that belong to two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+        self.decoder = nn.Sequential(nn.Linear(5, 5), self.encoder[1])
+        self.decoder[0].weight = self.encoder[0].weight
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.decoder(self.encoder(x)))
+        return output
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_what_two_parts_share_is_frozen_with_either_of_them(part: str) -> None:
+    model = Shared()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trainer_of(model, Freezing(part)).run(batches(), max_epochs=2)
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {"head.weight", "head.bias", f"{'decoder' if part == 'encoder' else 'encoder'}.0.bias"}
+    groups = discriminative_rates(model, {part: 0.1})
+    assert {id(p) for p in groups[0]["params"]} == {id(p) for p in model.get_submodule(part).parameters()}
+
+
 def test_a_layer_without_parameters_can_be_named_for_its_statistics() -> None:
     run(trainer_of(model := Network(), Freezing("backbone.4")))
     assert model.state_dict()["backbone.4.num_batches_tracked"] == 0

@@ -13,7 +13,16 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import Accuracy, Average, Checkpoint, GradientAccumulation, Metric, Metrics, Validation
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Checkpoint,
+    GradientAccumulation,
+    Metric,
+    Metrics,
+    TruncatedBPTT,
+    Validation,
+)
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -260,6 +269,32 @@ def test_the_loss_of_an_update_that_has_none_is_refused(more: dict[str, Any]) ->
         engine.attach(Metrics(loss=Average(), **more))
 
 
+def test_a_batch_in_time_chunks_is_measured_once_as_a_whole() -> None:
+    generator = torch.Generator().manual_seed(2)
+    data = [
+        (torch.randn(4, 10, 3, generator=generator), torch.randint(5, (4, 10), generator=generator)) for _ in range(3)
+    ]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def accuracy(output: Tensor, target: Tensor) -> Tensor:
+        return (output.argmax(-1) == target).double().mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    for training in (True, False):
+        measured = []
+        for handlers in ([], [TruncatedBPTT(4)]):  # chunks of 4, 4 and 2
+            optimizer = partial(torch.optim.SGD, lr=0.0) if training else None
+            engine = Engine(Update.supervised(loss, optimizer), model=model)
+            engine.attach(Metrics(loss=Average(), accuracy=accuracy))
+            engine.attach(*handlers)
+            engine.run(data, max_epochs=1)
+            measured.append((engine.state.metrics["loss"], engine.state.metrics["accuracy"]))
+        assert measured[0] == pytest.approx(measured[1], rel=1e-6)
+
+
 def test_inputs_of_ones_own() -> None:
     model = network()
 
@@ -361,6 +396,8 @@ def test_bad_arguments_are_refused() -> None:
         Metrics(accuracy=3)
     with pytest.raises(TypeError, match="Average"):
         Average(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Accuracy\(threshold='half'\): it has to be a finite number"):
+        Accuracy(threshold="half")  # type: ignore[arg-type]
 
 
 def test_names_that_are_no_identifiers_go_into_a_mapping() -> None:

@@ -351,6 +351,37 @@ def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it() -> None:
     assert_same(model, hand)
 
 
+@pytest.mark.parametrize("way", ["detached", "switched off", "attached"])
+def test_a_window_left_open_between_two_runs_is_discarded_when_scaling_comes_or_goes(way: str) -> None:
+    handler = MixedPrecision("fp16")
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, sgd), model=network(), seed=0)
+    engine.attach(GradientAccumulation(4), *([] if way == "attached" else [handler]))
+    engine.run(batches(4), max_iters=2)
+    if way == "attached":
+        engine.attach(handler)
+    elif way == "detached":
+        engine.detach(handler)
+    else:
+        handler.enabled = False
+    engine.run(batches(4), max_epochs=1)
+    assert engine.updates[0].steps == 1
+
+    hand, parameters = network(), list(engine.model.parameters())
+    optimizer = sgd(hand.parameters())
+    for inputs, targets in batches(4)[2:]:  # what the window held before is gone; it is averaged over the other two
+        with torch.autocast("cpu", dtype=torch.float16, enabled=way == "attached"):
+            loss = nn.functional.mse_loss(hand(inputs), targets)
+        (loss * (2.0**16 if way == "attached" else 1.0)).backward()
+    for parameter in hand.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(2)
+        parameter.grad.div_(2.0**16 if way == "attached" else 1.0)
+    optimizer.step()
+    for one, other in zip(parameters, hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_reset_begins_with_the_first_scale() -> None:
     handler = MixedPrecision("fp16", init_scale=2.0**40)
     engine = engine_of(network(), handler)

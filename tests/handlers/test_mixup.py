@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import math
 from collections import namedtuple
@@ -24,6 +26,7 @@ from signalfire.handlers import (
     Metrics,
     MixedPrecision,
     MixUp,
+    SharpnessAwareMinimization,
 )
 from signalfire.testing import check_handler
 
@@ -252,6 +255,30 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
 
     by_hand.step(closure)
     assert same(model, hand)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_an_open_window_that_is_computed_again_survives_the_end_of_a_run(resumed: bool) -> None:
+    def make() -> Engine:
+        engine = build()
+        engine.attach(MixUp(1.0), SharpnessAwareMinimization(), GradientAccumulation(3))
+        return engine
+
+    whole, parts = make(), make()
+    torch.manual_seed(5)
+    whole.run(batches(), max_epochs=1)
+    torch.manual_seed(5)
+    parts.run(batches(), max_iters=2)
+    if resumed:
+        file = io.BytesIO()
+        torch.save(parts.state_dict(), file)
+        parts = make()
+        parts.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    parts.run(batches(), max_epochs=1)
+    assert parts.updates[0].steps == 2
+    assert same(parts.model, whole.model)
+    assert parts.state_dict()["handlers"]["mixup"] == {}
+    copy.deepcopy(parts.handlers["mixup"])
 
 
 def test_switched_off_it_shifts_no_other_number() -> None:

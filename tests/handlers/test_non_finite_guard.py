@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision, NonFiniteGuard
+from signalfire.handlers import (
+    GradientAccumulation,
+    GradientClipping,
+    LRScheduling,
+    MicroBatching,
+    MixedPrecision,
+    NonFiniteGuard,
+)
 from signalfire.testing import check_handler
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -279,6 +286,23 @@ class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(0))
+
+
+@pytest.mark.parametrize("halve", [True, False])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_bad_loss_in_any_piece_of_a_batch_is_seen(window: int, halve: bool) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        error = nn.functional.mse_loss(output, target)
+        return error + math.inf if bool(target.max() > 50) else error  # the gradient is finite: only the loss tells
+
+    data = batches(count=4)
+    data[2][1][0] = 100.0  # in the first piece of the third batch
+    engine = Engine(Update.supervised(loss, Adam), model=network(), seed=0)
+    guard = NonFiniteGuard(check="loss")
+    engine.attach(guard, MicroBatching(2, halve_on_oom=halve), GradientAccumulation(window))
+    engine.run(data, max_epochs=1)
+    assert guard.skipped == {"main": 1}
+    assert engine.updates[0].steps == 4 // window - 1
 
 
 def test_sparse_and_empty_gradients() -> None:

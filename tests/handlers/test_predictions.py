@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,6 +151,18 @@ def test_outputs_that_are_dataclasses_are_written_in_a_form_that_loads_safely(tm
     assert output["label"] == "text"
 
 
+def test_outputs_of_numpys_types_are_written_as_tensors_and_numbers(tmp_path: Path) -> None:
+    handler = Predictions(tmp_path)
+    scores = np.ones((2, 3))
+    predictor(None, handler, forward=lambda engine, batch: [scores, np.float32(0.5)]).run(batches())
+    array, number = torch.load(handler.files[0], weights_only=True)["outputs"]
+    assert torch.equal(array, torch.ones(2, 3, dtype=torch.float64))
+    assert number == 0.5
+    with_arrays = Predictions(name="in_memory")
+    predictor(None, with_arrays, forward=lambda engine, batch: scores).run(batches())
+    assert with_arrays.outputs.shape == (6, 3)
+
+
 def test_functions_say_where_inputs_and_targets_are() -> None:
     data = [{"x": inputs, "y": targets} for inputs, targets in batches()]
     handler = Predictions(inputs=lambda batch: batch["x"], targets=lambda batch: batch["y"])
@@ -190,6 +203,8 @@ def test_what_was_not_collected_is_an_error_that_says_what_to_do() -> None:
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"Predictions\(inputs=3\)"):
         Predictions(inputs=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Predictions\(folder=3\): it has to be a path"):
+        Predictions(3)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"Predictions\(folder="):
         Predictions(tmp_path / "file")

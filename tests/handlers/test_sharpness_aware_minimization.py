@@ -352,6 +352,28 @@ def test_a_skipped_step_is_not_evaluated_again() -> None:
     assert engine.updates[0].steps == 2
 
 
+def test_a_window_left_open_between_two_runs_is_not_computed_again_in_part() -> None:
+    model = make_model().eval()
+    engine = make_trainer(GradientAccumulation(4), model=model)
+    engine.connect(Events.STARTED, lambda engine: model.eval())
+    data = make_data([6, 6, 6, 6])
+    engine.run(data, max_iters=2)
+    engine.attach(SharpnessAwareMinimization())
+    seen: list[tuple[int, list[Tensor]]] = []
+
+    @engine.on(Events.GRADIENTS_READY)
+    def look(engine: Engine) -> None:
+        update = engine.state.update
+        seen.append((update.evaluation, [p.grad.clone() for p in update.parameters if p.grad is not None]))
+
+    engine.run(data, max_epochs=1)
+    assert [evaluation for evaluation, _ in seen] == [0, 1]
+    hand = make_model().eval()
+    torch.stack([cross_entropy(hand(x), y) for x, y in data[2:]]).mean().backward()
+    for parameter, found in zip(hand.parameters(), seen[0][1], strict=True):
+        torch.testing.assert_close(parameter.grad, found)
+
+
 def test_one_update_of_two() -> None:
     models = {"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)}
     evaluations: list[tuple[str, int]] = []

@@ -584,6 +584,49 @@ def test_fp16_scaling_equals_a_loop_by_hand(window: int) -> None:
     assert scaling.scalers["main"].get_scale() == scaler.get_scale() != 256.0 or window == 4
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_that_is_skipped_costs_its_own_chunks_only(window: int) -> None:
+    model, hand = Elman(), Elman()
+    scaling = MixedPrecision("fp16", init_scale=2.0**20)
+    trainer = make_trainer(model, TruncatedBPTT(STEPS), scaling, GradientAccumulation(window))
+    trainer.run(make_data(), max_epochs=1)
+
+    optimizer = SGD(hand.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    steps, count = 0, 0
+    for chunks in chunks_of(make_data()):
+        hidden: Tensor | None = None
+        for x, y in chunks:
+            with torch.autocast("cpu", torch.float16):
+                output, hidden = hand(x, None if hidden is None else hidden.detach())
+                one = nn.functional.mse_loss(output, y)
+            scaler.scale(one).backward()
+            count += 1
+            if count % window == 0 or count == 9:
+                if window > 1 and count < 9:
+                    for p in hand.parameters():
+                        assert p.grad is not None
+                        p.grad.div_(window)
+                before = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                steps += scaler.get_scale() == before
+    assert 0 < steps < -(-9 // window), "one has to overflow, and not all"
+    assert trainer.updates[0].steps == steps
+    assert equal(model, hand)
+
+
+def test_an_update_that_is_skipped_before_its_first_chunk_is_skipped_for_the_whole_batch() -> None:
+    model, hand = Recurrent(), Recurrent()
+    trainer = make_trainer(model, TruncatedBPTT(STEPS))
+    trainer.connect(Events.ITERATION_STARTED(once=2), lambda engine: engine.updates[0].skip("not this one"))
+    data = make_data()
+    trainer.run(data, max_epochs=1)
+    train_by_hand(hand, chunks_of([data[0], data[2]]), epochs=1)
+    assert equal(model, hand)
+
+
 def test_a_schedule_with_its_number_of_steps_moves_with_every_chunks_step() -> None:
     model, hand = Recurrent(), Recurrent()
     factory = partial(OneCycleLR, max_lr=0.3, total_steps=18)
