@@ -86,6 +86,7 @@ class Engine(HandlerHost):
         "_held_states",
         "_loaded",
         "_position",
+        "_preemption",
         "_seed_given",
         "_snapshot",
         "_source",
@@ -151,6 +152,7 @@ class Engine(HandlerHost):
         self._begin_lineage(None)
         self._stops: dict[str, str] = {}
         self._stop_now = False  # a stop was asked for inside this iteration
+        self._preemption: str | None = None  # why the run is to be saved and stopped at the next boundary
         self._evaluating = False
         self._epoch_stop: str | None = None
         self._completed = 0  # the last iteration whose updates were all made
@@ -291,7 +293,7 @@ class Engine(HandlerHost):
         self._attention = self._deadline is not None or max_steps is not None
         self._stops.clear()
         self._stop_now = False
-        self._snapshot = None
+        self._preemption = self._snapshot = None
         if not self.training:
             self.state.restart()
             self._completed = 0
@@ -465,6 +467,10 @@ class Engine(HandlerHost):
             update.skipped = None
         self._snapshot = None
         self._attention = self._deadline is not None or state.max_steps is not None
+        if self._preemption is not None:
+            self._emit(Events.PREEMPTED)  # the state knows nothing of the stop, and an open window is still held
+            self._stop(self._preemption)
+            return True
         if self._pending:
             if any(update.filled for update in self.updates):
                 self._attention = True
@@ -472,17 +478,22 @@ class Engine(HandlerHost):
                 self._settle()
         if self._stops:
             if self._may_stop():
-                state.stop_reason = self._stops[min(self._stops)]
-                self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
-                self._stops.clear()
-                self._stop_now = False
-                self._discard_windows()
+                self._stop(self._stops[min(self._stops)])
                 return True
             self._attention = True
         if self._epoch_stop is not None:
             self._discard_windows()
             return True
         return self._attention and self._bound_reached()
+
+    def _stop(self, reason: str) -> None:
+        state = self.state
+        state.stop_reason = reason
+        self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
+        self._stops.clear()
+        self._stop_now = False
+        self._preemption = None
+        self._discard_windows()
 
     def _may_stop(self) -> bool:
         """Whether the minimum bounds let a stop take effect."""
@@ -592,6 +603,22 @@ class Engine(HandlerHost):
             self._stop_now = True
             if self._completed != self.state.iteration:
                 self.state.update.skip(f"the run is stopped: {reason}")
+
+    def preempt(self, reason: str) -> None:
+        """Save and stop the run at the next iteration boundary, so that another process goes on as if it had not been stopped.
+
+        Other than with `terminate`, the iteration under way is made whole, ``min_epochs`` and ``min_iters`` do not hold the
+        stop back, and PREEMPTED is told before an open window is discarded: the `snapshot` that its receivers take is that of a
+        run which goes on. TERMINATED, COMPLETED and ENDED follow. It only sets two attributes, so that a signal handler may call
+        it at any moment.
+
+        Args:
+            reason: told in ``state.stop_reason``.
+        """
+        if not self.running:
+            raise RuntimeError(f"preempt({reason!r}): the engine is not running")
+        self._preemption = reason  # in this order: whoever looks in between sees it at the next boundary
+        self._attention = True
 
     def ask_again(self, stops: Mapping[str, str], epoch_stop: str | None) -> None:
         """Let stops take effect that were asked for when a state was saved."""

@@ -278,6 +278,7 @@ class Events(EventEnum):
     EPOCH_COMPLETED = "epoch_completed", "epoch"
     COMPLETED = "completed", None
     TERMINATED = "terminated", None  # a stop took effect, just before COMPLETED
+    PREEMPTED = "preempted", None  # what saves the run does it now: then it is stopped; see Engine.preempt
     INTERRUPTED = "interrupted", None  # KeyboardInterrupt
     EXCEPTION_RAISED = "exception_raised", None  # state.exception
     ENDED = "ended", None

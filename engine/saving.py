@@ -48,9 +48,15 @@ def gather(engine: Engine) -> dict[str, Any]:
             name: copied(engine._held_states.get(name) or handler.state_dict())
             for name, handler in sorted(engine.handlers.items())
         },
-        "data": None if engine._source is None else copied(engine._source.state_dict()),
+        "data": copied(_position(engine)),
         "random": random_state(),
     }
+
+
+def _position(engine: Engine) -> dict[str, Any] | None:
+    if engine._position is not None:  # loaded, or that of the run before: the data is not there yet
+        return engine._position
+    return None if engine._source is None else engine._source.state_dict()
 
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
