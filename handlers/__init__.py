@@ -8,6 +8,7 @@ if __name__ != "signalfire.handlers":
 
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .checkpoint import Checkpoint
+from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
 from .device_transfer import DeviceTransfer
@@ -20,6 +21,7 @@ from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
 from .history import History
+from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lr_scheduling import LRScheduling
@@ -31,6 +33,7 @@ from .non_finite_guard import NonFiniteGuard
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .predictions import Predictions
+from .preemption import Preemption
 from .progress_bar import ProgressBar
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
@@ -48,6 +51,7 @@ __all__ = [
     "Accuracy",
     "AdaptiveGradientClipping",
     "Average",
+    "CSVLogger",
     "Checkpoint",
     "CutMix",
     "Cutout",
@@ -60,6 +64,7 @@ __all__ = [
     "GradientNoise",
     "GradientNorms",
     "History",
+    "JSONLinesLogger",
     "LRScheduling",
     "LabelSmoothing",
     "LimitBatches",
@@ -72,6 +77,7 @@ __all__ = [
     "OverfitBatches",
     "ParameterScheduling",
     "Predictions",
+    "Preemption",
     "ProgressBar",
     "Seeding",
     "SharpnessAwareMinimization",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import difflib
+import math
 import os
-from collections.abc import Mapping
+import re
+import string
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from signalfire import (
     AnyEvent,
@@ -18,6 +24,8 @@ from signalfire import (
     Interval,
     Monitor,
     Phase,
+    as_number,
+    check_bool,
     check_every,
     check_int,
     on,
@@ -25,17 +33,53 @@ from signalfire import (
 )
 
 from .folders import check_folder, open_folder
+from .generations import (
+    LONGEST_NAME,
+    Files,
+    Ownership,
+    Taken,
+    check_json,
+    clean,
+    commit,
+    differences,
+    environment,
+    find,
+    make_folders,
+    open_generation,
+    prune,
+    read_manifest,
+    serialize,
+    set_aside,
+)
 from .ranks import DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
 
+DEFAULT_FILENAME = "{name}-epoch{epoch:04d}-iter{iteration:08d}"
+HARVEST, HOLD = -20, 10
+"""PERSIST: what a thread has written is told before anything else is written, and what an error is to leave is held
+once everything was."""
+
+
+class Entry(NamedTuple):
+    """One that is kept: its name unless that was taken, the metric's value, and the iteration in which it was written."""
+
+    base: str
+    value: float | None
+    iteration: int
+
 
 class Checkpoint(Handler):
-    """Writes the engine's whole state to a file, and keeps the last ones, or the best by a metric.
+    """Writes the engine's whole state to a folder of its own each time, and keeps the last ones, or the best by a metric.
 
-    Every file holds everything that is needed to go on (`Engine.state_dict`), and several Checkpoints share one snapshot. A
-    new file is written aside, synced, and renamed into place before an old one goes, so that a crash at any moment
-    leaves the old ones whole. The names are ``<name>-epoch0003-iter00000120.pt``.
+    Every one holds everything that is needed to go on (`Engine.state_dict`), and several Checkpoints share one snapshot. Each
+    is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads, and ``manifest.json``, which
+    tells its size and sha256, the metric, the hyperparameters and on what the run's bits depend. It is written under a hidden
+    name, synced, and renamed into place before an old one goes, so that a crash at any moment leaves the old ones
+    whole; `load` verifies it, and of a folder takes the newest good one.
+
+    No run overwrites or removes what another wrote: a name that is taken gets a suffix ``-2``. A resumed run counts as the one
+    that it goes on from, and never removes the one that it was resumed from.
 
     The best are chosen once for each new value of the metric: NaN is never kept, and of equal values the earlier one stays.
 
@@ -43,11 +87,21 @@ class Checkpoint(Handler):
         folder: where to write; made if it is not there.
         monitor: the metric by which the best are kept; without it the last ones are kept.
         mode: "min" if smaller is better, "max" if greater is.
-        keep: how many files are kept.
-        every: without monitor, the interval.
+        keep: how many are kept; by default 1 with monitor and 2 without, so that there is one to fall back to.
+        every: without monitor, the interval: "1ep" by default; also a time, such as "15min", which begins anew with every run.
+        filename: a template for the names, of {name}, {epoch}, {iteration}, {step} (the first update's optimizer steps) and
+            the names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric that has no value yet is nan.
+        weights_only: write `Engine.weights` only, for `Engine.load_weights`: with averages in place, and nothing to go on with.
+        hyperparameters: a mapping of values that JSON has, to be stored with each; `hyperparameters` gives them back.
+        on_exception: when an error or Ctrl-C ends the run, write ``<name>-epoch....-exception``: the state after the last
+            event of a completed iteration or epoch, from which the run goes on bit for bit. What was cut short is not in it.
+            For this the state is copied in every iteration. It is not counted in keep.
+        asynchronous: write in a thread while training goes on; only the copy of the state blocks, and the writing before, if it
+            has not ended. Nothing is told as saved before the disk has it. An error of the thread leaves the run at the
+            next completed iteration, or at its end, which waits for the thread.
 
     Attributes:
-        kept: the files that are kept, with their values: the best first, or the oldest first.
+        kept: the names of those that are kept and on the disk, with their values: the best first, or the oldest first.
 
     Example:
         >>> import tempfile
@@ -59,14 +113,22 @@ class Checkpoint(Handler):
 
     writes = True
 
+    files: Files = Files()
+    """The operations on the file system, for tests that record them or let them fail."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
         *,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
-        keep: int = 1,
+        keep: int | None = None,
         every: str | Interval | AnyEvent | None = None,
+        filename: str = DEFAULT_FILENAME,
+        weights_only: bool = False,
+        hyperparameters: Mapping[str, Any] | None = None,
+        on_exception: bool = False,
+        asynchronous: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -77,53 +139,167 @@ class Checkpoint(Handler):
             )
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
-        self.keep = check_int(self, "keep", keep)
+        self.keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
         self.every = check_every(self, every or "1ep") if monitor is None else None
+        self.filename = Template(filename, self.name)
+        self.weights_only = check_bool(self, "weights_only", weights_only)
+        self.asynchronous = check_bool(self, "asynchronous", asynchronous)
+        if check_bool(self, "on_exception", on_exception) and weights_only:
+            raise ValueError(
+                "Checkpoint(on_exception=True, weights_only=True): weights alone are no state to go on from; leave out one"
+            )
+        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
+            raise TypeError(f"Checkpoint(hyperparameters={hyperparameters!r}): it has to be a mapping")
+        self._hyperparameters = check_json("Checkpoint(hyperparameters)", hyperparameters)
         self.watching = None if monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
-        self.requiring = None if monitor is None else Events.EPOCH_COMPLETED
+        self.requiring = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
         self.saving = self.watching or unfiltered(self.every or "1ep")
-        self.kept: list[tuple[str, float | None]] = []
-        self._due: str | None = None  # the file that was decided on in CONTROL and is written in PERSIST
-        self._superseded: list[str] = []
+        self.polling = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED if asynchronous else None
+        self.waiting = Events.COMPLETED if asynchronous else None
+        self.ending = Events.ENDED if asynchronous else None
+        self.holding = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED if on_exception else None
+        self.preempting = None if weights_only else Events.PREEMPTED
+        self.failing = Events.EXCEPTION_RAISED | Events.INTERRUPTED if on_exception else None
+        self._decided: list[Entry] = []  # what is kept once everything that was decided on is written
+        self._written: list[Entry] = []  # what is kept as the disk has it
+        self._names: dict[
+            int, str
+        ] = {}  # what these are called on the disk, by iteration; no saved state depends on it
+        self._due: Entry | None = None  # what was decided on in CONTROL and is written in PERSIST
+        self._superseded: list[
+            str
+        ] = []  # what could not be removed yet, or was left by the run that this one goes on from
+        self._write: _Write | None = None  # what a thread is writing
+        self._held: dict[str, Any] | None = None  # for an error
+        self._ownership: Ownership | None = None
+
+    @property
+    def kept(self) -> list[tuple[str, float | None]]:
+        return [(self._names[one.iteration], one.value) for one in self._written if one.iteration in self._names]
 
     @property
     def best(self) -> Path | None:
-        """The file with the best value of the metric; None before the first, or without monitor."""
+        """The one with the best value of the metric; None before the first, or without monitor."""
         return self.folder / self.kept[0][0] if self.kept and self.monitor is not None else None
 
     @property
     def last(self) -> Path | None:
-        """The newest of the files that are kept; None before the first."""
-        newest = max(
-            (file for file, _ in self.kept), key=lambda file: int(file[:-3].rpartition("-iter")[2]), default=None
-        )
-        return None if newest is None else self.folder / newest
+        """The newest of those that are kept; None before the first."""
+        newest = max((one.iteration for one in self._written if one.iteration in self._names), default=None)
+        return None if newest is None else self.folder / self._names[newest]
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint for ``engine.load_state_dict``. Nothing in the file can run code."""
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"Checkpoint.load({str(path)!r}): this is not a whole checkpoint: {type(error).__name__}: {error}"
-            ) from error
+    def load(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
+        """Read a checkpoint for ``engine.load_state_dict``, once it was verified. Nothing in it can run code.
+
+        Args:
+            path: a checkpoint, the ``state.pt`` in it, or a folder with several: of these the newest good one is taken, and
+                damaged ones are named in a warning. Full states come before weights alone.
+            name: of the handler whose checkpoints are meant, in a folder with several.
+
+        Returns:
+            The state. Under "origin" it says where it came from, so that the resumed run knows what is its own.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if it is damaged, cut or exchanged, naming the file; for a folder, if each is.
+        """
+        where = f"Checkpoint.load({str(path)!r})"
+        found, manifest, state, damaged = open_generation(path, name=name, where=where, files=Checkpoint.files)
+        if manifest["kind"] != "state":
+            return state
+        state["origin"] = {
+            "path": os.path.abspath(found),
+            "damaged": [os.path.abspath(one) for one in damaged],
+            "manifest": manifest,
+        }
         return state
+
+    @staticmethod
+    def hyperparameters(path: str | os.PathLike[str], /, **overrides: Any) -> dict[str, Any]:
+        """The hyperparameters that were stored with a checkpoint, some of them replaced.
+
+        Args:
+            path: as in `load`.
+            overrides: values to take in place of those that were stored, by name.
+
+        Raises:
+            ValueError: for a name that was not stored, naming those that were; or if none were.
+        """
+        where = f"Checkpoint.hyperparameters({str(path)!r})"
+        found, manifest, _, _ = open_generation(path, name=None, where=where, files=Checkpoint.files)
+        stored: dict[str, Any] | None = manifest["hyperparameters"]
+        if stored is None:
+            raise ValueError(f"{where}: {found.name!r} was written without hyperparameters=")
+        if unknown := [name for name in overrides if name not in stored]:
+            raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
+        return {**stored, **overrides}
+
+    # ---- deciding -------------------------------------------------------------------------------------------------
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def open(self, engine: Engine) -> None:
         """Make the folder, so that a place that cannot be written shows before the first batch."""
-        self._due = None  # what an error kept from being written is not written under its old name
+        # What an error kept from being written is not written under its old name.
+        self._due = self._write = self._held = None
+        self._decided = list(self._written)
+        make_folders(self.folder, self.files)
         open_folder(self, self.folder)
+        clean(self.folder, self.files)
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
+    def adopt(self, engine: Engine) -> None:
+        """Learn from the state that was loaded which of the folder's checkpoints are this run's, and compare the machines."""
+        self._ownership = None
+        self._own(engine)
+        if engine.origin is not None and (changed := differences(engine.origin["manifest"], engine.device)):
+            warnings.warn(
+                f"the run goes on from {engine.origin['path']!r}, but not as it was ({', '.join(changed)}): it may not be "
+                "bit-exact",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _own(self, engine: Engine) -> Ownership:
+        if self._ownership is not None and self._ownership.run == engine.run_id:
+            return self._ownership
+        runs, source = set[str](), None
+        if engine.origin is not None:
+            path = Path(engine.origin["path"])
+            for damaged in map(Path, engine.origin["damaged"]):
+                if _same(damaged.parent, self.folder) and self.files.exists(damaged):
+                    set_aside(damaged, self.files)
+            runs = {engine.origin["manifest"]["run"], *engine.origin["manifest"]["lineage"]}
+            source = path.name if _same(path.parent, self.folder) else None
+        there = dict(self._manifests())
+        runs &= {manifest["run"] for manifest in there.values()}  # so that it does not grow with every resume
+        self._ownership = Ownership(self.name, engine.run_id, frozenset(runs), source)
+        own = {name: manifest for name, manifest in there.items() if self._ownership.owns(name, manifest)}
+        for one in self._decided:
+            names = [name for name in own if own[name]["iteration"] == one.iteration and _is_numbered(name, one.base)]
+            if names:
+                self._names[one.iteration] = max(names, key=lambda name: (len(name), name))
+        kept = set(self._names.values())
+        self._superseded = [
+            name
+            for name, manifest in own.items()
+            if name not in kept and manifest["iteration"] <= engine.state.iteration
+        ]
+        return self._ownership
+
+    def _manifests(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, path in find(self.folder, self.files):
+            try:
+                yield name, read_manifest(path, self.files)
+            except (ValueError, OSError):
+                continue
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def decide(self, engine: Engine) -> None:
-        """Decide to write, and which file goes for it."""
-        file = self._file(engine)
-        self.kept = [kept for kept in self.kept if kept[0] != file] + [(file, None)]
-        self._keep(file, self.kept[-self.keep :])
+        """Decide to write, and which goes for it."""
+        entry = self._entry(engine, None)
+        self._decided = [*self._others(engine), entry][-self.keep :]
+        self._due = entry
 
     @on("watching", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def decide_by_metric(self, engine: Engine) -> None:
@@ -132,70 +308,305 @@ class Checkpoint(Handler):
         value = self.monitor.new_value(engine)
         if value is None:
             return
-        file = self._file(engine)
-        self.kept = [kept for kept in self.kept if kept[0] != file]  # a second new value in one iteration
-        place = next((i for i, (_, other) in enumerate(self.kept) if self.monitor.better(value, other)), len(self.kept))
+        others = self._others(engine)
+        place = next((i for i, one in enumerate(others) if self.monitor.better(value, one.value)), len(others))
         if place < self.keep and value == value:
-            self._keep(file, [*self.kept[:place], (file, value), *self.kept[place:]][: self.keep])
+            entry = self._entry(engine, value)
+            self._decided = [*others[:place], entry, *others[place:]][: self.keep]
+            self._due = entry
+        else:
+            self._decided = others
 
     @on("requiring", phase=Phase.CONTROL)
     def require(self, engine: Engine) -> None:
         """Refuse a metric that does not exist."""
-        assert self.monitor is not None
-        self.monitor.require(engine)
+        if self.monitor is not None:
+            self.monitor.require(engine)
+        self.filename.require(engine)
 
-    def _file(self, engine: Engine) -> str:
-        return f"{self.name}-epoch{engine.state.epoch:04d}-iter{engine.state.iteration:08d}.pt"
+    def _others(self, engine: Engine) -> list[Entry]:
+        """What is kept from other iterations: a second new value in one iteration takes the place of the first."""
+        return [one for one in self._decided if one.iteration != engine.state.iteration]
 
-    def _keep(self, file: str, kept: list[tuple[str, float | None]]) -> None:
-        stays = {name for name, _ in kept}
-        self._superseded += [name for name, _ in self.kept if name not in stays]
-        self.kept = kept
-        self._due = file
+    def _entry(self, engine: Engine, value: float | None) -> Entry:
+        self.filename.require(engine)
+        iteration = engine.state.iteration
+        steps = engine.updates[0].steps
+        base = self.filename.fill(self.name, engine.state.epoch, iteration, steps, engine.state.metrics)
+        return Entry(base, value, iteration)
+
+    # ---- writing --------------------------------------------------------------------------------------------------
+
+    @on("polling", phase=Phase.PERSIST, rank=HARVEST)
+    def poll(self, engine: Engine) -> None:
+        """Tell what the thread has written. If another is to be written, wait for it: there is one at a time."""
+        if self._write is not None and (self._due is not None or not self._write.going_on):
+            self._harvest(engine)
 
     @on("saving", phase=Phase.PERSIST)
     def save(self, engine: Engine) -> None:
         """Write what was decided, and only then remove what it supersedes."""
         if self._due is None:
             return
-        file, self._due = self._due, None
+        entry, self._due = self._due, None
+        if self._write is not None:  # at an event at which it is not polled
+            self._harvest(engine)
         try:
-            write(engine.snapshot(), self.folder / file)
+            state = engine.weights() if self.weights_only else engine.snapshot()
+            write = self._prepare(engine, entry, state, list(self._decided))
         except BaseException:
-            self.kept = [kept for kept in self.kept if kept[0] != file]
+            self._decided = list(self._written)
             raise
-        superseded, self._superseded = self._superseded, []
-        for name in superseded:
-            (self.folder / name).unlink(missing_ok=True)
+        self._write = write
+        if self.asynchronous:
+            write.start()
+        else:
+            write.run()
+            self._harvest(engine)
+
+    @on("waiting", phase=Phase.PREPARE)
+    @on("ending", phase=Phase.PERSIST, rank=HARVEST)
+    def wait(self, engine: Engine) -> None:
+        """Nobody may take a run for ended while its last checkpoint is still being written."""
+        if self._write is not None:
+            self._harvest(engine)
+
+    @on("holding", phase=Phase.PERSIST, rank=HOLD)
+    def hold(self, engine: Engine) -> None:
+        """Hold the state from which the run can go on if an error ends it."""
+        self._held = engine.snapshot()
+
+    @on("failing", phase=Phase.PERSIST)
+    def save_held(self, engine: Engine) -> None:
+        """Write the state that was held before the error."""
+        held, self._held = self._held, None
+        if self._write is not None:
+            self._harvest(engine)
+        if held is not None:  # otherwise no iteration was completed
+            self._save_besides(engine, held, "exception")
+
+    @on("preempting", phase=Phase.PERSIST)
+    def save_preempted(self, engine: Engine) -> None:
+        """Write the state of this very point; it is not counted in keep, which stays that of a run that was not stopped."""
+        if self._write is not None:
+            self._harvest(engine)
+        self._save_besides(engine, engine.snapshot(), "preempted")
+
+    def _save_besides(self, engine: Engine, state: Mapping[str, Any], why: str) -> None:
+        """Write a state that is not counted among those that are kept."""
+        position, first = state["engine"], engine.updates[0].name
+        base = self.filename.fill(
+            self.name,
+            position["epoch"],
+            position["iteration"],
+            state["updates"][first]["steps"],
+            position["metrics"]["values"],
+        )
+        self._write = self._prepare(engine, Entry(f"{base}-{why}", None, position["iteration"]), state, None)
+        self._write.run()
+        self._harvest(engine)
+
+    def _prepare(self, engine: Engine, entry: Entry, state: Mapping[str, Any], decided: list[Entry] | None) -> _Write:
+        ownership = self._own(engine)
+        position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
+        steps = {update.name: update.steps for update in engine.updates}
+        if not self.weights_only:
+            position = {key: state["engine"][key] for key in position}
+            steps = {name: update["steps"] for name, update in state["updates"].items()}
+        value = entry.value if entry.value is None or math.isfinite(entry.value) else str(entry.value)
+        about = {
+            "handler": self.name,
+            "kind": "weights" if self.weights_only else "state",
+            "run": ownership.run,
+            "lineage": sorted(ownership.lineage),
+            **position,
+            "steps": steps,
+            "monitor": None if self.monitor is None else self.monitor.metric,
+            "value": value,
+            "hyperparameters": self._hyperparameters,
+            "environment": environment(engine.device),
+        }
+        gone: list[str] = []
+        if decided is not None:
+            stays = {one.iteration for one in decided} - {entry.iteration}  # a second one of an iteration has its place
+            gone = [name for iteration, name in self._names.items() if iteration not in stays] + self._superseded
+        taken = frozenset(name for iteration, name in self._names.items() if iteration != entry.iteration)
+        return _Write(self.folder, self.files, entry, state, about, ownership, decided, gone, taken)
+
+    def _harvest(self, engine: Engine) -> None:
+        """Take over what was written, once it is."""
+        write = self._write
+        assert write is not None
+        write.join()
+        self._write = None
+        if write.name is None:
+            self._due = None
+            self._decided = list(self._written)
+            # Where not even undoing was possible, it is there all the same.
+            self._superseded = self._superseded + [name for name in write.tried if name not in self._names.values()]
+        elif write.decided is not None:
+            self._written, self._superseded = write.decided, write.left
+            stays = {one.iteration for one in self._written}
+            self._names = {iteration: name for iteration, name in self._names.items() if iteration in stays}
+            self._names[write.entry.iteration] = write.name
+        if write.error is not None:
+            raise write.error
+        if write.name is None:
+            return  # interrupted before it had begun
         engine.tell_saved()
+        for problem in write.problems:
+            warnings.warn(
+                f"{self.name!r}: what the checkpoint {write.name!r} supersedes could not be removed: {problem}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": [list(kept) for kept in self.kept], "monitor": self.monitor and self.monitor.state_dict()}
+        return {"kept": [list(one) for one in self._decided], "monitor": self.monitor and self.monitor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kept = [(file, value) for file, value in state["kept"]]
+        self._decided = [Entry(base, value, iteration) for base, value, iteration in state["kept"]]
+        self._written = list(self._decided)
+        self._names, self._superseded, self._ownership = {}, [], None  # looked up anew
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
 
 
-def write(state: Mapping[str, Any], path: Path) -> None:
-    """Write a state so that at any moment, also of a crash, ``path`` is either whole or not there."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        # Through memory: torch turns what a file raises, a full disk or Ctrl-C, into an error that says nothing of it.
-        content = io.BytesIO()
-        torch.save(dict(state), content)
-        with open(aside, "wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
+@dataclass
+class _Write:
+    """One checkpoint that is written, here or in a thread; it touches nothing of the handler."""
+
+    folder: Path
+    files: Files
+    entry: Entry
+    state: Mapping[str, Any]
+    about: Mapping[str, Any]
+    ownership: Ownership
+    decided: list[Entry] | None  # what is kept with it; None if it is not counted
+    gone: list[str]  # what is removed once it is written
+    taken: frozenset[str]  # the names of the others
+    tried: list[str] = field(default_factory=list)  # the names that it was to have
+    name: str | None = None  # what it is called on the disk, once it is there
+    left: list[str] = field(default_factory=list)  # of those that are to go, what could not be removed
+    problems: list[OSError] = field(default_factory=list)
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def going_on(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.run, name="signalfire checkpoint")
+        self.thread.start()
+
+    def join(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
+
+    def run(self) -> None:
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException as error:
-        aside.unlink(missing_ok=True)
-        error.add_note(f"while writing the checkpoint {str(path)!r}; the earlier ones are untouched")
-        raise
+            self.left = self.gone
+            self.name = self._commit()
+            gone = [name for name in self.gone if name != self.name]
+            self.left, self.problems = prune(self.folder, gone, self.ownership, self.files)
+        except BaseException as error:
+            self.error = error
+
+    def _commit(self) -> str:
+        content = serialize(self.state)
+        for name in _numbered(self.entry.base):
+            if name in self.taken or (
+                self.files.exists(self.folder / name) and not self._may_replace(self.folder / name)
+            ):
+                continue
+            self.tried.append(name)
+            with suppress(Taken):  # another process was quicker
+                commit(self.folder, name, content, self.about, files=self.files, may_replace=self._may_replace)
+                return name
+        raise AssertionError("the numbers do not end")
+
+    def _may_replace(self, path: Path) -> bool:
+        return self.ownership.may_replace(path, self.entry.iteration, self.files)
+
+
+class Template:
+    """The names of checkpoints.
+
+    Args:
+        text: what ``filename=`` was given.
+        name: the handler's name.
+
+    Raises:
+        TypeError, ValueError: for what could never be a name.
+    """
+
+    counters = ("name", "epoch", "iteration", "step")
+
+    def __init__(self, text: str, name: str) -> None:
+        self.where = f"Checkpoint(filename={text!r})"
+        if not isinstance(text, str):
+            raise TypeError(f"{self.where}: it has to be a str, such as {DEFAULT_FILENAME!r}")
+        try:
+            self.parts = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
+        fields = [(key, form, conversion) for _, key, form, conversion in self.parts if key is not None]
+        for key, form, conversion in fields:
+            if not key or key.isdigit() or conversion or "{" in (form or ""):
+                raise ValueError(
+                    f"{self.where}: {{{key}}} has to be one of {', '.join(self.counters)}, or the name of a metric, with a "
+                    "format such as {accuracy:.3f} at most"
+                )
+        self.metrics = sorted({key for key, _, _ in fields} - set(self.counters))
+        self.fill(name, 1, 1, 1, dict.fromkeys(self.metrics, 0.0))  # what is wrong with any name shows at once
+
+    def require(self, engine: Engine) -> None:
+        """Refuse a metric that nobody announced and that does not exist."""
+        metrics = engine.state.metrics
+        for key in self.metrics:
+            if key not in metrics and key not in metrics.owners:
+                there = sorted({*self.counters, *metrics, *metrics.owners})
+                close = difflib.get_close_matches(key, there, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise KeyError(f"{self.where}: there is no {key!r}; there are: {', '.join(there)}{hint}")
+
+    def fill(self, name: str, epoch: int, iteration: int, step: int, metrics: Mapping[str, Any]) -> str:
+        """The name at a position of the run."""
+        values: dict[str, Any] = {"name": name, "epoch": epoch, "iteration": iteration, "step": step}
+        filled = ""
+        for literal, key, form, _ in self.parts:
+            filled += literal
+            if key is None:
+                continue
+            value = values[key] if key in values else as_number(metrics.get(key, math.nan))
+            if value is None:
+                raise ValueError(f"{self.where}: the metric {key!r} is a {type(metrics[key]).__name__}, not one number")
+            try:
+                filled += format(value, form or "")
+            except ValueError as error:
+                raise ValueError(f"{self.where}: {{{key}}}: {error}") from None
+        if (
+            not re.fullmatch(r"[A-Za-z0-9_+=@,-][A-Za-z0-9_.+=@,-]*", filled)
+            or filled.endswith(".damaged")
+            or len(filled) > LONGEST_NAME
+        ):
+            raise ValueError(
+                f"{self.where}: it gives {filled!r}; a name consists of at most {LONGEST_NAME} letters, digits and "
+                "'_', '-', '.', '+', '=', '@', ',', and does not begin with '.' or end with '.damaged'"
+            )
+        return filled
+
+
+def _numbered(base: str) -> Iterator[str]:
+    return (base if number == 1 else f"{base}-{number}" for number in count(1))
+
+
+def _is_numbered(name: str, base: str) -> bool:
+    return name == base or (name.startswith(f"{base}-") and name[len(base) + 1 :].isdigit())
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -14,8 +14,11 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
     """Check a ``folder=`` argument.
 
     Raises:
+        TypeError: if it is no path.
         NotADirectoryError: if there is something else in its place.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"{type(handler).__name__}(folder={folder!r}): it has to be a path, such as 'runs/first'")
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{type(handler).__name__}(folder={str(folder)!r}): it exists and is no folder")

@@ -66,6 +66,12 @@ COMMUTING = {
     ("EPOCH_COMPLETED", "CONTROL"): "as in ITERATION_COMPLETED; LRScheduling and SWA refuse each other over the rate",
     ("EVALUATION_STARTED", "PREPARE"): "EMA and SWA refuse each other",
     ("CHECKPOINT_SAVING", "PREPARE"): "EMA and SWA refuse each other",
+    (
+        "ENDED",
+        "PERSIST",
+    ): "each closes a file of its own; Preemption puts signals back, and keeps nobody from running",
+    ("WEIGHTS_LOADED", "CHANGE"): "EMA and SWA refuse each other",
+    ("CHECKPOINT_LOADED", "PREPARE"): "Checkpoint looks at its folder; FastDevRun sets its bounds",
     ("ENDED", "CHANGE"): "each closes something of its own, or puts back what it changed",
 }
 """Cells of (event, phase) in which different shipped handlers meet at the same rank, and why that is harmless. Two of the same

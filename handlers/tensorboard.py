@@ -12,20 +12,22 @@ from typing import Any
 from tensorboardX import FileWriter, RecordWriter, SummaryWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
+from signalfire import Engine, Events, Interval, Phase, on
 
 from .folders import check_folder, open_folder
+from .scalars import Record, ScalarLogger
 
 __all__ = ["TensorBoardLogger"]
 
 _FLUSH_SECONDS = 30  # what a killed process would lose at most
 
 
-class TensorBoardLogger(Handler):
+class TensorBoardLogger(ScalarLogger):
     """Writes losses, metrics that are one number, and the learning rates that were used, as TensorBoard scalars.
 
-    The horizontal axis is the iteration. A run that continues cuts off what an earlier one wrote after its starting point, so
-    that there is one clean curve. The file is closed, and so complete, when the run ends, also by an exception.
+    The horizontal axis is the iteration. A run that continues cuts off what an earlier one wrote after its starting point, and
+    a training that begins anew all of it, so that there is one clean curve; the earlier files stay. The file is closed, and so
+    complete, when the run ends, also by an exception; what a checkpoint knows of is on the disk before the checkpoint is.
 
     Args:
         folder: TensorBoard's log folder; made if it is not there.
@@ -37,20 +39,13 @@ class TensorBoardLogger(Handler):
         'tensorboard'
     """
 
-    writes = True
-
     def __init__(
         self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
     ) -> None:
-        super().__init__(name=name or "tensorboard")
+        super().__init__(every=every, name=name or "tensorboard")
         self.folder = check_folder(self, folder)
-        self.every = check_every(self, every, units=["it"])
-        self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=int(self.every.value))
-        self._writer: SummaryWriter | None = None
-        self._rates: dict[str, float] = {}
-        self._rates_at = 0
-        self._seen: dict[str, int] = {}
-        self._first = 1
+        self._writer: _Writer | None = None
+        self._cut_from: int | None = None  # the step from which on TensorBoard has to forget what other files hold
         self._running = False
         self._last: dict[str, float] = {}  # what was written at the last step at which something was
         self._last_step = 0
@@ -58,76 +53,71 @@ class TensorBoardLogger(Handler):
     @property
     def writer(self) -> SummaryWriter | None:
         """The tensorboardX writer while a run is going on, for entries of your own; None otherwise."""
-        return self._open() if self._running else None
+        if not self._running:
+            return None
+        engine = self.engine
+        return self._open(cut=engine is not None and engine.state.epoch > 0)
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
-        """What was measured up to here was written by the run before."""
+        super().begin(engine)
         self._running = True
         open_folder(self, self.folder)
-        self._seen = dict(engine.state.metrics.serials)
-        self._first = engine.state.iteration + 1
+        anew = engine.state.iteration == 0
+        if not anew:
+            self._cut_from = engine.state.iteration + 1
+        elif engine.training and any("tfevents" in file for file in os.listdir(self.folder)):
+            self._cut_from = 0
+        else:
+            self._cut_from = None
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
     def go_on(self, engine: Engine) -> None:
         """What the stopped run wrote from the loaded iteration on is cut off; what the checkpoint knows of, written again."""
-        self.begin(engine)
-        if self._last and self._last_step == engine.state.iteration:
-            self._first = engine.state.iteration
+        known = self._told_seen
+        super().go_on(engine)
+        iteration = engine.state.iteration
+        self._cut_from = iteration if known else iteration + 1
+        if known and self._last and self._last_step == iteration:
             for tag, value in self._last.items():
                 self._open().add_scalar(tag, value, self._last_step)
 
-    def _open(self) -> SummaryWriter:
+    def _open(self, *, cut: bool = True) -> _Writer:
+        opened = self._writer is None
         if self._writer is None:
-            self._writer = _Writer(str(self.folder), purge_step=self._first if self._first > 1 else None)
+            self._writer = _Writer(str(self.folder))
+        if cut and self._cut_from is not None:
+            # Entries of the user's own, made before the first batch, are to stay.
+            self._writer.cut_from(self._cut_from if opened else max(self._cut_from, 1))
+            self._cut_from = None
         return self._writer
 
-    def _add(self, tag: str, value: float, step: int) -> None:
-        if step != self._last_step:
-            self._last, self._last_step = {}, step
-        self._last[tag] = value
-        self._open().add_scalar(tag, value, step)
-
-    @on("rates_used", phase=Phase.RECORD)
-    def note_rates(self, engine: Engine) -> None:
-        """Note the rates before a schedule moves them: those are the ones that are used."""
-        self._rates_at = engine.state.iteration
-        self._rates.update(_rates(engine, engine.state.update.name))
-
-    @on("every", phase=Phase.RECORD)
-    def write_loss(self, engine: Engine) -> None:
-        """Write the losses and the rates."""
-        iteration = engine.state.iteration
-        several = len(engine.updates) > 1
-        if self._rates_at != iteration:  # inside a window: the rates are those of the step to come
-            self._rates = {}
-        for update in engine.updates:
-            if update.loss is not None:
-                self._add(f"loss/{update.name}" if several else "loss", update.loss.item(), iteration)
-            for tag, rate in _rates(engine, update.name).items():
-                self._add(tag, self._rates.get(tag, rate), iteration)
-
-    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
-    def write_metrics(self, engine: Engine) -> None:
-        """Write the metrics that are new."""
-        metrics = engine.state.metrics
-        for name, value in metrics.numbers_since(self._seen).items():
-            self._add(f"metrics/{name}", value, engine.state.iteration)
-        self._seen = dict(metrics.serials)
+    def record(self, record: Record) -> None:
+        """Write the values as scalars."""
+        if record.iteration != self._last_step:
+            self._last, self._last_step = {}, record.iteration
+        self._last.update(record.values)
+        for tag, value in record.values.items():
+            self._open().add_scalar(tag, value, record.iteration)
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
         """Close the file; a killed process would lose what was not flushed."""
+        super().close(engine)
         self._running = False
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._last_step, "values": dict(self._last)} if self._last else {}
+        if self._writer is not None:
+            self._writer.flush()
+        last = {"step": self._last_step, "values": dict(self._last)} if self._last else {}
+        return super().state_dict() | last
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._last_step, self._last = (state["step"], dict(state["values"])) if state else (0, {})
+        super().load_state_dict(state)
+        self._last_step, self._last = (state["step"], dict(state["values"])) if "step" in state else (0, {})
 
 
 class _EventFile:
@@ -188,14 +178,8 @@ class _Writer(SummaryWriter):  # type: ignore[misc]
         if self.file_writer is None:
             self.file_writer = _FileWriter(self.logdir)
             self.all_writers = {self.logdir: self.file_writer}
-            if self.purge_step is not None:  # TensorBoard then forgets what other files have from this step on
-                start = SessionLog(status=SessionLog.START)
-                self.file_writer.add_event(Event(session_log=start), self.purge_step)
         return self.file_writer
 
-
-def _rates(engine: Engine, update: str) -> dict[str, float]:
-    optimizer = engine.find_update(update).optimizer
-    groups = [] if optimizer is None else optimizer.param_groups
-    prefix = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update}"
-    return {prefix if len(groups) == 1 else f"{prefix}/group{i}": float(group["lr"]) for i, group in enumerate(groups)}
+    def cut_from(self, step: int) -> None:
+        """Let TensorBoard forget what was written before with this step or a greater one."""
+        self._get_file_writer().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)

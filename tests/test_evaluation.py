@@ -91,8 +91,8 @@ def test_best_and_last_are_files_that_are_kept(tmp_path: Path) -> None:
     iterations = [4 * (epoch + 1) for epoch in order]
     assert best.best is not None
     assert best.last is not None
-    assert best.best.is_file()
-    assert best.last.is_file()
+    assert best.best.is_dir()
+    assert best.last.is_dir()
     assert Checkpoint.load(best.best)["engine"]["iteration"] == iterations[0]
     assert Checkpoint.load(best.last)["engine"]["iteration"] == max(iterations)
 

@@ -30,7 +30,7 @@ def check_main(folder: Path) -> None:
     assert row is not None, output
     assert float(row[1]) >= 90
     left = folder / "runs" / "mnist1d-cnn"
-    (best,) = left.glob("best-*.pt")
+    (best,) = left.glob("best-*")
     assert Checkpoint.load(best)["engine"]["metrics"]["values"]["accuracy"] == pytest.approx(
         float(row[2]) / 100, abs=5e-4
     )
@@ -105,7 +105,7 @@ def test_the_main_example_trains_every_model_and_does_without_handlers(model: st
     without = "gradient_accumulation,gradient_clipping,best,early_stopping,progress_bar"
     output = run("main.py", "--model", model, "--steps", "100", "--without", without, folder=tmp_path)
     assert "100 optimizer steps" in output
-    assert not list(tmp_path.glob("runs/*/*.pt"))
+    assert not list(tmp_path.glob("runs/*/*/state.pt"))
     assert list(tmp_path.glob("runs/*/events*"))
 
 

@@ -19,7 +19,20 @@ import signalfire.handlers
 ROOT = Path(__file__).parent.parent
 
 # What several handlers share; each of them may import it.
-SHARED = ("averages", "batches", "folders", "mixing", "parameters", "ranks", "schedules", "torch_schedulers", "updates")
+SHARED = (
+    "averages",
+    "batches",
+    "folders",
+    "generations",
+    "mixing",
+    "parameters",
+    "ranks",
+    "scalars",
+    "schedules",
+    "text_logs",
+    "torch_schedulers",
+    "updates",
+)
 
 
 def modules() -> list[str]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
 from signalfire.handlers import (
+    EMA,
     Accuracy,
     Average,
     Checkpoint,
@@ -28,6 +34,8 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
+from signalfire.handlers.generations import Files
+from signalfire.testing import fingerprint
 
 
 def network() -> nn.Sequential:
@@ -69,14 +77,16 @@ def scored(folder: Path, scores: Sequence[float], **options: Any) -> tuple[Engin
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path / "made" / "here", keep=2)
     engine_of(handler).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=5)
-    expected = ["checkpoint-epoch0004-iter00000008.pt", "checkpoint-epoch0005-iter00000010.pt"]
+    expected = ["checkpoint-epoch0004-iter00000008", "checkpoint-epoch0005-iter00000010"]
     assert files(tmp_path / "made" / "here") == expected
     assert [name for name, _ in handler.kept] == expected
 
 
-def test_one_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+def test_two_last_ones_or_one_best_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     engine_of(Checkpoint(tmp_path, name="last")).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
-    assert files(tmp_path) == ["last-epoch0003-iter00000006.pt"]
+    assert files(tmp_path) == ["last-epoch0002-iter00000004", "last-epoch0003-iter00000006"]
+    scored(tmp_path / "best", [2.0, 1.0, 3.0])
+    assert files(tmp_path / "best") == ["checkpoint-epoch0002-iter00000004"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_one_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
 def test_the_interval_says_when(tmp_path: Path, every: Any, iterations: list[int]) -> None:
     engine = engine_of(Checkpoint(tmp_path, every=every, keep=9), GradientAccumulation(2))
     engine.run(list(DataLoader(dataset(), batch_size=11)), max_iters=9)
-    assert [int(name[-11:-3]) for name in files(tmp_path)] == iterations
+    assert [int(name[-8:]) for name in files(tmp_path)] == iterations
 
 
 @pytest.mark.parametrize(
@@ -132,11 +142,11 @@ def test_a_missing_metric_is_an_error_that_names_those_there_are(tmp_path: Path)
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "checkpoint-epoch0099-iter00000099.pt").write_text("of an earlier run")
-    engine_of(Checkpoint(tmp_path)).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=2)
+    (tmp_path / "checkpoint-epoch0099-iter00000099").write_text("of an earlier run")
+    engine_of(Checkpoint(tmp_path, keep=1)).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=2)
     assert files(tmp_path) == [
-        "checkpoint-epoch0002-iter00000004.pt",
-        "checkpoint-epoch0099-iter00000099.pt",
+        "checkpoint-epoch0002-iter00000004",
+        "checkpoint-epoch0099-iter00000099",
         "notes.txt",
     ]
 
@@ -180,9 +190,9 @@ def test_every_file_continues_the_run_bit_for_bit(tmp_path: Path, own_generator:
     kept = whole.handlers["best"].state_dict()["kept"]
     written = [path for path in sorted((tmp_path / "whole").iterdir()) if not path.name.startswith("best")]
     # 7, 14, 21 and 28 are inside of epochs of 11, and all but 14 and 28 inside of windows.
-    assert [int(path.name[-11:-3]) for path in written] == [7, 14, 21, 28, 11, 22, 33]
+    assert [int(path.name[-8:]) for path in written] == [7, 14, 21, 28, 11, 22, 33]
     for number, path in enumerate(written[:-1]):
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path / "state.pt", weights_only=True)
         seed_everything(1000 + number)  # whatever the new process would have drawn
         other, other_history = full_engine(tmp_path / f"other{number}", keep=99)
         other.load_state_dict(state)
@@ -207,7 +217,7 @@ def test_a_finished_run_is_continued_with_larger_bounds_from_its_file(tmp_path: 
     first.run(loader(False), max_epochs=2)
     seed_everything(77)
     second = build(tmp_path / "second")
-    second.load_state_dict(Checkpoint.load(tmp_path / "first" / "checkpoint-epoch0002-iter00000022.pt"))
+    second.load_state_dict(Checkpoint.load(tmp_path / "first" / "checkpoint-epoch0002-iter00000022"))
     second.run(loader(False), max_epochs=4)
     for a, b in zip(whole.model.state_dict().values(), second.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
@@ -216,8 +226,8 @@ def test_a_finished_run_is_continued_with_larger_bounds_from_its_file(tmp_path: 
 def test_the_file_is_read_back_without_running_code(tmp_path: Path) -> None:
     engine, _ = full_engine(tmp_path, keep=1)
     engine.run(loader(False), max_epochs=1)
-    path = tmp_path / "epochs-epoch0001-iter00000011.pt"
-    with_weights_only, by_load = torch.load(path, weights_only=True), Checkpoint.load(path)
+    path = tmp_path / "epochs-epoch0001-iter00000011"
+    with_weights_only, by_load = torch.load(path / "state.pt", weights_only=True), Checkpoint.load(path)
     assert with_weights_only["engine"] == by_load["engine"]
     assert by_load["engine"]["iteration"] == 11
     assert by_load["engine"]["epoch_open"] is False
@@ -239,7 +249,7 @@ def test_the_saved_state_sees_what_the_same_epoch_decided(tmp_path: Path, checkp
     engine.run(loader(False), max_epochs=3)
     for epoch in (1, 2, 3):
         for name in ("checkpoint", "best"):
-            state = Checkpoint.load(tmp_path / f"{name}-epoch{epoch:04d}-iter{11 * epoch:08d}.pt")
+            state = Checkpoint.load(tmp_path / f"{name}-epoch{epoch:04d}-iter{11 * epoch:08d}")
             handlers = state["handlers"]
             assert handlers["lr_scheduling"]["scheduler"]["last_epoch"] == epoch
             assert handlers["early_stopping"]["waited"] == epoch - 1
@@ -271,7 +281,7 @@ def test_several_checkpoints_share_one_snapshot_of_an_event(tmp_path: Path) -> N
     assert counted.gathered - before == 4
     for iteration in (4, 8):
         one, three = (
-            Checkpoint.load(next(tmp_path.glob(f"{name}-*-iter{iteration:08d}.pt"))) for name in ("one", "three")
+            Checkpoint.load(next(tmp_path.glob(f"{name}-*-iter{iteration:08d}"))) for name in ("one", "three")
         )
         assert one["engine"] == three["engine"]
 
@@ -281,11 +291,11 @@ def test_the_snapshot_of_an_iteration_is_not_taken_for_that_of_the_epoch(tmp_pat
         Checkpoint(tmp_path, name="inner", every="4it", keep=9), Checkpoint(tmp_path, name="outer", keep=9)
     )
     engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=2)
-    inner = Checkpoint.load(tmp_path / "inner-epoch0002-iter00000008.pt")
-    outer = Checkpoint.load(tmp_path / "outer-epoch0002-iter00000008.pt")
+    inner = Checkpoint.load(tmp_path / "inner-epoch0002-iter00000008")
+    outer = Checkpoint.load(tmp_path / "outer-epoch0002-iter00000008")
     assert (inner["engine"]["epoch_open"], outer["engine"]["epoch_open"]) == (True, False)
     # Each iteration's own weights, not those of an earlier snapshot.
-    earlier = Checkpoint.load(tmp_path / "inner-epoch0001-iter00000004.pt")
+    earlier = Checkpoint.load(tmp_path / "inner-epoch0001-iter00000004")
     assert not torch.equal(earlier["modules"]["model"]["0.weight"], inner["modules"]["model"]["0.weight"])
     assert torch.equal(inner["modules"]["model"]["0.weight"], engine.model[0].weight)
 
@@ -305,22 +315,27 @@ def test_a_resumed_run_removes_the_files_of_the_run_before_in_turn(tmp_path: Pat
     data = list(DataLoader(dataset(), batch_size=22))
     engine_of(Checkpoint(tmp_path, keep=2)).run(data, max_epochs=3)
     engine = engine_of(Checkpoint(tmp_path, keep=2))
-    engine.load_state_dict(Checkpoint.load(tmp_path / "checkpoint-epoch0003-iter00000006.pt"))
+    engine.load_state_dict(Checkpoint.load(tmp_path / "checkpoint-epoch0003-iter00000006"))
     engine.run(data, max_epochs=4)
-    assert files(tmp_path) == ["checkpoint-epoch0003-iter00000006.pt", "checkpoint-epoch0004-iter00000008.pt"]
+    assert files(tmp_path) == ["checkpoint-epoch0003-iter00000006", "checkpoint-epoch0004-iter00000008"]
 
 
 # ---- nothing half written ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_put_in_place_leaves_the_old_ones_and_no_rest(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-epoch0002-iter00000004.pt").mkdir()  # it cannot be renamed over a folder
-    engine = engine_of(Checkpoint(tmp_path))
-    with pytest.raises(OSError, match="epoch0002") as caught:
-        engine.run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
-    assert any("the earlier ones are untouched" in note for note in caught.value.__notes__)
-    assert files(tmp_path) == ["checkpoint-epoch0001-iter00000002.pt", "checkpoint-epoch0002-iter00000004.pt"]
-    assert Checkpoint.load(tmp_path / "checkpoint-epoch0001-iter00000002.pt")["engine"]["epoch"] == 1
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-epoch0001-iter00000002").write_text("a file")
+    (tmp_path / "checkpoint-epoch0002-iter00000004").mkdir()
+    handler = Checkpoint(tmp_path)
+    engine_of(handler).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=2)
+    assert files(tmp_path) == [
+        "checkpoint-epoch0001-iter00000002",
+        "checkpoint-epoch0001-iter00000002-2",
+        "checkpoint-epoch0002-iter00000004",
+        "checkpoint-epoch0002-iter00000004-2",
+    ]
+    assert [name[-2:] for name, _ in handler.kept] == ["-2", "-2"]
+    assert list((tmp_path / "checkpoint-epoch0002-iter00000004").iterdir()) == []
 
 
 def test_a_full_disk_leaves_the_old_ones_and_no_rest(tmp_path: Path) -> None:
@@ -351,31 +366,690 @@ def test_a_full_disk_leaves_the_old_ones_and_no_rest(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "refused", done.stderr
-    assert files(tmp_path) == ["checkpoint-epoch0001-iter00000001.pt"]
-    assert Checkpoint.load(tmp_path / "checkpoint-epoch0001-iter00000001.pt")["engine"]["epoch"] == 1
+    assert files(tmp_path) == ["checkpoint-epoch0001-iter00000001"]
+    assert Checkpoint.load(tmp_path / "checkpoint-epoch0001-iter00000001")["engine"]["epoch"] == 1
 
 
 def test_the_old_file_is_there_until_the_new_one_is(tmp_path: Path) -> None:
-    engine = engine_of(Checkpoint(tmp_path))
+    engine = engine_of(Checkpoint(tmp_path, keep=1))
     around: list[list[str]] = []
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: around.append(files(tmp_path)), phase=Phase.PERSIST, rank=-1)
     engine.run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
     # CONTROL has decided by now which file goes, but it goes only once the new one is written.
-    assert around == [[], ["checkpoint-epoch0001-iter00000002.pt"], ["checkpoint-epoch0002-iter00000004.pt"]]
+    assert around == [[], ["checkpoint-epoch0001-iter00000002"], ["checkpoint-epoch0002-iter00000004"]]
 
 
-def test_a_decision_that_could_not_be_written_is_not_remembered_as_kept(tmp_path: Path) -> None:
-    blocked = tmp_path / "checkpoint-epoch0002-iter00000004.pt"
-    blocked.mkdir()
-    handler = Checkpoint(tmp_path)
+class Failing(Files):
+    """Counts the operations that change something, and lets the n-th fail, or all from the n-th on."""
+
+    def __init__(self, at: int = 0, *, and_after: bool = False, error: type[BaseException] = OSError) -> None:
+        self.at, self.and_after, self.error = at, and_after, error
+        self.log: list[tuple[str, str]] = []
+
+    def _count(self, operation: str, path: Path) -> None:
+        self.log.append((operation, path.name))
+        if len(self.log) == self.at or (self.and_after and len(self.log) > self.at > 0):
+            raise self.error(f"{operation} of {path.name} fails")
+
+    def make_folder(self, path: Path) -> None:
+        self._count("make_folder", path)
+        super().make_folder(path)
+
+    def write(self, path: Path, content: bytes | memoryview) -> None:
+        try:
+            self._count("write", path)
+        except BaseException:
+            super().write(path, content[: len(content) // 2])  # as a full disk does
+            raise
+        super().write(path, content)
+
+    def sync(self, path: Path) -> None:
+        self._count("sync", path)
+        super().sync(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._count("rename", old)
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        self._count("remove", path)
+        super().remove(path)
+
+    def remove_folder(self, path: Path) -> None:
+        self._count("remove_folder", path)
+        super().remove_folder(path)
+
+
+DATA = list(DataLoader(dataset(), batch_size=22))
+
+
+def operations(folder: Path) -> list[tuple[str, str]]:
+    """Those of the third checkpoint of a run that keeps one."""
+    handler = Checkpoint(folder, keep=1)
     engine = engine_of(handler)
-    data = list(DataLoader(dataset(), batch_size=22))
-    with pytest.raises(OSError, match="epoch0002"):
-        engine.run(data, max_epochs=3)
-    blocked.rmdir()
-    engine.run(data, max_epochs=3)
-    # The file that the failed write should have superseded goes now.
-    assert files(tmp_path) == ["checkpoint-epoch0003-iter00000006.pt"]
+    engine.run(DATA, max_epochs=2)
+    handler.files = failing = Failing()
+    engine.run(DATA, max_epochs=3)
+    return failing.log
+
+
+def test_the_order_of_operations(tmp_path: Path) -> None:
+    log = operations(tmp_path)
+    plain = [(operation, re.sub(r"~\d+\.", ".", re.sub(r"\.[0-9a-f]{8}~\d+~\d+", "", name))) for operation, name in log]
+    new, old = "checkpoint-epoch0003-iter00000006", "checkpoint-epoch0002-iter00000004"
+    folder = tmp_path.name
+    assert plain == [
+        ("make_folder", f".{new}.new"),
+        ("write", "state.pt"),
+        ("sync", "state.pt"),
+        ("write", "manifest.json"),
+        ("sync", "manifest.json"),
+        ("sync", f".{new}.new"),
+        ("rename", f".{new}.new"),
+        ("sync", folder),
+        ("rename", old),
+        ("sync", folder),
+        ("remove", "manifest.json"),
+        ("remove", "state.pt"),
+        ("remove_folder", f".{old}.old"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "and_after"),
+    [(OSError, False), (OSError, True), (KeyboardInterrupt, False)],
+    ids=["an error", "errors from then on", "an interrupt"],
+)
+@pytest.mark.parametrize("at", range(1, 14))
+def test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on(
+    at: int, error: type[BaseException], and_after: bool, tmp_path: Path
+) -> None:
+    handler = Checkpoint(tmp_path, keep=1)
+    engine = engine_of(handler)
+    engine.run(DATA, max_epochs=2)
+    before = list(handler.kept)
+    handler.files = Failing(at, and_after=and_after, error=error)
+    caught: list[BaseException] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            engine.run(DATA, max_epochs=3)
+        except error as problem:
+            caught.append(problem)
+    handler.files = Files()
+    committed = at >= 9  # the eighth makes the disk have it
+    if error is OSError:
+        assert bool(caught) != committed
+        assert bool(told) == committed, "what could not be removed is told"
+    else:
+        assert caught
+    if caught and not committed:
+        assert any("the earlier ones are untouched" in note for note in caught[0].__notes__)
+    expected = [("checkpoint-epoch0003-iter00000006", None)] if committed else before
+    assert handler.kept == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, _ in expected:
+            assert Checkpoint.load(tmp_path / name)["engine"]["iteration"] == int(name[-8:])
+        # When nothing more can be done, not even undoing, the newest whole one may be either.
+        assert Checkpoint.load(tmp_path)["engine"]["iteration"] in ((6,) if committed else (4, 6))
+    if not and_after and not committed:
+        assert sorted(os.listdir(tmp_path)) == [name for name, _ in before], "no rest"
+    engine.run(DATA, max_epochs=4)
+    visible = [name for name in files(tmp_path) if not name.startswith(".")]
+    assert visible == [name for name, _ in handler.kept] == ["checkpoint-epoch0004-iter00000008"]
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_whichever_operation_fails_when_one_is_written_again_the_first_or_the_second_is_there(
+    at: int, tmp_path: Path
+) -> None:
+    handler = Checkpoint(tmp_path, every=Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED)
+    engine = engine_of(handler)
+
+    @engine.on(Events.EPOCH_COMPLETED)
+    def fail(engine: Engine) -> None:
+        handler.files = Failing(at)
+
+    try:
+        engine.run(DATA, max_epochs=1)
+        assert at >= 10, "the ninth makes the disk have it"
+    except OSError:
+        assert at < 10
+    name = "checkpoint-epoch0001-iter00000002"
+    assert handler.kept == [(name, None)]
+    assert [one for one in os.listdir(tmp_path) if not one.startswith(".")] == [name]
+    assert Checkpoint.load(tmp_path / name)["engine"]["epoch_open"] is (at < 10)
+    if at < 10:
+        assert len(os.listdir(tmp_path)) == 1, "no rest"
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_template_names_the_position_and_metrics(tmp_path: Path) -> None:
+    template = "{name}_{epoch}-{iteration:03d}-{step}-{score:.2f}-{val/loss:.0e}"
+    handler = Checkpoint(tmp_path, monitor="score", mode="max", keep=2, filename=template, name="best")
+    engine = engine_of(handler, GradientAccumulation(2))
+
+    @engine.on(Events.EPOCH_COMPLETED)
+    def score(engine: Engine) -> None:
+        engine.state.metrics.update({"score": 1 / engine.state.epoch, "val/loss": torch.tensor(0.00123)})
+
+    engine.run(DATA, max_epochs=2)
+    assert files(tmp_path) == ["best_1-002-1-1.00-1e-03", "best_2-004-2-0.50-1e-03"]
+    assert handler.best == tmp_path / "best_1-002-1-1.00-1e-03"
+    assert handler.last == tmp_path / "best_2-004-2-0.50-1e-03"
+
+
+def test_a_name_without_a_position_is_never_overwritten(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, keep=1, filename="latest")
+    engine = engine_of(handler)
+    around: list[list[str]] = []
+    engine.connect(Events.CHECKPOINT_SAVED, lambda engine: around.append(files(tmp_path)))
+    engine.run(DATA, max_epochs=3)
+    assert around == [["latest"], ["latest-2"], ["latest"]]
+    assert Checkpoint.load(tmp_path / "latest")["engine"]["iteration"] == 6
+    other = engine_of(Checkpoint(tmp_path, keep=2, filename="latest"))
+    other.load_state_dict(Checkpoint.load(tmp_path))
+    other.run(DATA, max_epochs=5)
+    assert sorted(Checkpoint.load(tmp_path / name)["engine"]["iteration"] for name in files(tmp_path)) == [6, 8, 10]
+
+
+def test_a_name_without_a_position_takes_that_of_no_newer_one_and_of_none_that_was_moved(tmp_path: Path) -> None:
+    engine_of(Checkpoint(tmp_path, every="2it", filename="latest")).run(DATA, max_iters=4)
+    engine = engine_of(Checkpoint(tmp_path, every="1it", filename="latest"))
+    engine.load_state_dict(Checkpoint.load(tmp_path / "latest"))  # the older one
+    engine.run(DATA, max_iters=3)
+    iterations = {name: Checkpoint.load(tmp_path / name)["engine"]["iteration"] for name in files(tmp_path)}
+    assert iterations == {"latest": 2, "latest-2": 4, "latest-3": 3}
+
+    handler = Checkpoint(tmp_path / "moved", every="1it", filename="latest")
+    engine = engine_of(handler)
+    engine.run(DATA, max_iters=1)
+    (tmp_path / "moved" / "latest").rename(tmp_path / "elsewhere")
+    engine.run(DATA, max_iters=2)
+    assert [name for name, _ in handler.kept] == ["latest", "latest-2"]
+
+
+def test_equal_metrics_in_names_do_not_take_each_others_place(tmp_path: Path) -> None:
+    _, handler = scored(tmp_path, [0.911, 0.912, 0.913], keep=3, mode="max", filename="best-{score:.1f}")
+    assert [value for _, value in handler.kept] == [0.913, 0.912, 0.911]
+    assert len(files(tmp_path)) == 3
+
+
+def test_a_second_value_in_one_iteration_under_another_name_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, monitor="score", keep=2, filename="{iteration}-{score:.0f}")
+    engine = engine_of(handler)
+    for event, score in ((Events.ITERATION_COMPLETED(once=2), 5.0), (Events.EPOCH_COMPLETED(once=1), 4.0)):
+        engine.connect(event, lambda engine, score=score: engine.state.metrics.update(score=score))
+    engine.run(DATA, max_epochs=1)
+    assert files(tmp_path) == ["2-4"]
+    assert handler.kept == [("2-4", 4.0)]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["", "a/b", "../up", ".hidden", "a b", "{}", "{0}", "{epoch!r}", "{epoch:{step}}", "{epoch", "{name:d}", "{score:d}",
+     "x.damaged", "{iteration:0200d}", "a:b", "a\\b", "a\nb", "\u00e9"],
+)  # fmt: skip
+def test_templates_that_could_never_be_names_are_refused(filename: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Checkpoint\(filename="):
+        Checkpoint(tmp_path, filename=filename)
+
+
+def test_a_template_with_an_unknown_metric_is_refused_at_the_first_look(tmp_path: Path) -> None:
+    engine = engine_of(Checkpoint(tmp_path, every="1it", filename="{acuracy:.2f}"), Metrics(accuracy=Accuracy()))
+    with pytest.raises(
+        KeyError, match=r"no 'acuracy'; there are: accuracy, epoch, iteration, name, step; did you mean 'accu"
+    ):
+        engine.run(DATA, max_epochs=2)
+    assert engine.state.iteration == 1
+    # Before it would be written: at the end of the first epoch at the latest.
+    engine = engine_of(Checkpoint(tmp_path, every="3ep", filename="{epcoh}"))
+    with pytest.raises(KeyError, match=r"no 'epcoh'.*did you mean 'epoch'"):
+        engine.run(DATA, max_epochs=3)
+    assert engine.state.epoch == 1
+
+
+def test_a_metric_that_is_announced_and_has_no_value_yet_is_nan(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="1it", filename="{iteration}-{accuracy:.1f}", keep=9)
+    engine_of(handler, Metrics(accuracy=Accuracy())).run(DATA, max_epochs=2)
+    assert [name[2:5] == "nan" for name, _ in handler.kept] == [True, True, False, False]
+
+
+def test_a_metric_that_is_no_number_is_refused_in_a_name(tmp_path: Path) -> None:
+    engine = engine_of(Checkpoint(tmp_path, filename="{confusion}"))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(confusion=torch.eye(2)))
+    with pytest.raises(ValueError, match=r"'confusion' is a Tensor, not one number"):
+        engine.run(DATA, max_epochs=1)
+
+
+# ---- by the clock -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    handler = Checkpoint(tmp_path, every="15min", keep=9)
+    engine = engine_of(handler)
+
+    @engine.on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE)
+    def pass_time(engine: Engine) -> None:
+        nonlocal now
+        now += 400.0
+
+    engine.run(DATA, max_iters=8)  # 15 minutes are 900 seconds
+    assert [int(name[-8:]) for name, _ in handler.kept] == [3, 6]
+    state = engine.state_dict()
+    now += 10_000.0  # between two runs no time passes
+    engine.run(DATA, max_iters=10)
+    assert [int(name[-8:]) for name, _ in handler.kept] == [3, 6]
+    assert not any(isinstance(value, float) for value in state["handlers"]["checkpoint"].values()), "it is not saved"
+
+
+# ---- weights, hyperparameters -----------------------------------------------------------------------------------------
+
+
+def test_weights_only_are_those_that_are_to_be_used(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", weights_only=True, name="weights")
+    engine = engine_of(handler, EMA(decay=0.5))
+    exported: list[dict[str, Any]] = []
+    engine.connect(
+        Events.ITERATION_COMPLETED(every=2),
+        lambda engine: exported.append(engine.weights()),
+        phase=Phase.PERSIST,
+        rank=5,
+    )
+    engine.run(DATA, max_iters=4)
+    assert handler.last is not None
+    loaded = Checkpoint.load(handler.last)
+    assert list(loaded) == ["model"]
+    other = engine_of()
+    other.load_weights(loaded)
+    for (name, mine), theirs in zip(other.model.state_dict().items(), exported[-1]["model"].values(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert not torch.equal(engine.model[0].weight, loaded["model"]["0.weight"]), "the averages, not the raw weights"
+    assert torch.load(handler.last / "state.pt", weights_only=True).keys() == loaded.keys()
+    with pytest.raises(ValueError, match="not the state of a Signalfire engine"):
+        other.load_state_dict(loaded)
+
+
+def test_full_states_come_before_newer_weights_in_a_folder(tmp_path: Path) -> None:
+    engine_of(
+        Checkpoint(tmp_path, every="3it"), Checkpoint(tmp_path, every="1it", weights_only=True, name="weights")
+    ).run(DATA, max_iters=4)
+    assert Checkpoint.load(tmp_path)["engine"]["iteration"] == 3
+    assert list(Checkpoint.load(tmp_path, name="weights")) == ["model"]
+
+
+HYPERPARAMETERS = {
+    "lr": 0.1,
+    "layers": [8, 8],
+    "optimizer": {"name": "adam", "betas": [0.9, 0.999]},
+    "note": None,
+    "amp": False,
+}
+
+
+def test_hyperparameters_come_back_as_they_were_and_may_be_overridden(tmp_path: Path) -> None:
+    engine_of(Checkpoint(tmp_path, hyperparameters=HYPERPARAMETERS)).run(DATA, max_epochs=1)
+    path = tmp_path / "checkpoint-epoch0001-iter00000002"
+    for where in (tmp_path, path, path / "state.pt"):
+        assert Checkpoint.hyperparameters(where) == HYPERPARAMETERS
+    assert Checkpoint.hyperparameters(path, lr=0.2, note="twice") == {**HYPERPARAMETERS, "lr": 0.2, "note": "twice"}
+    with pytest.raises(ValueError, match=r"no 'layer' was stored; there are: amp, layers, lr, note, optimizer"):
+        Checkpoint.hyperparameters(path, layer=[4])
+    engine_of(Checkpoint(tmp_path / "none")).run(DATA, max_epochs=1)
+    with pytest.raises(ValueError, match="written without hyperparameters="):
+        Checkpoint.hyperparameters(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"sizes": (1, 2)}, r"\['sizes'\]=\(1, 2\)"),
+        ({"lr": math.nan}, r"\['lr'\]=nan"),
+        ({"a": {"b": [1, torch.ones(1)]}}, r"\['a'\]\['b'\]\[1\]=tensor"),
+        ({1: 2}, "the key 1"),
+        ([1], "has to be a mapping"),
+    ],
+)
+def test_hyperparameters_that_would_not_come_back_are_refused(value: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=rf"Checkpoint\(hyperparameters.*{named}"):
+        Checkpoint(tmp_path, hyperparameters=value)
+
+
+# ---- when the run ends by an error ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("event", "count", "expected"),
+    [
+        (Events.FORWARD_STARTED, 8, 7),
+        (Events.BACKWARD_COMPLETED, 9, 8),
+        (Events.OPTIMIZER_STEP_COMPLETED, 9, 8),
+        (Events.UPDATE_COMPLETED, 12, 11),
+        (Events.ITERATION_COMPLETED, 8, 7),
+        (Events.GET_BATCH_STARTED, 12, 11),
+        (Events.EPOCH_COMPLETED, 1, 11),
+        (Events.EPOCH_STARTED, 2, 11),
+    ],
+    ids=str,
+)
+def test_a_run_that_an_error_ended_goes_on_bit_for_bit(
+    event: Events, count: int, expected: int, error: type[BaseException], asynchronous: bool, tmp_path: Path
+) -> None:
+    def build(folder: Path) -> tuple[Engine, History]:
+        engine, history = full_engine(folder, keep=2)
+        engine.attach(Checkpoint(folder, every="5it", on_exception=True, asynchronous=asynchronous, name="safe"))
+        return engine, history
+
+    seed_everything(1)
+    whole, history = build(tmp_path / "whole")
+    whole.run(loader(False), max_epochs=2)
+    seed_everything(1)
+    cut, _ = build(tmp_path / "cut")
+
+    def fail(engine: Engine) -> None:
+        raise error("on purpose")
+
+    cut.connect(event(once=count), fail)
+    with pytest.raises(error):
+        cut.run(loader(False), max_epochs=2)
+    (path,) = (tmp_path / "cut").glob("safe-*-exception")
+    state = Checkpoint.load(path)
+    assert (state["engine"]["iteration"], path.name[5:14]) == (expected, "epoch0001")
+    seed_everything(2)
+    other, continued = build(tmp_path / "cut")
+    other.load_state_dict(state)
+    other.run(loader(False), max_epochs=2)
+    for a, b in zip(whole.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    assert continued.records == history.records
+    for name in ("checkpoint", "epochs", "best", "safe"):
+        mine, theirs = other.handlers[name], whole.handlers[name]
+        assert isinstance(mine, Checkpoint)
+        assert isinstance(theirs, Checkpoint)
+        assert mine.kept == theirs.kept, name
+
+
+def test_before_the_first_iteration_is_complete_there_is_nothing_to_write(tmp_path: Path) -> None:
+    engine = engine_of(Checkpoint(tmp_path, on_exception=True))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError
+
+    with engine.connect(Events.FORWARD_STARTED(once=1), fail), pytest.raises(ArithmeticError):
+        engine.run(DATA, max_epochs=1)
+    assert files(tmp_path) == []
+    engine.run(DATA, max_epochs=1)
+    assert files(tmp_path) == ["checkpoint-epoch0001-iter00000002"]
+
+
+def test_what_an_error_left_goes_once_a_later_run_does_not_need_it(tmp_path: Path) -> None:
+    def run(until: int, fails_at: int | None) -> None:
+        engine = engine_of(Checkpoint(tmp_path, every="1it", keep=1, on_exception=True))
+        if files(tmp_path):
+            engine.load_state_dict(Checkpoint.load(tmp_path))
+
+        def fail(engine: Engine) -> None:
+            raise ArithmeticError
+
+        if fails_at is None:
+            engine.run(DATA, max_iters=until)
+            return
+        engine.connect(Events.FORWARD_STARTED(once=fails_at), fail)
+        with pytest.raises(ArithmeticError):
+            engine.run(DATA, max_iters=until)
+
+    run(20, 4)
+    run(20, 8)
+    run(20, 12)
+    run(20, None)
+    iterations = {int(re.findall(r"iter(\d+)", name)[0]) for name in files(tmp_path)}
+    assert iterations == {11, 20}
+    run(22, None)
+    assert all("exception" not in name for name in files(tmp_path))
+
+
+def test_an_error_while_writing_for_an_error_is_told_and_the_first_one_leaves(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="9it", on_exception=True)
+    engine = engine_of(handler)
+
+    def fail(engine: Engine) -> None:
+        handler.files = Failing(1, and_after=True)
+        raise ArithmeticError("the first")
+
+    engine.connect(Events.FORWARD_STARTED(once=3), fail)
+    with pytest.raises(ArithmeticError, match="the first") as caught:
+        engine.run(DATA, max_epochs=2)
+    assert any("besides, OSError" in note and "exception" in note for note in caught.value.__notes__)
+    assert files(tmp_path) == []
+
+
+# ---- asynchronously ---------------------------------------------------------------------------------------------------
+
+
+class Gated(Files):
+    """Lets nothing on the disk before the gate is opened."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+        self.log: list[str] = []
+        self.error: OSError | None = None
+
+    def write(self, path: Path, content: bytes | memoryview) -> None:
+        self.reached.set()
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        super().write(path, content)
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        self.log.append("committed" if old.name.endswith(".new") else "removed")
+
+
+def test_written_in_a_thread_the_training_and_the_files_are_the_same(tmp_path: Path) -> None:
+    seen = []
+    for asynchronous in (False, True):
+        seed_everything(1)
+        engine, history = full_engine(tmp_path / str(asynchronous), keep=2)
+        for handler in list(engine.handlers.values()):
+            if isinstance(handler, Checkpoint):
+                engine.detach(handler)
+                options: dict[str, Any] = {"keep": handler.keep, "name": handler.name, "asynchronous": asynchronous}
+                if handler.monitor is not None:
+                    options["monitor"] = handler.monitor.metric
+                else:
+                    options["every"] = handler.every
+                engine.attach(Checkpoint(tmp_path / str(asynchronous), **options))
+        engine.run(loader(False), max_epochs=3)
+        seen.append((fingerprint(engine), history.records, files(tmp_path / str(asynchronous))))
+    assert seen[0] == seen[1]
+    for name in seen[0][2]:
+        one, other = (Checkpoint.load(tmp_path / str(asynchronous) / name) for asynchronous in (False, True))
+        assert one["handlers"] == other["handlers"]
+        assert torch.equal(one["random"]["torch"], other["random"]["torch"])
+        for a, b in zip(one["modules"]["model"].values(), other["modules"]["model"].values(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nothing_is_told_as_saved_before_the_disk_has_it(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", keep=1, asynchronous=True)
+    engine = engine_of(handler)
+    saved: list[int] = []
+    engine.connect(Events.CHECKPOINT_SAVED, lambda engine: saved.append(engine.state.iteration))
+    engine.run(DATA, max_iters=2)
+    (first,) = handler.kept
+    handler.files = gated = Gated()
+    states: list[Any] = []
+
+    @engine.on(Events.ITERATION_STARTED(once=5))
+    def look(engine: Engine) -> None:  # that of iteration 4 is under way
+        assert gated.reached.wait(30)
+        assert handler.kept == [first]
+        assert handler.last == tmp_path / first[0]
+        assert saved == [2]
+        assert files(tmp_path)[-1] == first[0]
+        states.append(handler.state_dict()["kept"])
+        gated.gate.set()
+
+    engine.run(DATA, max_iters=5)
+    assert saved[0] == 2
+    assert len(saved) == 2
+    assert states == [[["checkpoint-epoch0002-iter00000004", None, 4]]], "what a resumed run has to know"
+    assert files(tmp_path) == [name for name, _ in handler.kept] == ["checkpoint-epoch0002-iter00000004"]
+    assert gated.log == ["committed", "removed"]
+
+
+def test_a_second_write_waits_for_the_first(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="1it", keep=9, asynchronous=True)
+    handler.files = gated = Gated()
+    engine = engine_of(handler)
+    alive: list[int] = []
+
+    @engine.on(Events.ITERATION_STARTED)
+    def count(engine: Engine) -> None:
+        alive.append(sum(thread.name == "signalfire checkpoint" for thread in threading.enumerate()))
+
+    threading.Timer(0.3, gated.gate.set).start()
+    engine.run(DATA, max_iters=6)
+    assert max(alive) == 1
+    assert [int(name[-8:]) for name, _ in handler.kept] == [1, 2, 3, 4, 5, 6]
+    assert gated.log == ["committed"] * 6
+    assert not any(thread.name == "signalfire checkpoint" for thread in threading.enumerate())
+
+
+def test_a_second_write_waits_at_any_event(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every=Events.EPOCH_STARTED, keep=9, asynchronous=True)
+    handler.files = gated = Gated()
+    engine = engine_of(handler)
+    threading.Timer(0.3, gated.gate.set).start()
+    engine.run(DATA, max_epochs=5)
+    assert [int(name[-8:]) for name, _ in handler.kept] == [0, 2, 4, 6, 8]
+
+
+class Slow(Files):
+    def write(self, path: Path, content: bytes | memoryview) -> None:
+        time.sleep(0.02)
+        super().write(path, content)
+
+
+def test_what_was_saved_is_told_before_the_next_state_is_taken(tmp_path: Path) -> None:
+    """The event's count belongs to the state: it may not depend on how quick a thread is."""
+    counts = []
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        handler = Checkpoint(folder, every="1it", asynchronous=asynchronous, name="b")
+        handler.files = Slow()
+        engine_of(Checkpoint(folder, every="1it", keep=9, name="a"), handler).run(DATA, max_iters=4)
+        counts.append([Checkpoint.load(path)["engine"]["fired"] for path in sorted(folder.glob("a-*"))])
+    assert counts[0] == counts[1]
+    assert [one.get("Events.CHECKPOINT_SAVED", 0) for one in counts[0]] == [0, 2, 4, 6]
+
+
+def test_an_error_of_the_thread_leaves_the_run_at_the_next_boundary(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", keep=2, asynchronous=True)
+    engine = engine_of(handler)
+    engine.run(DATA, max_iters=2)
+    handler.files = gated = Gated()
+    gated.error = OSError(28, "No space left on device")
+
+    @engine.on(Events.ITERATION_STARTED(once=5))
+    def fail(engine: Engine) -> None:
+        gated.gate.set()
+        while any(thread.name == "signalfire checkpoint" for thread in threading.enumerate()):
+            time.sleep(0.001)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        engine.run(DATA, max_iters=99)
+    assert engine.state.iteration == 5
+    assert any("iter00000004" in note and "untouched" in note for note in caught.value.__notes__)
+    assert [int(name[-8:]) for name, _ in handler.kept] == [2]
+    assert files(tmp_path) == [name for name, _ in handler.kept]
+    assert [one[2] for one in handler.state_dict()["kept"]] == [2]
+    handler.files = Files()
+    engine.run(DATA, max_iters=6)
+    assert [int(name[-8:]) for name, _ in handler.kept] == [2, 6]
+
+
+def test_an_error_of_the_last_write_leaves_the_run(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", asynchronous=True)
+    handler.files = Failing(2)
+    engine = engine_of(handler)
+    with pytest.raises(OSError, match=r"write of state\.pt"):
+        engine.run(DATA, max_iters=2)
+    assert handler.kept == []
+    assert files(tmp_path) == []
+
+
+def test_the_end_waits_and_what_listens_to_it_finds_the_last_one(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", asynchronous=True)
+    handler.files = gated = Gated()
+    engine = engine_of(handler)
+    found: list[Any] = []
+    engine.connect(Events.COMPLETED, lambda engine: found.append(handler.last and Checkpoint.load(handler.last)))
+    threading.Timer(0.2, gated.gate.set).start()
+    engine.run(DATA, max_iters=2)
+    assert found[0]["engine"]["iteration"] == 2
+
+
+def test_an_error_of_training_waits_too(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, every="2it", asynchronous=True)
+    handler.files = gated = Gated()
+    engine = engine_of(handler)
+
+    def fail(engine: Engine) -> None:
+        threading.Timer(0.2, gated.gate.set).start()
+        raise ArithmeticError
+
+    engine.connect(Events.ITERATION_STARTED(once=3), fail)
+    with pytest.raises(ArithmeticError):
+        engine.run(DATA, max_iters=9)
+    assert files(tmp_path) == [name for name, _ in handler.kept] == ["checkpoint-epoch0001-iter00000002"]
+
+
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_state_taken_while_one_is_written_goes_on_to_the_same_files(monitored: bool, tmp_path: Path) -> None:
+    scores = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0, 0.5, 7.0]
+
+    def build(folder: Path, asynchronous: bool) -> tuple[Engine, Checkpoint]:
+        options: dict[str, Any] = {"monitor": "score"} if monitored else {"every": "1it"}
+        handler = Checkpoint(folder, keep=2, asynchronous=asynchronous, **options)
+        engine = engine_of(handler)
+        engine.connect(
+            Events.ITERATION_COMPLETED,
+            lambda engine: engine.state.metrics.update(score=scores[engine.state.iteration - 1]),
+        )
+        return engine, handler
+
+    whole, uninterrupted = build(tmp_path / "whole", False)
+    expected: list[dict[str, Any]] = []
+    whole.connect(Events.ITERATION_COMPLETED, lambda e: expected.append(e.state_dict()), phase=Phase.PERSIST, rank=5)
+    whole.run(DATA, max_iters=8)
+    engine, _ = build(tmp_path / "asynchronous", True)
+    states: list[dict[str, Any]] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda e: states.append(e.state_dict()), phase=Phase.PERSIST, rank=5)
+    engine.run(DATA, max_iters=8)
+    assert [one["handlers"] for one in states] == [one["handlers"] for one in expected]
+    for number, state in enumerate(states[:-1]):
+        other, handler = build(tmp_path / str(number), True)
+        other.load_state_dict(state)
+        other.run(DATA, max_iters=8)
+        assert handler.state_dict() == uninterrupted.state_dict()
+
+
+def test_once_the_run_has_ended_no_thread_is_left(tmp_path: Path) -> None:
+    before = threading.active_count()
+    for name, event in (("a", None), ("b", Events.COMPLETED), ("c", Events.EPOCH_COMPLETED)):
+        engine_of(Checkpoint(tmp_path, every=event, asynchronous=True, name=name)).run(DATA, max_epochs=2)
+    assert threading.active_count() == before
+    assert [name[0] for name in files(tmp_path)] == ["a", "a", "b", "c", "c"]
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------------
@@ -403,6 +1077,11 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         (ValueError, {"every": "often"}),
         (TypeError, {"every": 3}),
         (ValueError, {"name": "a/b"}),
+        (TypeError, {"filename": 3}),
+        (TypeError, {"weights_only": 1}),
+        (TypeError, {"asynchronous": "yes"}),
+        (TypeError, {"on_exception": None}),
+        (ValueError, {"on_exception": True, "weights_only": True}),
     ],
     ids=str,
 )
@@ -446,7 +1125,7 @@ def test_a_handler_of_ones_own_is_saved_too(tmp_path: Path) -> None:
     engine_of(Checkpoint(tmp_path), Noted()).run(loader(False), max_epochs=1)
     noted = Noted()
     engine = engine_of(Checkpoint(tmp_path), noted)
-    engine.load_state_dict(Checkpoint.load(tmp_path / "checkpoint-epoch0001-iter00000011.pt"))
+    engine.load_state_dict(Checkpoint.load(tmp_path / "checkpoint-epoch0001-iter00000011"))
     engine.run(loader(False), max_epochs=2)
     assert noted.seen == 22
 

@@ -494,7 +494,10 @@ def test_weights_that_are_put_in_place_are_used_until_the_next_average() -> None
     engine = trainer_of(model, EMA(0.5))
     engine.run(batches(), max_epochs=1)
     averages = engine.weights()["model"]
-    best = {name: tensor / 2 if tensor.is_floating_point() else tensor.clone() for name, tensor in model.state_dict().items()}
+    best = {
+        name: tensor / 2 if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
     engine.load_weights({"model": best})
     assert_states_equal(engine.weights()["model"], best)
     resumed = trainer_of(network(), EMA(0.5))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -143,7 +147,7 @@ def test_a_run_that_continues_from_a_file_gives_one_clean_curve(tmp_path: Path) 
     first = build(tmp_path / "log", tmp_path / "saved")
     first.run(batches(), max_epochs=1)  # up to iteration 6; the last checkpoint was written at 4
     second = build(tmp_path / "log", tmp_path / "again")
-    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000004.pt"))
+    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000004"))
     second.run(batches(), max_epochs=2)
     assert len(list((tmp_path / "log").iterdir())) == 2
     scalars, expected = read(tmp_path / "log"), read(tmp_path / "whole")
@@ -262,8 +266,114 @@ def test_an_epochs_end_that_is_told_again_is_written_once(tmp_path: Path) -> Non
     build(tmp_path / "saved").run(batches(), max_epochs=1)
     second = build(tmp_path / "again")
     # It was saved after the epoch's last iteration, before the epoch's end was told.
-    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000006.pt"))
+    second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000006"))
     second.run(batches(), max_epochs=2)
     scalars = read(tmp_path / "log")
     assert [step for step, _ in scalars["metrics/train_loss"]] == [6, 12]
     assert [step for step, _ in scalars["loss"]] == list(range(1, 13))
+
+
+def with_metrics_of_every_kind(folder: Path, every: str) -> Engine:
+    model = nn.Linear(5, 2)
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine = engine_of(
+        TensorBoardLogger(folder, every=every),
+        LRScheduling(partial(ExponentialLR, gamma=0.9)),
+        GradientAccumulation(2),
+        Metrics(train_loss=Average()),
+        Validation(evaluator, batches(2), every="4it", prefix="val_", at_start=True),
+        model=model,
+    )
+
+    @engine.on(Events.ITERATION_COMPLETED(every=3))
+    def measure(engine: Engine) -> None:  # new at iteration 3, written at 4
+        engine.state.metrics["mine"] = float(engine.state.iteration)
+
+    return engine
+
+
+def seeded(folder: Path, every: str = "1it") -> Engine:
+    torch.manual_seed(3)
+    return with_metrics_of_every_kind(folder, every)
+
+
+@pytest.mark.parametrize("every", ["1it", "4it", "100it"])
+def test_resumed_at_any_moment_no_step_is_lost_or_doubled(tmp_path: Path, every: str) -> None:
+    saved: list[bytes] = []
+
+    def save(engine: Engine) -> None:
+        buffer = io.BytesIO()
+        torch.save(engine.state_dict(), buffer)
+        saved.append(buffer.getvalue())
+
+    engine = seeded(tmp_path / "whole", every)
+    for event in (Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+        engine.connect(event, save, phase=Phase.PERSIST)
+    engine.run(batches(), max_epochs=2)
+    expected = read(tmp_path / "whole")
+    assert {"metrics/val_loss", "metrics/train_loss", "metrics/mine"} <= set(expected)
+    for moment, file in enumerate(saved[:-1]):
+        folder = tmp_path / str(moment)
+        shutil.copytree(tmp_path / "whole", folder)  # the stopped run had gone on to the end
+        engine = seeded(folder, every)
+        engine.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+        engine.run(batches(), max_epochs=2)
+        assert read(folder) == expected, moment
+
+
+def test_a_killed_process_and_its_resume_give_one_whole_curve(tmp_path: Path) -> None:
+    seeded(tmp_path / "whole").run(batches(), max_epochs=2)
+    folder, state = tmp_path / "log", tmp_path / "state.pt"
+    process = os.fork()
+    if process == 0:
+        engine = seeded(folder)
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=7),
+            lambda engine: torch.save(engine.state_dict(), state),
+            phase=Phase.PERSIST,
+        )
+        engine.connect(Events.ITERATION_STARTED(once=9), lambda engine: os.kill(os.getpid(), signal.SIGKILL))
+        engine.run(batches(), max_epochs=2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    (file,) = folder.iterdir()
+    with open(file, "ab") as torn:
+        torn.write(b"\x20\x00\x00")  # killed while a record was written
+    engine = seeded(folder)
+    engine.load_state_dict(torch.load(state, weights_only=True))
+    engine.run(batches(), max_epochs=2)
+    assert read(folder) == read(tmp_path / "whole")
+
+
+def test_a_training_that_begins_anew_takes_the_place_of_the_earlier_curve(tmp_path: Path) -> None:
+    seeded(tmp_path).run(batches(), max_epochs=2)
+    engine = seeded(tmp_path)
+    logger: Any = engine.handlers["tensorboard"]
+    engine.connect(Events.STARTED, lambda engine: logger.writer.add_scalar("mine", 1.0, 0), phase=Phase.PERSIST)
+    engine.run(batches(), max_epochs=1)
+    scalars = read(tmp_path)
+    assert [step for step, _ in scalars["loss"]] == [1, 2, 3, 4, 5, 6]
+    assert scalars["mine"] == [(0, 1.0)]
+
+
+def test_the_loss_of_an_update_that_was_not_made_is_not_written(tmp_path: Path) -> None:
+    models = {name: nn.Linear(5, 2) for name in "ab"}
+
+    def update(name: str) -> Update:
+        def function(engine: Engine, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(models[name](batch[0]), batch[1])
+
+        return Update.from_function(
+            function, partial(torch.optim.SGD, lr=0.1), name=name, parameters=lambda engine: models[name].parameters()
+        )
+
+    engine = Engine([update("a"), update("b")], model=models, seed=0)
+    engine.attach(TensorBoardLogger(tmp_path, every="1it"))
+
+    @engine.on(Events.ITERATION_STARTED)
+    def choose(engine: Engine) -> None:
+        engine.state.plan = engine.updates if engine.state.iteration % 2 == 0 else engine.updates[:1]
+
+    engine.run(batches(), max_epochs=1)
+    assert [step for step, _ in read(tmp_path)["loss/b"]] == [2, 4, 6]
