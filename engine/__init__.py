@@ -16,6 +16,7 @@ from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
 from .host import Attachment
 from .interval import Interval, check_every, unfiltered
+from .loading import generators_of
 from .monitor import Monitor
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .state import MetricStore, State, as_number
@@ -54,6 +55,7 @@ __all__ = [
     "check_int",
     "check_number",
     "derived_seed",
+    "generators_of",
     "map_leaves",
     "needs_closure",
     "on",

@@ -135,9 +135,12 @@ class ReloadedData:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.of_epoch(0) if self._loaded is None else self._loaded[1])
 
+    def first_of(self, epoch: int) -> int:
+        return epoch - epoch % self.every
+
     def of_epoch(self, epoch: int) -> Any:
         """The data of an epoch."""
-        first = epoch - epoch % self.every
+        first = self.first_of(epoch)
         if self._loaded is None or self._loaded[0] != first:
             self._loaded = first, self.load(first)
         return self._loaded[1]

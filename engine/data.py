@@ -42,6 +42,10 @@ class FirstBatches:
         self.data = data
         self.count = count
 
+    @property
+    def limited_data(self) -> Any:
+        return self.data
+
     def __len__(self) -> int:
         return min(self.count, len(self.data))
 
@@ -88,6 +92,8 @@ class Source:
         """Take the data of this epoch, counted from 0: the same for all, unless it is made anew every few epochs."""
         of_epoch = getattr(self.given, "of_epoch", None)
         self.data = of_epoch(epoch) if callable(of_epoch) else self.given
+        first_of = getattr(self.given, "first_of", None)
+        self.first = first_of(epoch) if callable(first_of) else 0
         self.length = _length_of(self.data)
         self.epoch_length = self.length if self.given_length is None else self.given_length
         self.continues = self.given_length is not None and self.given_length != self.length
@@ -153,9 +159,11 @@ class Source:
             data.load_state_dict(self.saved["place"]["position"])
         return iter(data)
 
-    def fits(self, saved: Mapping[str, Any], epoch_start: int) -> bool:
+    def fits(self, saved: Mapping[str, Any], epoch: int, epoch_start: int) -> bool:
         """Whether a saved position is inside what is iterated now: data that starts anew in each epoch has that of its epoch."""
-        return "random" in saved and (self.continues or saved["started_at"] == epoch_start)
+        return "random" in saved and (
+            self.continues or (saved["started_at"] == epoch_start and saved["number"] == epoch - 1)
+        )
 
     def adopt(self, other: Source) -> None:
         """Go on with an iterator that an earlier run has begun, and with what was read ahead of it: it cannot begin again."""
@@ -195,6 +203,7 @@ class Source:
         now = {
             "generators_now": [generator.get_state() for generator in generators_of(self.data)],
             "epochs_now": epochs_of(self.data),
+            "first": self.first,
         }
         if not self.saved:
             return now
@@ -211,6 +220,8 @@ class Source:
             saved: the saved position.
             announced: whether the saved run had announced the epoch that is to begin.
         """
+        if saved["first"] != self.first:
+            return  # other data, which was made anew for the epoch that is to begin
         self._set_generators(saved["generators_now"])
         if announced:
             set_epochs(self.data, saved["epochs_now"])

@@ -366,6 +366,7 @@ class Engine(HandlerHost):
             source.load(max(self.state.epoch - 1, 0))
             self.state.epoch_length = source.epoch_length
             self._completed = self.state.iteration
+            source.seed = self.seed
             self._rewind()
         self._give_held_states()
         self._reconsider_stop()
@@ -395,7 +396,11 @@ class Engine(HandlerHost):
             self._emit(Events.EPOCH_STARTED)
         if source.iterator is not None and isinstance(source.data, Iterator):
             iterator = source.iterator
-        elif position is not None and source.fits(position, state.epoch_start) and (resumed or source.continues):
+        elif (
+            position is not None
+            and source.fits(position, state.epoch, state.epoch_start)
+            and (resumed or source.continues)
+        ):
             with unchanged_random_state():
                 iterator = source.resume(position, state.iteration)
         elif source.iterator is None or not source.continues:
@@ -524,7 +529,7 @@ class Engine(HandlerHost):
             return False
         if source.epoch_length is not None:
             return state.epoch_iteration >= source.epoch_length
-        if isinstance(source.data, Iterator) or not source.fits(self._position, state.epoch_start):
+        if isinstance(source.data, Iterator) or not source.fits(self._position, state.epoch, state.epoch_start):
             return False
         with unchanged_random_state():
             source.resume(self._position, state.iteration)

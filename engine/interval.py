@@ -204,7 +204,8 @@ class _PartOfEpoch:
         if state.epoch == self.epoch and state.iteration < self.due:
             return False
         assert state.epoch_length is not None
-        before = self.reached
+        # What an epoch that was ended early did not reach is not made up for in the next one.
+        before = self.reached if state.epoch == self.epoch else int((state.epoch - 1) // self.part)
         self._set(engine, Fraction(state.epoch_iteration, state.epoch_length))
         return self.reached > before
 

@@ -284,6 +284,8 @@ def _draws_nothing(dataset: Any) -> bool:
 
 def _samplers(data: Any) -> list[Any]:
     """The data itself, and what it draws its order from; that of all parts, of data that consists of several."""
+    if (limited := getattr(data, "limited_data", None)) is not None:
+        return _samplers(limited)
     batch_sampler = getattr(data, "batch_sampler", None)
     found = [data, getattr(data, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     found.append(getattr(data, "dataset", None))

@@ -104,6 +104,9 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     engine.ask_again(position["stops"], position["epoch_stop"])
     engine.seed = position["seed"]
     state.metrics.load_state_dict(copied(position["metrics"]))
+    for event in [event for catalogue in engine._catalogues for event in catalogue]:
+        if str(event) in position["fired"]:
+            engine.signal(event)  # somebody may listen to it later, and count from the first
     for name, signal in _counted_signals(engine):
         signal.fired = position["fired"].get(name, 0)
     set_random_state(saved["random"])
@@ -201,7 +204,11 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
 
 
 def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
-    counted = [signal for signal in engine.signals.all() if signal.event.counter == "fired"]
+    """Those whose count is a part of the state. That of the saves is not: a state cannot hold what comes of itself."""
+    saves = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
+    counted = [
+        signal for signal in engine.signals.all() if signal.event.counter == "fired" and signal.event not in saves
+    ]
     return sorted((str(signal.event), signal) for signal in counted)
 
 

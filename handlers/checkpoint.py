@@ -50,6 +50,7 @@ from .generations import (
     read_manifest,
     serialize,
     set_aside,
+    visible_name,
 )
 from .ranks import DECIDE_CHECKPOINTS
 
@@ -270,7 +271,7 @@ class Checkpoint(Handler):
                 if _same(damaged.parent, self.folder) and self.files.exists(damaged):
                     set_aside(damaged, self.files)
             runs = {engine.origin["manifest"]["run"], *engine.origin["manifest"]["lineage"]}
-            source = path.name if _same(path.parent, self.folder) else None
+            source = visible_name(path.name) if _same(path.parent, self.folder) else None
         there = dict(self._manifests())
         runs &= {manifest["run"] for manifest in there.values()}  # so that it does not grow with every resume
         self._ownership = Ownership(self.name, engine.run_id, frozenset(runs), source)

@@ -47,6 +47,7 @@ __all__ = [
     "read_state",
     "serialize",
     "set_aside",
+    "visible_name",
 ]
 
 FORMAT = 1
@@ -353,7 +354,7 @@ def _remove(folder: Path, files: Files) -> list[OSError]:
 
 def clean(folder: Path, files: Files) -> None:
     """Remove what processes that have died left under hidden names. What cannot be removed stays for the next one."""
-    for entry, found in _hidden_in(folder, files):
+    for entry, found in sorted(_hidden_in(folder, files), key=lambda one: not _is_whole(one[0], files)):
         writer, kind = found["owner"], found["kind"]
         if writer == owner():
             given_up = entry.name not in _going_on
@@ -367,6 +368,17 @@ def clean(folder: Path, files: Files) -> None:
                 files.rename(entry, folder / found["name"])
         else:
             _remove(entry, files)
+
+
+def _is_whole(path: Path, files: Files) -> bool:
+    """Whether it was replaced and would load: of two of one name, half a removal of an earlier one must not take the name."""
+    if not path.name.endswith(".replaced"):
+        return False
+    try:
+        read_state(path, read_manifest(path, files), files)
+    except (Damaged, OSError):
+        return False
+    return True
 
 
 def set_aside(path: Path, files: Files) -> None:
@@ -396,6 +408,12 @@ def _hidden_in(folder: Path, files: Files) -> Iterator[tuple[Path, re.Match[str]
     for entry in files.list(folder):
         if (found := _HIDDEN.fullmatch(entry)) is not None:
             yield folder / entry, found
+
+
+def visible_name(name: str) -> str:
+    """The name that a generation has once `clean` has put it back: `load` may have found it under its hidden one."""
+    found = _HIDDEN.fullmatch(name)
+    return name if found is None else found["name"]
 
 
 def _age(path: Path) -> float:

@@ -72,10 +72,8 @@ class Average:
 
     def compute(self) -> float:
         """The mean so far; NaN if there was nothing."""
-        pending = self._pending()
-        total = self._sum + sum(value * weight for value, weight in zip(pending, self._weights, strict=True))
-        weight = self._weight + sum(self._weights)
-        return total / weight if weight else float("nan")
+        self._fold()
+        return self._sum / self._weight if self._weight else float("nan")
 
     def _pending(self) -> list[float]:
         if any(isinstance(value, Tensor) for value in self._values):
@@ -316,10 +314,19 @@ def _torchmetrics(metric: Any) -> dict[str, Any]:
     return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
 
 
+def _own_values(metric: Any) -> dict[str, Any]:
+    """What a wrapper (MinMaxMetric, Running) remembers in plain attributes."""
+    left_out = {"_computed", "_forward_cache", "_update_count", *metric.metric_state}
+    return {k: v for k, v in vars(metric).items() if k not in left_out and isinstance(v, int | float | Tensor)}
+
+
 def _state_of(metric: Any) -> dict[str, Any]:
     # torchmetrics' own state_dict saves only what was marked persistent.
     if parts := _torchmetrics(metric):
-        return {path: {"state": dict(m.metric_state), "count": m._update_count} for path, m in parts.items()}
+        return {
+            path: {"state": dict(m.metric_state), "count": m._update_count, "own": _own_values(m)}
+            for path, m in parts.items()
+        }
     return metric.state_dict() if hasattr(metric, "state_dict") else {}
 
 
@@ -330,6 +337,7 @@ def _load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
             for key, value in state[path]["state"].items():
                 setattr(part, key, value)
             part._update_count = state[path]["count"]
+            vars(part).update(state[path].get("own", {}))
     elif hasattr(metric, "load_state_dict"):
         metric.load_state_dict(state)
 

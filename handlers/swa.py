@@ -20,6 +20,7 @@ from signalfire import (
     check_every,
     check_int,
     check_number,
+    generators_of,
     map_leaves,
     on,
     unchanged_random_state,
@@ -205,7 +206,7 @@ class SWA(AveragedWeights):
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None
-            with torch.no_grad(), unchanged_random_state(getattr(data, "generator", None)):
+            with torch.no_grad(), unchanged_random_state(*generators_of(data)):
                 for batch in islice(data, self.bn_batches) if norms else ():
                     if batch is not None:
                         forward(engine, map_leaves(partial(_on_device, engine.device), engine.prepared(batch)))

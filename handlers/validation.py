@@ -16,6 +16,7 @@ from signalfire import (
     check_bool,
     check_every,
     check_int,
+    generators_of,
     on,
     unchanged_random_state,
 )
@@ -98,7 +99,7 @@ class Validation(Handler):
         self.evaluator.dry_run = True
         try:
             for data in self.several.values():
-                with unchanged_random_state(getattr(data, "generator", None)):
+                with unchanged_random_state(*generators_of(data)):
                     self.evaluator.run(islice(iter(data), self.sanity))
         except Exception as error:
             error.add_note(f"in the sanity run of {self.name!r}")

@@ -445,6 +445,7 @@ def test_reading_unsized_data_ahead_does_not_change_what_the_model_draws() -> No
 
 
 @pytest.mark.parametrize("data", [VALUES, Unsized(VALUES)], ids=["sized", "unsized"])
+@pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it(data: Any) -> None:
     engine, gradients = counting_engine()
     engine.attach(GradientAccumulation(4))
@@ -456,6 +457,7 @@ def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it(data: Any) -
 
 @pytest.mark.parametrize("unsized", [False, True])
 @pytest.mark.parametrize("at", [1, 4, 5, 7])
+@pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_a_run_saved_inside_a_window_goes_on_bit_for_bit(at: int, unsized: bool) -> None:
     data: Any = batches([4, 1, 7, 2, 4, 3, 5])
     data = Unsized(data) if unsized else data
