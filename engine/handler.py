@@ -117,6 +117,8 @@ class Handler:
         """Whether the handler takes part. Off, the run is what it would be without the handler.
 
         Changed inside a run, all of its subscriptions change together, at the next iteration boundary without an open window.
+        It is no part of a saved state: who resumes a run says what takes part in it. A run that switches handlers as it goes
+        does so again after a load (CHECKPOINT_LOADED).
         """
         return self._enabled
 

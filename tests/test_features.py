@@ -279,6 +279,77 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "handlers/test_true_precision.py": ["test_it_equals_a_loop_by_hand"],
     },
+    "S3 loaders made anew, samplers told the epoch, several loaders": {
+        "engine/test_combined.py": [
+            "test_batches_are_those_of_a_loop_by_hand",
+            "test_a_run_resumed_anywhere_goes_on_in_every_part",
+            "test_data_is_made_anew_every_few_epochs_and_may_change_its_length",
+        ],
+        "engine/test_position.py": [
+            "test_samplers_are_told_the_epoch_also_after_a_resume",
+            "test_an_epoch_that_a_user_sets_holds",
+        ],
+    },
+    "C1 checkpoints": {
+        "handlers/test_checkpoint.py": [
+            "test_the_last_ones_are_kept",
+            "test_the_best_are_kept",
+            "test_nan_is_never_kept",
+            "test_of_equal_values_the_earlier_one_stays",
+            "test_a_missing_metric_is_an_error_that_names_those_there_are",
+            "test_the_template_names_the_position_and_metrics",
+            "test_an_interval_of_time",
+            "test_a_run_that_an_error_ended_goes_on_bit_for_bit",
+            "test_weights_only_are_those_that_are_to_be_used",
+        ],
+        "handlers/test_generations.py": [
+            "test_two_processes_in_one_folder_at_the_same_time",
+            "test_the_one_that_a_run_was_resumed_from_stays",
+        ],
+    },
+    "C2 exact resume": {
+        "test_resume.py": [
+            "test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped",
+            "test_a_run_resumed_from_any_checkpoint_keeps_and_logs_the_same",
+            "test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one",
+            "test_a_state_without_this_part_ends_elsewhere",
+        ],
+        "engine/test_position.py": [
+            "test_a_run_resumed_anywhere_skips_to_its_place",
+            "test_augmentation_is_the_same_for_any_number_of_workers_and_differs_from_epoch_to_epoch",
+            "test_reading_again_says_what_it_costs_and_what_would_not",
+        ],
+        "test_kills.py": ["test_killed_at_random_moments_it_ends_as_if_it_had_not_been"],
+    },
+    "C3 atomic, checksummed, asynchronous, the newest good one": {
+        "test_crash_states.py": [
+            "test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads",
+            "test_the_model_finds_what_a_careless_writer_loses",
+        ],
+        "handlers/test_generations.py": [
+            "test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken",
+            "test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on",
+            "test_a_folder_that_becomes_read_only_is_an_error_and_the_earlier_ones_stay",
+        ],
+        "handlers/test_checkpoint.py": [
+            "test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on",
+            "test_nothing_is_told_as_saved_before_the_disk_has_it",
+            "test_written_in_a_thread_the_training_and_the_files_are_the_same",
+        ],
+    },
+    "C4 hyperparameters, safe loading": {
+        "handlers/test_checkpoint.py": [
+            "test_hyperparameters_come_back_as_they_were_and_may_be_overridden",
+            "test_the_file_is_read_back_without_running_code",
+        ],
+    },
+    "C5 preemption": {
+        "handlers/test_preemption.py": [
+            "test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same",
+            "test_killed_at_random_moments_and_resumed_again_and_again",
+            "test_a_process_leaves_with_the_exit_status_after_everything_was_told",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -895,6 +896,49 @@ def test_a_disk_that_is_full_is_an_oserror_and_the_run_can_go_on(limit: int, asy
         assert [name[-1] for name, _ in handler.kept] == ["7", "8"]
 
     assert in_child(run) == 0
+
+
+FULL = """
+import shutil, sys
+from pathlib import Path
+from signalfire.handlers import Checkpoint, CSVLogger
+import torch
+from functools import partial
+from signalfire import Engine, Update
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+data = [(torch.ones(2, 64), torch.ones(2, 32))] * 9
+update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.1))
+engine = Engine(update, model=torch.nn.Linear(64, 32), seed=0)
+handler = Checkpoint(folder / "run", every="1it", keep=2)
+engine.attach(handler)
+engine.run(data, max_iters=3)
+free = shutil.disk_usage(folder).free
+(folder / "ballast").write_bytes(bytes(free - 20_000))  # less than a checkpoint takes
+try:
+    engine.run(data, max_iters=6)
+except OSError as error:
+    print(error.errno, error.__notes__[0], [name[-1] for name, _ in handler.kept])
+print(Checkpoint.load(folder / "run")["engine"]["iteration"], sorted(path.name[-1] for path in (folder / "run").iterdir()))
+(folder / "ballast").unlink()
+engine.run(data, max_iters=8)
+print(Checkpoint.load(folder / "run")["engine"]["iteration"], [name[-1] for name, _ in handler.kept])
+"""
+
+
+def test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on(tmp_path: Path) -> None:
+    """A file system of its own, in memory, of 600 kB, which this process alone mounts."""
+    mounted = 'mount -t tmpfs -o size=600k tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, FULL]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if found.returncode and ("unshare" in found.stderr or "mount" in found.stderr):
+        pytest.skip(f"no file system can be mounted here: {found.stderr.strip()}")
+    lines = found.stdout.splitlines()
+    assert len(lines) == 3, found.stderr
+    assert lines[0].startswith("28 while writing the checkpoint")
+    assert lines[0].endswith("['2', '3']")
+    assert lines[1] == "3 ['2', '3']"
+    assert lines[2] == "8 ['7', '8']"
 
 
 def test_a_new_folder_is_on_the_disk_with_those_that_it_lies_in(folder: Path) -> None:
