@@ -92,6 +92,7 @@ class TextLogger(ScalarLogger):
 
     def _open(self) -> None:
         with self._told():
+            _aside(self.path).unlink(missing_ok=True)  # of a process that was killed
             self._file = _LineFile.begin(self.path, self._length, self._digest)
             if self._file is None:
                 known = self.header + self._earlier_lines() + self._last_lines if self._length else self.header
@@ -196,7 +197,7 @@ class _LineFile:
         if path.exists() and path.stat().st_size:
             # Copied, so that there is a file under the name at any moment.
             shutil.copy2(path, _free_name(path))
-        aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        aside = _aside(path)
         data = lines.encode()
         try:
             with open(aside, "wb") as file:
@@ -247,6 +248,11 @@ def _free_name(path: Path) -> Path:
     while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return free
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}.new")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -150,6 +150,19 @@ def test_a_killed_process_and_its_resume_leave_the_file_of_one_run(kind: Logger,
     assert path.read_bytes() == expected
 
 
+def test_what_a_process_left_that_was_killed_before_its_file_had_a_name_goes(kind: Logger, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    process = os.fork()
+    if process == 0:
+        os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        engine_of(kind(path, every="1it")).run(batches(), max_epochs=2)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    assert [left.name for left in tmp_path.iterdir()] == [".log.new"]
+    engine_of(kind(path, every="1it")).run(batches(), max_epochs=2)
+    assert [left.name for left in tmp_path.iterdir()] == ["log"]
+
+
 def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
     kind: Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
