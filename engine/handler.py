@@ -112,6 +112,10 @@ class Handler:
             self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
         )
 
+    @name.setter
+    def name(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.name cannot be set: give it to super().__init__(name={name!r})")
+
     @property
     def enabled(self) -> bool:
         """Whether the handler takes part. Off, the run is what it would be without the handler.
@@ -136,6 +140,13 @@ class Handler:
     def engine(self) -> Engine | None:
         """The engine that the handler is attached to. Held weakly: engine and handlers are freed together."""
         return None if self._engine is None else self._engine()
+
+    @engine.setter
+    def engine(self, engine: object) -> None:
+        raise AttributeError(
+            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; name an attribute of "
+            "your own otherwise"
+        )
 
     def attached(self, engine: Engine) -> None:
         """Called when the handler takes part from now on: check what is known already, and `Engine.replace` acts."""

@@ -327,6 +327,11 @@ class HandlerHost:
                 method = getattr(handler, subscription.method)
                 event = subscription.event
                 if isinstance(event, str):
+                    if not hasattr(handler, event):
+                        raise AttributeError(
+                            f"{type(handler).__name__}.{subscription.method} is declared with @on({event!r}), but the handler "
+                            "has no such attribute; it is to hold an event or an interval, or None"
+                        )
                     if (every := getattr(handler, event)) is None:
                         continue
                     event = event_of(every)

@@ -187,7 +187,7 @@ class State:
                 raise ValueError(f"run({name}={number!r}): it has to be an int of 0 or more")
             if largest is not None and number > largest:
                 raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
-        seconds = None if max_time is None else Interval.parse(max_time).time("run(max_time)")
+        seconds = None if max_time is None else _seconds(max_time)
         if not has_data and epoch_length is None and max_iters is None:
             raise ValueError("run(): without data, give epoch_length=, or max_iters= for a single epoch")
         if max_epochs is max_iters is max_steps is seconds is None:
@@ -207,3 +207,10 @@ class State:
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value}" for name, value in self.metrics.items())
         return f"State(epoch={self.epoch}, iteration={self.iteration}, metrics={{{metrics}}})"
+
+
+def _seconds(max_time: str | Interval) -> float:
+    try:
+        return Interval.parse(max_time).time("run(max_time)")
+    except TypeError as error:
+        raise TypeError(f"run(max_time={max_time!r}): {error}") from None

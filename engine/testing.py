@@ -79,8 +79,19 @@ def check_handler(
         engine.run(data, **(bounds | more))
         return engine
 
+    if not callable(make):
+        raise TypeError(
+            f"check_handler(make={make!r}): give a function that makes a new handler each time, or its class"
+        )
     name = make().name
     plain = fingerprint(run(build()), handlers=False)
+
+    plain_again = fingerprint(run(build()), handlers=False)
+    _same(
+        plain,
+        plain_again,
+        "build() makes another engine, or the data other batches, each time; seed what they draw from",
+    )
 
     # Attached and detached again, and disabled, it is as if it had never been there.
     engine = build()

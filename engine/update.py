@@ -131,7 +131,15 @@ class Update:
 
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:
+    if batch.__class__ in _NO_PAIRS:  # a tensor would be taken apart by its samples, and nobody would notice
+        raise TypeError(
+            f"update {engine.state.update.name!r} takes batches of (input, target), but this one is a "
+            f"{type(batch).__name__}; for other batches give Update a forward(engine, batch) and a loss(engine, output, batch)"
+        )
     return engine.model(batch[0])
+
+
+_NO_PAIRS = (Tensor, dict)
 
 
 def _check_signature(where: str, function: Callable[..., Any], places: int) -> None:
@@ -484,6 +492,11 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
     if act == "backward":
         if not isinstance(loss, Tensor):
             error.add_note(f"the loss of update {update.name!r} is {loss!r}; it has to be a scalar tensor or None")
+        elif isinstance(update.extra_weight, Tensor) and update.extra_weight.numel() != 1:
+            error.add_note(
+                f"the weight of update {update.name!r} has shape {tuple(update.extra_weight.shape)}; it has to be one number, "
+                "such as the sum of its tokens"
+            )
         elif loss.dim() > 0 and loss.numel() != 1:
             error.add_note(
                 f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; it has to be a scalar: "

@@ -194,6 +194,9 @@ class Metrics(Handler):
         **named: Any,
     ) -> None:
         super().__init__(name=name)
+        if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
+            kind = type(metrics).__name__
+            raise TypeError(f"Metrics({kind}()): a metric needs a name: Metrics({kind.lower()}={kind}())")
         self.metrics: dict[str, Any] = {**(metrics or {}), **named}
         if not self.metrics:
             raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")

@@ -40,6 +40,8 @@ class TextLogger(ScalarLogger):
 
     def __init__(self, path: str | os.PathLike[str], *, every: str | Interval, time: bool, name: str | None) -> None:
         super().__init__(every=every, name=name)
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"{type(self).__name__}(path={path!r}): it has to be the path of a file")
         self.path = Path(path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
