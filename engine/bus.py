@@ -375,10 +375,6 @@ class SignalGroup:
             signal.group = weakref.ref(self)
         self.refresh()
 
-    @property
-    def members(self) -> tuple[Signal, ...]:
-        return self._members
-
     def refresh(self) -> None:
         self.due = min(signal.due for signal in self._members)
 

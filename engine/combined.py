@@ -136,6 +136,7 @@ class ReloadedData:
         return iter(self.of_epoch(0) if self._loaded is None else self._loaded[1])
 
     def first_of(self, epoch: int) -> int:
+        """For which epoch the data of this one was made."""
         return epoch - epoch % self.every
 
     def of_epoch(self, epoch: int) -> Any:

@@ -44,6 +44,7 @@ class FirstBatches:
 
     @property
     def limited_data(self) -> Any:
+        """What it takes them from, whose samplers and generators are a part of the position."""
         return self.data
 
     def __len__(self) -> int:

@@ -114,10 +114,20 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     return data
 
 
+_MAKING_GRADIENTS = (
+    Events.GET_BATCH_COMPLETED,
+    Events.UPDATE_STARTED,
+    Events.FORWARD_STARTED,
+    Events.FORWARD_COMPLETED,
+    Events.LOSS_COMPUTED,
+    Events.BACKWARD_STARTED,
+    Events.BACKWARD_COMPLETED,
+)
+
+
 def _takes_part(engine: Engine) -> list[str]:
-    """The handlers that have a hand in gradients: those that change batches, or what is inside of updates."""
-    inner = [engine.update_signals.members, (engine.signal(Events.GET_BATCH_COMPLETED),)]
-    connections = [one for signals in inner for signal in signals for one in signal.connections]
+    """The handlers that have a hand in gradients: those that change anything from the batch to the end of the backward."""
+    connections = [one for event in _MAKING_GRADIENTS for one in engine.signal(event).connections]
     return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
 
 

@@ -250,8 +250,8 @@ class UpdateState:
     def skip(self, reason: str) -> None:
         """Do without the step, or without the whole update if its forward was not made yet; the first reason stays.
 
-        It holds for this iteration. What the window holds is discarded. Schedules, averages and step counters do not move. Once
-        the step was made it is too late, and nothing happens.
+        It holds for this iteration, or for this time chunk, of a batch that comes in several. What the window holds is discarded.
+        Schedules, averages and step counters do not move. Once the step was made it is too late, and nothing happens.
         """
         if self.skipped is None and self.undecided:
             self.skipped = reason

@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire import Engine, Events, Handler, Phase, Update, seed_everything
 from signalfire.handlers import (
+    EMA,
     Average,
     Checkpoint,
     EarlyStopping,
     GradientAccumulation,
+    GradientNorms,
     LimitBatches,
     Metrics,
     MixedPrecision,
@@ -246,13 +248,17 @@ def test_a_window_made_with_a_handler_that_is_not_here_is_discarded_and_said_so(
     torch.testing.assert_close(resumed.model.weight, by_hand.weight)
 
 
-def test_an_observer_that_is_not_here_costs_no_window() -> None:
+@pytest.mark.parametrize(
+    "observer",
+    [lambda: Metrics(loss=Average(), name="gone"), lambda: EMA(0.9, name="gone"), lambda: GradientNorms(name="gone")],
+)
+def test_what_has_no_hand_in_the_gradients_costs_no_window_if_it_is_not_here(observer: Callable[[], Handler]) -> None:
     engine = make_engine()
-    engine.attach(GradientAccumulation(4), Metrics(loss=Average()))
+    engine.attach(GradientAccumulation(4), observer())
     engine.run(DATA, max_iters=2)
     resumed = make_engine()
     resumed.attach(GradientAccumulation(4))
-    resumed.load_state_dict(engine.state_dict(), allow=["metrics"])
+    resumed.load_state_dict(engine.state_dict(), allow=["gone"])
     resumed.run(DATA, max_epochs=1)
     engine.run(DATA, max_epochs=1)
     assert torch.equal(engine.model.weight, resumed.model.weight)
