@@ -18,6 +18,7 @@ from .host import Attachment
 from .interval import Interval, check_every, unfiltered
 from .loading import generators_of
 from .monitor import Monitor
+from .processes import ALONE, Processes, together
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .state import MetricStore, State, as_number
 from .update import Update, UpdateState, needs_closure
@@ -26,6 +27,7 @@ from .wiring import Wiring
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALONE",
     "AnyEvent",
     "Attachment",
     "CombinedData",
@@ -41,6 +43,7 @@ __all__ = [
     "MetricStore",
     "Monitor",
     "Phase",
+    "Processes",
     "ReloadedData",
     "RereadingWarning",
     "Signal",
@@ -63,6 +66,7 @@ __all__ = [
     "rebuilt",
     "seed_everything",
     "tensors_in",
+    "together",
     "unchanged_random_state",
     "unfiltered",
 ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
+from .batches import tensors_in
 from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
+from .processes import ALONE, Processes
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .sharing import agreed, deal, manner_of, padding_left_out, turns
 
 __all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
 
@@ -67,7 +70,7 @@ class FirstBatches:
 
 
 class Source:
-    """One run's data, and how far it was read.
+    """One run's data, and how far it was read; of several processes, what this one takes of it.
 
     Without an explicit epoch_length every epoch iterates the data anew. With one, the iteration goes on across epochs and
     starts again when the data is exhausted.
@@ -77,9 +80,23 @@ class Source:
         continues: whether the iteration goes on across epochs.
         started_at: the run's iteration count when the data was last iterated anew.
         number: which pass over the data this is, counted from 0.
+        manner: how the data is shared out to processes.
     """
 
-    def __init__(self, data: Any, epoch_length: int | None, seed: int, *, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        data: Any,
+        epoch_length: int | None,
+        seed: int,
+        *,
+        epoch: int = 0,
+        processes: Processes = ALONE,
+        shares: str = "auto",
+        whole: bool = False,
+    ) -> None:
+        self.processes = processes
+        self.shares = shares
+        self.whole = whole  # whether samples that only pad are left out
         self.given = data
         self.given_length = epoch_length
         self.seed = seed
@@ -95,9 +112,42 @@ class Source:
         self.data = of_epoch(epoch) if callable(of_epoch) else self.given
         first_of = getattr(self.given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
-        self.length = _length_of(self.data)
+        self.manner = manner_of(_inner(self.data), self.processes, self.shares)
+        self.length = self._turns(self.data)
+        if self.manner == "own":
+            lengths = self.processes.gather(self.length)
+            self.length = None if None in lengths else max(lengths)
         self.epoch_length = self.length if self.given_length is None else self.given_length
         self.continues = self.given_length is not None and self.given_length != self.length
+
+    def _turns(self, data: Any) -> int | None:
+        """How many batches this process takes of the data; None if nobody knows."""
+        if isinstance(data, FirstBatches):
+            inner = self._turns(data.data)
+            return None if inner is None else min(data.count, inner)
+        length = _length_of(data)
+        if length is not None and self.manner == "deal":
+            return turns(length, self.processes)
+        if length is not None and self.manner == "own" and (samples := self._samples(data)) is not None:
+            return min(length, -(-samples // (data.batch_size or 1)))
+        return length
+
+    def _samples(self, data: Any) -> int | None:
+        """How many samples of the data are this process's own, where others only pad it, and are to be left out."""
+        return padding_left_out(data) if self.whole and skippable(data) and data.batch_size is not None else None
+
+    def share(self, iteration: int) -> float:
+        """How much the batch of this process counts in an iteration: 1, unless those dealt with it have other sizes."""
+        turn, data = iteration - self.started_at - 1, _inner(self.data)
+        if self.manner != "deal":
+            return 1
+        if skippable(data):
+            return SkippingLoader.of(data).share(turn)
+        if not isinstance(data, list | tuple):
+            return 1
+        size, rank = self.processes.size, self.processes.rank
+        sizes = [_samples_in(batch) for batch in data[turn * size : (turn + 1) * size]]
+        return sizes[rank] * size / sum(sizes) if len(set(sizes)) > 1 or len(sizes) < size else 1
 
     def announce(self, epoch: int) -> None:
         """Take the data of this epoch, and tell samplers that want to know it that it is about to begin."""
@@ -117,15 +167,23 @@ class Source:
             epoch = self.number + 1 if self.saved else 0
             set_epochs(self.data, epoch)
         # What the order is drawn from, so that a resumed run can draw it again.
+        states = random_state(), [generator.get_state() for generator in generators_of(self.data)]
+        if self.manner == "deal":  # what is dealt has the order that rank 0 draws
+            states = self.processes.broadcast(states)
+            self._set_generators(states[1])
         self.saved = {
             "started_at": iteration,
             "number": epoch,
             "ahead": ahead,
-            "random": random_state(),
-            "generators": [generator.get_state() for generator in generators_of(self.data)],
+            "random": states[0],
+            "generators": states[1],
             "epochs": epochs_of(self.data),
         }
-        return self._iterate(0)
+        if self.manner != "deal" or self.processes.first:
+            return self._iterate(0)
+        with unchanged_random_state():
+            set_random_state(states[0])
+            return self._iterate(0)
 
     def _iterate(self, start: int) -> Iterator[Any]:
         """The batches of the pass that is saved, from one of them on if they can be skipped."""
@@ -148,8 +206,24 @@ class Source:
         if isinstance(data, FirstBatches):
             inner = self._batches(data.data, start)
             return data.limited(inner, start if self.skips else 0)
+        if self.manner == "deal":
+            return deal(data, start, _length_of(data), self.processes, self.seed, self.number)
+        if self.manner == "own":
+            return self._own_batches(data, start)
+        return self._all_batches(data, start)
+
+    def _own_batches(self, data: Any, start: int) -> Iterator[Any]:
+        """The batches of this process, with as many turns as the others have."""
+        batches = self._all_batches(data, start)
+        if self.length is None:
+            return agreed(batches, self.processes)
+        own = self._turns(data)
+        assert own is not None
+        return chain(batches, repeat(None, max(0, self.length - max(own, start))))
+
+    def _all_batches(self, data: Any, start: int) -> Iterator[Any]:
         if skippable(data):
-            return SkippingLoader.of(data).iterate(self.seed, self.number, start)
+            return SkippingLoader.of(data).iterate(self.seed, self.number, start, samples=self._samples(data))
         if callable(begin := getattr(data, "batches_from", None)):
             batches: Iterator[Any] = begin(start)
             return batches
@@ -307,6 +381,11 @@ class Streamed:
 
 def _inner(data: Any) -> Any:
     return data.data if isinstance(data, FirstBatches) else data
+
+
+def _samples_in(batch: Any) -> int:
+    tensors = tensors_in(batch)
+    return len(tensors[0]) if tensors and tensors[0].dim() else 1
 
 
 def _keeps_position(data: Any) -> bool:

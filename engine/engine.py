@@ -23,6 +23,7 @@ from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
 from .loading import generators_of
+from .processes import ALONE, Processes
 from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .regions import Regions, note_problems
 from .saving import FORMAT, copied, gather, put_back
@@ -34,7 +35,8 @@ __all__ = ["Engine"]
 
 T = TypeVar("T")
 
-_ACTS = ("window", "gradients", "step", "data")
+_ACTS = ("window", "gradients", "step", "data", "reduction")
+_TOGETHER = "how the model is distributed over processes"
 _ONCE = "how often a step computes its gradients"
 
 
@@ -78,6 +80,8 @@ class Engine(HandlerHost):
     __slots__ = (
         "__dict__",
         "__weakref__",
+        "_agreed_stops",
+        "_agreed_time",
         "_allowed",
         "_completed",
         "_deadline",
@@ -88,6 +92,7 @@ class Engine(HandlerHost):
         "_position",
         "_preemption",
         "_seed_given",
+        "_shares",
         "_snapshot",
         "_source",
         "_stop_now",
@@ -98,9 +103,11 @@ class Engine(HandlerHost):
         "model",
         "modules",
         "origin",
+        "processes",
         "regions",
         "replaced_data",
         "replaced_gradients",
+        "replaced_reduction",
         "replaced_step",
         "run_id",
         "seed",
@@ -129,6 +136,7 @@ class Engine(HandlerHost):
             raise ValueError(f"Engine: the updates' names {names} have to differ; give Update(..., name=)")
         if seed is not None:
             check_seed("Engine", seed)
+        self.processes: Processes = ALONE
         super().__init__()
         self.modules = _named_modules(model)
         self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
@@ -147,6 +155,7 @@ class Engine(HandlerHost):
         self.dry_run = False
         self.replaced_data: Callable[[Engine, Any], Any] | None = None
         self.replaced_gradients: Callable[..., None] | None = None
+        self.replaced_reduction: Callable[[Engine, UpdateState], None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
         self._begin_lineage(None)
@@ -163,6 +172,9 @@ class Engine(HandlerHost):
         self._source: Source | None = None
         self._position: dict[str, Any] | None = None  # where the data of an earlier run stood
         self._deadline: float | None = None
+        self._shares = "auto"  # how data comes to several processes; see `join`
+        self._agreed_stops: dict[str, str] = {}
+        self._agreed_time = 0.0
         self._stopped_bounds: list[int | None] | None = None
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -286,11 +298,15 @@ class Engine(HandlerHost):
             min_iters=min_iters,
             epoch_length=epoch_length,
         )
-        source = Source(data, epoch_length, self.seed, epoch=max(self.state.epoch - 1, 0))
+        self._begin_together()
+        source = Source(
+            data, epoch_length, self.seed, epoch=max(self.state.epoch - 1, 0), processes=self.processes, shares=self._shares,
+            whole=not self.training,
+        )  # fmt: skip
         self.state.epoch_length = source.epoch_length
         self.has_data = data is not None
-        self._deadline = None if self.state.max_seconds is None else time.monotonic() + self.state.max_seconds
-        self._attention = self._deadline is not None or max_steps is not None
+        self._deadline = None if self.state.max_seconds is None else self.now() + self.state.max_seconds
+        self._attention = self._always_attend()
         self._stops.clear()
         self._stop_now = False
         self._preemption = self._snapshot = None
@@ -471,7 +487,9 @@ class Engine(HandlerHost):
         for update in self.updates:
             update.skipped = None
         self._snapshot = None
-        self._attention = self._deadline is not None or state.max_steps is not None
+        self._attention = self._always_attend()
+        if self.processes.several:
+            self._agree()
         if self._preemption is not None:
             self._emit(Events.PREEMPTED)  # the state knows nothing of the stop, and an open window is still held
             self._stop(self._preemption)
@@ -481,9 +499,9 @@ class Engine(HandlerHost):
                 self._attention = True
             else:
                 self._settle()
-        if self._stops:
+        if stops := self._agreed_stops if self.processes.several else self._stops:
             if self._may_stop():
-                self._stop(self._stops[min(self._stops)])
+                self._stop(stops[min(stops)])
                 return True
             self._attention = True
         if self._epoch_stop is not None:
@@ -499,6 +517,36 @@ class Engine(HandlerHost):
         self._stop_now = False
         self._preemption = None
         self._discard_windows()
+
+    def _always_attend(self) -> bool:
+        return self._deadline is not None or self.state.max_steps is not None or self.processes.several
+
+    def _begin_together(self) -> None:
+        """What several processes have to have in common before a run."""
+        if self.processes.several:
+            self._agreed_stops = {}
+            first = self.run_id, self.seed, time.monotonic()
+            self.run_id, self.seed, self._agreed_time = self.processes.broadcast(first)
+
+    def _agree(self) -> None:
+        """Let what one process asks for be what all do, and the clock of rank 0 be that of all."""
+        processes = self.processes
+        asked = bool(self._stops) or self._epoch_stop is not None or self._preemption is not None
+        asking, self._agreed_time = processes.sum(asked, time.monotonic() if processes.first else 0.0)
+        self._agreed_stops = {}
+        if asking:
+            for rank, (stops, *others) in enumerate(
+                processes.gather((self._stops, self._epoch_stop, self._preemption))
+            ):
+                for by, reason in stops.items():
+                    # What all have asked for needs no rank; what one asks for is its own.
+                    self._agreed_stops.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
+                self._epoch_stop = self._epoch_stop if self._epoch_stop is not None else others[0]
+                self._preemption = self._preemption if self._preemption is not None else others[1]
+
+    def now(self) -> float:
+        """The wall-clock time in seconds, for differences: of several processes, that of rank 0 at the last boundary."""
+        return self._agreed_time if self.processes.several else time.monotonic()
 
     def _may_stop(self) -> bool:
         """Whether the minimum bounds let a stop take effect."""
@@ -519,7 +567,7 @@ class Engine(HandlerHost):
             or (state.max_epochs is not None and state.epoch - state.epoch_open >= state.max_epochs)
             or (state.max_iters is not None and state.iteration >= state.max_iters)
             or (state.max_steps is not None and self.updates[0].steps >= state.max_steps)
-            or (self._deadline is not None and time.monotonic() >= self._deadline)
+            or (self._deadline is not None and self.now() >= self._deadline)
         )
 
     def _epoch_to_be_told(self, source: Source) -> bool:
@@ -591,7 +639,8 @@ class Engine(HandlerHost):
         """Stop the run once all receivers of this event have run. An open window is discarded; COMPLETED still comes.
 
         Inside an iteration, a step that was not made yet is skipped, and updates that were not begun are left out; an
-        iteration of which no update was begun is not made at all.
+        iteration of which no update was begun is not made at all. Of several processes one may ask: then all stop, at the end of
+        the iteration, whose other updates are made.
 
         Args:
             reason: told in ``state.stop_reason``.
@@ -605,7 +654,7 @@ class Engine(HandlerHost):
         self._stops.setdefault(by, reason)
         self._attention = True
         if self._may_stop():
-            self._stop_now = True
+            self._stop_now = not self.processes.several  # others may not have asked: then the iteration is gone through
             if self._completed != self.state.iteration:
                 self.state.update.skip(f"the run is stopped: {reason}")
 
@@ -671,6 +720,8 @@ class Engine(HandlerHost):
             data = self.replaced_data(evaluator, data)
         was_evaluating, self._evaluating = self._evaluating, True
         was_dry, evaluator.dry_run = evaluator.dry_run, self.dry_run or evaluator.dry_run
+        was_with = evaluator.processes, evaluator._shares
+        evaluator._share_with(self.processes, self._shares)
         if not evaluator._seed_given:
             evaluator.seed = self.seed  # what its data draws is that of the run, also after a resume in another process
         try:
@@ -683,6 +734,7 @@ class Engine(HandlerHost):
         finally:
             self._evaluating = was_evaluating
             evaluator.dry_run = was_dry
+            evaluator._share_with(*was_with)
         self.regions.close(outside)
         measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
         self.state.metrics.update(measured)
@@ -765,7 +817,10 @@ class Engine(HandlerHost):
         - "gradients": ``function(engine, update, compute)``, where ``compute()`` is what it replaces: forward, loss and backward
           of ``state.batch``, adding to the gradients that the window holds;
         - "step": ``function(engine, update, step)``, where ``step()`` is the optimizer's;
-        - "data": ``function(engine, data) -> data`` gives what this engine, or one that it evaluates, iterates instead.
+        - "data": ``function(engine, data) -> data`` gives what this engine, or one that it evaluates, iterates instead;
+        - "reduction": ``function(engine, update)``, with several processes only, called when the gradients of a complete window
+          are there: it sees to it that they are the mean over the processes, also if the backward did not do it, because this
+          process had nothing to learn from.
 
         Args:
             act: which act.
@@ -794,6 +849,33 @@ class Engine(HandlerHost):
                 target.kept = []
         setattr(self, f"replaced_{act}", function)
 
+    def join(self, processes: Processes, *, by: Handler, shares: str = "auto") -> None:
+        """Train together with other processes, until the handler is detached.
+
+        From then on, what the processes decide in a run they decide alike, data is shared out, metrics are those of all, and
+        handlers with ``rank_zero_only`` take part on rank 0 alone.
+
+        Args:
+            processes: what `together` gave.
+            by: the handler, which also has to see to it that gradients are reduced (the act "reduction").
+            shares: how data is shared out. "deal": the batches of the data, which is the same in each process, are dealt in
+                turn, by their indices, or else by reading all of them. "own": each process has data of its own. "auto": DataLoaders
+                over map-style datasets and sequences are dealt, unless a sampler has done it; other data is refused.
+
+        Raises:
+            ValueError: if another handler does the same, naming both.
+        """
+        if self.running:
+            raise RuntimeError(f"join({processes!r}): not inside a run")
+        self.claim(_TOGETHER, by=by)
+        self._share_with(processes, shares)
+
+    def _share_with(self, processes: Processes, shares: str) -> None:
+        before, self.processes, self._shares = self.processes, processes, shares
+        if processes is not before:
+            self._pending += [handler for handler in self.handlers.values() if handler.rank_zero_only]
+            self._settle()
+
     def compute_gradients_once(self, *, by: Handler) -> None:
         """Say that a handler cannot do with steps that compute their gradients several times, as closures and SAM do.
 
@@ -805,9 +887,11 @@ class Engine(HandlerHost):
     def _released(self, handler: Handler, claims: list[str]) -> None:
         self._stops.pop(handler.name, None)
         self.state.metrics.withdraw(handler.name)
-        for act in ("gradients", "step", "data"):
+        for act in ("gradients", "step", "data", "reduction"):
             if f"the act {act!r}" in claims:
                 setattr(self, f"replaced_{act}", None)
+        if _TOGETHER in claims:
+            self._share_with(ALONE, "auto")
         for target in self.updates:
             if _ONCE in claims:
                 target.kept = [] if target.optimizer is not None and needs_closure(target.optimizer) else None
@@ -817,6 +901,8 @@ class Engine(HandlerHost):
 
     def attempt(self, update: UpdateState, compute: Callable[[], None]) -> bool:
         """Compute gradients; if the memory runs out, put everything back as it was, tell UPDATE_RETRIED and return False.
+
+        Of several processes, all fail if one does; ``compute`` must not reduce over them (``update.completes``).
 
         What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
         had entered are closed.
@@ -830,11 +916,13 @@ class Engine(HandlerHost):
             (m._buffers, key, b, None if b is None else b.clone()) for m in modules for key, b in m._buffers.items()
         ]
         random = random_state()
+        failed = False
         try:
             compute()
-            return True
         except torch.OutOfMemoryError:
-            pass  # what the traceback holds has to go before anything is tried again
+            failed = True  # what the traceback holds has to go before anything is tried again
+        if not self.processes.any(failed):
+            return True
         state.batch, update.held, update.extra_weight, update.hidden = batch, held, extra_weight, hidden
         update.weight = weight
         update.output = update.raw_loss = update.backward_loss = None
@@ -848,6 +936,14 @@ class Engine(HandlerHost):
         set_random_state(random)
         self._emit(Events.UPDATE_RETRIED)
         return False
+
+    def share(self) -> float:
+        """How much this process's batch counts beside those that other processes were dealt with it.
+
+        1, unless they differ in their number of samples, as the last ones do: then more than 1 for one that has more. With it as
+        the weight of the loss, the gradients are those of the batches joined.
+        """
+        return 1 if self._source is None else self._source.share(self.state.iteration)
 
     def find_update(self, name: str | None = None) -> UpdateState:
         """The update with this name; the first without one."""

@@ -305,7 +305,7 @@ class HandlerHost:
             name = handler.name
             if self.handlers.get(name) is not handler:
                 continue
-            wanted = handler.enabled and name not in self._leaving
+            wanted = handler.enabled and name not in self._leaving and self._has_a_part(handler)
             try:
                 if wanted and name not in self._connected:
                     self._join(handler)
@@ -318,6 +318,9 @@ class HandlerHost:
             if name in self._leaving:
                 self._forget(handler)
         note_problems(problems, None)
+
+    def _has_a_part(self, handler: Handler) -> bool:
+        return not handler.rank_zero_only or self._engine.processes.first
 
     def _join(self, handler: Handler) -> None:
         connections: list[tuple[Signal, Connection]] = []

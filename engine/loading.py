@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -83,16 +83,27 @@ class SkippingLoader:
             twin = _TWINS[loader] = cls(loader)
         return twin
 
-    def iterate(self, seed: int, number: int, start: int = 0, *, at_once: bool = False) -> Iterator[Any]:
+    def iterate(
+        self,
+        seed: int,
+        number: int,
+        start: int = 0,
+        *,
+        at_once: bool = False,
+        dealt: tuple[int, int] = (0, 1),
+        samples: int | None = None,
+    ) -> Iterator[Any]:
         """The batches of one pass from batch ``start`` on.
 
         Args:
             seed: what augmentation derives from.
             number: the number of the pass, which makes it differ from pass to pass.
-            start: how many batches are skipped.
+            start: how many batches are skipped; of those that are dealt to this process.
             at_once: whether the order is drawn now, and not with the first batch, as it is by a DataLoader without workers.
+            dealt: the rank of this process and the number of processes to which the batches are dealt in turn.
+            samples: at most so many: those after them are the padding of a sampler.
         """
-        self.sampler.start = start
+        self.sampler.start, self.sampler.dealt, self.sampler.samples = start, dealt, samples
         self.sampler.key = derived_seed(seed, "sample", number)
         if number == 0 or not self.loader.persistent_workers:
             # Where an iteration begins, or persistent workers, a DataLoader draws the seed of its workers. So that this happens
@@ -103,6 +114,10 @@ class SkippingLoader:
         if start or at_once:
             self.sampler.drawing.skip(one_more=at_once)
         return batches
+
+    def share(self, turn: int) -> float:
+        """How much the batch of a turn counts: more than 1 if it has more samples than the others that were dealt with it."""
+        return self.sampler.drawing.shares.get(turn, 1)
 
 
 _TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
@@ -116,10 +131,12 @@ class _From:
         self.batched = batched
         self.keyed = False
         self.start = 0
+        self.dealt = (0, 1)
+        self.samples: int | None = None
         self.key = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawing = _Drawing(self.inner, self.start)
+        self.drawing = _Drawing(self.inner, self.start, self.dealt, self.samples if self.batched else None)
         if not self.keyed:
             return self.drawing
         key = self.key
@@ -132,27 +149,51 @@ class _From:
 
 
 class _Drawing:
-    """What a sampler draws, without the first ones."""
+    """What a sampler draws, without the first ones, and without what is dealt to other processes."""
 
-    def __init__(self, sampler: Any, start: int) -> None:
+    def __init__(self, sampler: Any, start: int, dealt: tuple[int, int], samples: int | None) -> None:
         self.sampler = sampler
         self.start = start
+        self.rank, self.size = dealt
+        self.samples = samples
+        self.shares: dict[int, float] = {}  # of the turns in which batches of different sizes are dealt
         self.drawn: Iterator[Any] | None = None
 
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
         """Draw what is skipped: now, since a sampler draws its order when it is first asked for some of it."""
         if self.drawn is None:
-            drawn = iter(self.sampler)
-            for _ in range(self.start):
+            drawn = iter(self.sampler) if self.samples is None else _first(self.samples, self.sampler)
+            for _ in range(self.start * self.size):
                 next(drawn, None)
+            if self.size > 1:
+                drawn = self._deal(drawn)
             self.drawn = chain(list(islice(drawn, 1)), drawn) if one_more else drawn
         return self.drawn
+
+    def _deal(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        for turn in count(self.start):
+            hand = list(islice(drawn, self.size))
+            sizes = [len(indices) if isinstance(indices, list | tuple) else 1 for indices in hand]
+            if self.rank >= len(hand):
+                return
+            if len(set(sizes)) > 1 or len(hand) < self.size:
+                self.shares[turn] = sizes[self.rank] * self.size / sum(sizes)
+            yield hand[self.rank]
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         return next(self.drawn or self.skip())
+
+
+def _first(samples: int, batches: Any) -> Iterator[Any]:
+    """Batches of indices, up to so many indices."""
+    for indices in batches:
+        if samples <= 0:
+            return
+        yield indices[:samples]
+        samples -= len(indices)
 
 
 class _Seeded(Dataset[Any]):

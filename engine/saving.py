@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .bus import Phase, Signal
+from .differences import for_rank, of_all
 from .events import Events
-from .randomness import random_state, set_random_state
+from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -25,9 +26,9 @@ FORMAT = 1
 
 
 def gather(engine: Engine) -> dict[str, Any]:
-    """Everything that is needed to go on, sharing no tensor with the engine."""
+    """Everything that is needed to go on, sharing no tensor with the engine; of several processes, that of all on rank 0."""
     state = engine.state
-    return {
+    own = {
         "format": FORMAT,
         "engine": {
             "epoch": state.epoch,
@@ -51,6 +52,7 @@ def gather(engine: Engine) -> dict[str, Any]:
         "data": copied(_position(engine)),
         "random": random_state(),
     }
+    return of_all(own, engine.processes)
 
 
 def _position(engine: Engine) -> dict[str, Any] | None:
@@ -61,6 +63,7 @@ def _position(engine: Engine) -> dict[str, Any] | None:
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
     """Put a loaded state in place; returns the position of its data."""
+    saved = _own_part(engine, saved)
     _check_fit(engine, saved, allowed)
     for name, root in engine.modules.items():
         root.load_state_dict(saved["modules"][name])
@@ -112,6 +115,61 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     set_random_state(saved["random"])
     data: dict[str, Any] | None = saved["data"]
     return data
+
+
+def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the state of all processes says for this one; of another number of processes, as much as can be gone on from."""
+    processes = engine.processes
+    before = saved.get("processes", 1)
+    if processes.several:
+        _check_alike(engine, saved)
+    if before == 1 == processes.size:
+        return saved
+    own = for_rank(saved, processes.rank)
+    if before == processes.size:
+        if own["rank"] != processes.rank:
+            raise ValueError(
+                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 saved, which "
+                "holds all"
+            )
+        return own
+    warnings.warn(
+        f"the loaded state was saved by {before} process(es), and goes on with {processes.size}: the run does not go on as it would "
+        "have, bit for bit. Open accumulation windows are discarded, and inside an epoch some batches may be seen again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return _moved(own, before, engine)
+
+
+def _check_alike(engine: Engine, saved: Mapping[str, Any]) -> None:
+    position = saved.get("engine", {})
+    told = engine.processes.gather([position.get("epoch"), position.get("iteration")])
+    if any(one != told[0] for one in told):
+        which = ", ".join(f"rank {rank} epoch {epoch}, iteration {n}" for rank, (epoch, n) in enumerate(told))
+        raise ValueError(f"the processes have loaded different states: {which}; let all load the same checkpoint")
+
+
+def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
+    """A state for another number of processes: dealt batches that were taken count as so many turns of these."""
+    processes = engine.processes
+    position, data = dict(saved["engine"]), saved["data"]
+    if data is not None and engine._source is not None and engine._source.manner != "own":
+        iteration = position["iteration"]
+
+        def moved(start: int) -> int:
+            return iteration - (iteration - start) * before // processes.size
+
+        position["epoch_start"] = moved(position["epoch_start"])
+        if "started_at" in data:
+            data = dict(data) | {"started_at": moved(data["started_at"])}
+    updates = {name: dict(part) | {"window": None} for name, part in saved["updates"].items()}
+    random = saved["random"]
+    if processes.rank:  # each process has a random stream of its own
+        with unchanged_random_state():
+            seed_everything(derived_seed(saved["engine"]["seed"], position["iteration"], processes.rank) % 2**32)
+            random = random_state()
+    return dict(saved) | {"engine": position, "data": data, "updates": updates, "random": random}
 
 
 _MAKING_GRADIENTS = (

@@ -22,6 +22,7 @@ from .events import Events
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .processes import Processes
 
 __all__ = ["Update", "UpdateState", "needs_closure"]
 
@@ -172,10 +173,12 @@ class UpdateState:
         hidden: what the forward carries from one time chunk of a batch to the next; None in front of the first.
         more: whether this iteration has further would-be steps of this update, such as further time chunks.
         regular: whether each batch is one would-be step; whoever changes that says so here.
+        completes: with several processes, whether this would-be step completes its window, which is known before its forward:
+            the gradients of others need not be reduced.
     """
 
     __slots__ = (
-        "_parameters", "_parameters_of", "again", "backward_loss", "evaluation", "extra_weight", "filled", "forward",
+        "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight", "filled", "forward",
         "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output", "raw_loss",
         "regular", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
     )  # fmt: skip
@@ -192,6 +195,7 @@ class UpdateState:
         self.kept: list[Kept] | None = None  # what the window was computed from, if it may have to be computed again
         self.again: Callable[[], Tensor] = _not_again
         self.regular = True
+        self.completes = True
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
         self.restart()
@@ -282,6 +286,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     """
     state, signals, regions = engine.state, engine.update_signals, engine.regions
     one_update = len(engine.updates) == 1
+    several = engine.processes.several
 
     def run_update(update: UpdateState, iteration: int) -> None:
         """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
@@ -294,6 +299,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
             if listened and signals.started.due <= iteration:
                 signals.started.emit(engine, iteration)
             window_complete = update.window == 1 or update.fill(engine)
+            if several:
+                update.completes = window_complete
             if update.skipped is not None:
                 update.output = update.raw_loss = None
             elif engine.replaced_gradients is None:
@@ -307,7 +314,9 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                 elif update.kept is not None:
                     _keep(update, state.batch)
                 if window_complete:
-                    if update.held == 0:
+                    if several:
+                        _average_together(engine, update)
+                    elif update.held == 0:
                         update.skip("the window holds no gradient")
                     elif update.held != 1 or update.extra_weight is not ZERO:
                         _average(update)
@@ -315,6 +324,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                         signals.gradients_ready.emit(engine, iteration)
                     if listened and signals.step_started.due <= iteration:
                         signals.step_started.emit(engine, iteration)
+                    if several and engine.processes.any(update.skipped is not None):
+                        _skip_together(engine, update)
                     update.undecided = False
                     if update.skipped is None:
                         if engine.replaced_step is None and update.kept is None:
@@ -396,8 +407,10 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         losses = []
         with signals.without_recording():
             listened = signals.due <= iteration
-            for batch, _, weight in window:
+            for place, (batch, _, weight) in enumerate(window, 1):
                 state.batch = batch
+                if several:
+                    update.completes = place == len(window)
                 compute = partial(compute_gradients, update, iteration, listened)
                 if engine.replaced_gradients is None:
                     compute()
@@ -405,17 +418,19 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     engine.replaced_gradients(engine, update, compute)
                 if update.raw_loss is not None:
                     losses.append((batch, update.backward_loss.detach(), weight))
-            if not losses:
+            if not losses and not several:
                 raise RuntimeError(
                     f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, though it gave one in the "
                     "first; forward and loss have to do the same each time that a step computes its gradients"
                 )
-            if update.held != 1 or update.extra_weight is not ZERO:
+            if several:
+                _average_together(engine, update)
+            elif update.held != 1 or update.extra_weight is not ZERO:
                 _average(update)
             if listened and signals.gradients_ready.due <= iteration:
                 signals.gradients_ready.emit(engine, iteration)
         state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden = seen
-        return _mean_loss(losses)
+        return _mean_loss(losses, engine.processes)
 
     return run_update
 
@@ -427,7 +442,7 @@ def _special_step(engine: Engine, update: UpdateState, compute_again: Callable[[
     update.again = compute_again
     if needs_closure(update.optimizer):
         assert update.kept is not None
-        losses = [_mean_loss(update.kept)]
+        losses = [_mean_loss(update.kept, engine.processes)]
 
         def closure() -> Tensor:
             # The first evaluation is the one that was made to see whether there is to be a step.
@@ -444,13 +459,42 @@ def _special_step(engine: Engine, update: UpdateState, compute_again: Callable[[
         update.evaluation = 0
 
 
+def _average_together(engine: Engine, update: UpdateState) -> None:
+    """Let the window be that of all processes: its gradients reduced, and divided by what all hold; skipped if one skips it."""
+    processes = engine.processes
+    if engine.replaced_reduction is not None:
+        engine.replaced_reduction(engine, update)
+    own = float(update.held + update.extra_weight)
+    held, weight, skipped = processes.sum(update.held, own, update.skipped is not None)
+    if skipped:
+        _skip_together(engine, update)
+    elif held == 0:
+        update.skip("the window holds no gradient")
+    elif weight == 0:
+        update.skip("the weights of the window add up to zero")
+    elif weight != processes.size:  # reduced gradients are a mean over the processes, and so is this
+        _divide(update, weight / processes.size)
+
+
+def _skip_together(engine: Engine, update: UpdateState) -> None:
+    reasons = engine.processes.gather(update.skipped)
+    rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+    update.skip(f"{reasons[rank]} (rank {rank})")  # where there is a reason already, it stays
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether this optimizer evaluates the loss inside its step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _mean_loss(window: list[Kept]) -> Tensor:
+def _mean_loss(window: list[Kept], processes: Processes) -> Tensor:
+    """The mean loss of a window; of several processes, that of all, since a search along a line has to go alike."""
+    if processes.several:
+        losses, weights = processes.sum(
+            sum(float(loss * weight) for _, loss, weight in window), sum(float(weight) for *_, weight in window)
+        )
+        return torch.tensor(losses / weights)
     if len(window) == 1:
         return window[0][1]
     total = sum((weight for _, _, weight in window), start=ZERO)
@@ -483,6 +527,10 @@ def _average(update: UpdateState) -> None:
     elif total == 0:
         update.skip("the weights of the window add up to zero")
         return
+    _divide(update, total)
+
+
+def _divide(update: UpdateState, total: Any) -> None:
     torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
 
 

@@ -12,6 +12,7 @@ from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
 from .device_transfer import DeviceTransfer
+from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
 from .ema import EMA
 from .fast_dev_run import FastDevRun
@@ -56,6 +57,7 @@ __all__ = [
     "CutMix",
     "Cutout",
     "DeviceTransfer",
+    "DistributedDataParallel",
     "EarlyStopping",
     "FastDevRun",
     "Freezing",

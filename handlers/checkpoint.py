@@ -79,6 +79,9 @@ class Checkpoint(Handler):
     name, synced, and renamed into place before an old one goes, so that a crash at any moment leaves the old ones
     whole; `load` verifies it, and of a folder takes the newest good one.
 
+    Of several processes, rank 0 writes, what differs between them included, and the others go on once it is written. An error of its
+    writing is one of all.
+
     No run overwrites or removes what another wrote: a name that is taken gets a suffix ``-2``. A resumed run counts as the one
     that it goes on from, and never removes the one that it was resumed from.
 
@@ -244,16 +247,21 @@ class Checkpoint(Handler):
         # What an error kept from being written is not written under its old name.
         self._due = self._write = self._held = None
         self._decided = list(self._written)
-        make_folders(self.folder, self.files)
-        open_folder(self, self.folder)
-        clean(self.folder, self.files)
+        if engine.processes.first:
+            make_folders(self.folder, self.files)
+            open_folder(self, self.folder)
+            clean(self.folder, self.files)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
     def adopt(self, engine: Engine) -> None:
         """Learn from the state that was loaded which of the folder's checkpoints are this run's, and compare the machines."""
         self._ownership = None
-        self._own(engine)
-        if engine.origin is not None and (changed := differences(engine.origin["manifest"], engine.device)):
+        if engine.processes.first:
+            self._own(engine)
+        self._names, self._superseded = engine.processes.broadcast((self._names, self._superseded))
+        if engine.origin is not None and (
+            changed := differences(engine.origin["manifest"], engine.device, engine.processes.size)
+        ):
             warnings.warn(
                 f"the run goes on from {engine.origin['path']!r}, but not as it was ({', '.join(changed)}): it may not be "
                 "bit-exact",
@@ -341,7 +349,7 @@ class Checkpoint(Handler):
     @on("polling", phase=Phase.PERSIST, rank=HARVEST)
     def poll(self, engine: Engine) -> None:
         """Tell what the thread has written. If another is to be written, wait for it: there is one at a time."""
-        if self._write is not None and (self._due is not None or not self._write.going_on):
+        if self._write is not None and (self._due is not None or not engine.processes.broadcast(self._write.going_on)):
             self._harvest(engine)
 
     @on("saving", phase=Phase.PERSIST)
@@ -359,10 +367,13 @@ class Checkpoint(Handler):
             self._decided = list(self._written)
             raise
         self._write = write
-        if self.asynchronous:
+        if not engine.processes.first:
+            pass  # what rank 0 writes is this one's, too
+        elif self.asynchronous:
             write.start()
         else:
             write.run()
+        if not self.asynchronous:
             self._harvest(engine)
 
     @on("waiting", phase=Phase.PREPARE)
@@ -381,10 +392,12 @@ class Checkpoint(Handler):
     def save_held(self, engine: Engine) -> None:
         """Write the state that was held before the error."""
         held, self._held = self._held, None
+        if not engine.processes.first:
+            return  # the others cannot be asked any more
         if self._write is not None:
-            self._harvest(engine)
+            self._harvest(engine, alone=True)
         if held is not None:  # otherwise no iteration was completed
-            self._save_besides(engine, held, "exception")
+            self._save_besides(engine, held, "exception", alone=True)
 
     @on("preempting", phase=Phase.PERSIST)
     def save_preempted(self, engine: Engine) -> None:
@@ -393,8 +406,8 @@ class Checkpoint(Handler):
             self._harvest(engine)
         self._save_besides(engine, engine.snapshot(), "preempted")
 
-    def _save_besides(self, engine: Engine, state: Mapping[str, Any], why: str) -> None:
-        """Write a state that is not counted among those that are kept."""
+    def _save_besides(self, engine: Engine, state: Mapping[str, Any], why: str, *, alone: bool = False) -> None:
+        """Write a state that is not counted among those that are kept; ``alone`` without telling the other processes."""
         position, first = state["engine"], engine.updates[0].name
         base = self.filename.fill(
             self.name,
@@ -404,11 +417,14 @@ class Checkpoint(Handler):
             position["metrics"]["values"],
         )
         self._write = self._prepare(engine, Entry(f"{base}-{why}", None, position["iteration"]), state, None)
-        self._write.run()
-        self._harvest(engine)
+        if engine.processes.first:
+            self._write.run()
+        self._harvest(engine, alone=alone)
 
     def _prepare(self, engine: Engine, entry: Entry, state: Mapping[str, Any], decided: list[Entry] | None) -> _Write:
-        ownership = self._own(engine)
+        ownership = (
+            self._own(engine) if engine.processes.first else Ownership(self.name, engine.run_id, frozenset(), None)
+        )
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         steps = {update.name: update.steps for update in engine.updates}
         if not self.weights_only:
@@ -425,7 +441,7 @@ class Checkpoint(Handler):
             "monitor": None if self.monitor is None else self.monitor.metric,
             "value": value,
             "hyperparameters": self._hyperparameters,
-            "environment": environment(engine.device),
+            "environment": environment(engine.device, engine.processes.size),
         }
         gone: list[str] = []
         if decided is not None:
@@ -434,12 +450,14 @@ class Checkpoint(Handler):
         taken = frozenset(name for iteration, name in self._names.items() if iteration != entry.iteration)
         return _Write(self.folder, self.files, entry, state, about, ownership, decided, gone, taken)
 
-    def _harvest(self, engine: Engine) -> None:
-        """Take over what was written, once it is."""
+    def _harvest(self, engine: Engine, *, alone: bool = False) -> None:
+        """Take over what was written, once it is; of several processes, what rank 0 has written."""
         write = self._write
         assert write is not None
         write.join()
         self._write = None
+        if engine.processes.several and not alone:
+            write.take_over(engine.processes.broadcast(write.outcome()))
         if write.name is None:
             self._due = None
             self._decided = list(self._written)
@@ -455,7 +473,7 @@ class Checkpoint(Handler):
         if write.name is None:
             return  # interrupted before it had begun
         engine.tell_saved()
-        for problem in write.problems:
+        for problem in write.problems if engine.processes.first else ():
             warnings.warn(
                 f"{self.name!r}: what the checkpoint {write.name!r} supersedes could not be removed: {problem}",
                 RuntimeWarning,
@@ -506,6 +524,18 @@ class _Write:
     def join(self) -> None:
         if self.thread is not None:
             self.thread.join()
+
+    def outcome(self) -> tuple[Any, ...]:
+        """What other processes have to know of it."""
+        problems = [str(problem) for problem in self.problems]
+        return self.tried, self.name, self.left, problems, self.error and f"{type(self.error).__name__}: {self.error}"
+
+    def take_over(self, outcome: tuple[Any, ...]) -> None:
+        """Be what rank 0 has written; it keeps its own error."""
+        self.tried, self.name, self.left, problems, error = outcome
+        self.problems = [OSError(problem) for problem in problems]
+        if error is not None and self.error is None:
+            self.error = RuntimeError(f"rank 0 could not write the checkpoint {self.entry.base!r}: {error}")
 
     def run(self) -> None:
         try:

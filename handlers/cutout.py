@@ -76,7 +76,8 @@ class Cutout(Handler):
                 f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}, that is {max(len(sizes), 0)} spatial "
                 f"dimensions after (N, C), which does not go with length={self.length!r}"
             )
-        generator = self.generator(engine)
+        # Each process cuts elsewhere; that of rank 0 where one alone would.
+        generator = self.generator(engine, of_rank=engine.processes.rank or None)
         covered: Tensor | None = None
         for size, length in zip(sizes, lengths, strict=True):
             centres = torch.randint(size, (self.holes, len(inputs)), generator=generator).to(inputs.device)

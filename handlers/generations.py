@@ -200,9 +200,10 @@ def serialize(state: Mapping[str, Any]) -> memoryview:
     return content.getbuffer()
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, processes: int) -> dict[str, Any]:
     """On what the bits of a run depend besides its state."""
     return {
+        "processes": processes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -607,9 +608,10 @@ def _compare_names(label: str, manifest: Mapping[str, Any], where: str) -> None:
         )
 
 
-def differences(manifest: Mapping[str, Any], device: torch.device) -> list[str]:
+def differences(manifest: Mapping[str, Any], device: torch.device, processes: int) -> list[str]:
     """In what this process and the device differ from those that wrote a generation."""
-    then, now = manifest["environment"], environment(device)
+    then, now = manifest["environment"], environment(device, processes)
+    then = {"processes": 1} | then
     return [f"{key}: {then.get(key)} then, {value} now" for key, value in now.items() if then.get(key) != value]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -93,6 +93,13 @@ class Average:
             self._weight += weight
         self._values, self._weights = [], []
 
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what several processes have added up, each as its `state_dict` tells it."""
+        self.reset()
+        for state in states:
+            self._sum += state["sum"]
+            self._weight += state["weight"]
+
     def state_dict(self) -> dict[str, Any]:
         self._fold()
         return {"sum": self._sum, "weight": self._weight}
@@ -155,6 +162,12 @@ class Accuracy:
         if self._correct:
             self._hits += int(torch.stack(self._correct).sum())
             self._correct = []
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what several processes have counted, each as its `state_dict` tells it."""
+        self.reset()
+        self._hits = sum(state["hits"] for state in states)
+        self._count = sum(state["count"] for state in states)
 
     def state_dict(self) -> dict[str, Any]:
         self._fold()
@@ -241,6 +254,17 @@ class Metrics(Handler):
                 f"{update.name!r} has no loss"
             )
 
+    @on(Events.STARTED, phase=Phase.PREPARE)
+    def check_together(self, engine: Engine) -> None:
+        """Refuse what would be that of one process alone."""
+        for key, metric in self.metrics.items() if engine.processes.several else ():
+            if not _torchmetrics(metric) and not hasattr(metric, "merge"):
+                raise ValueError(
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) does not say how it is put together from "
+                    f"{engine.processes.size} processes: give it merge(states), which takes over a list of what state_dict() gave in "
+                    "each; torchmetrics' metrics do it by themselves"
+                )
+
     def detached(self, engine: Engine) -> None:
         for key in self.metrics:
             engine.state.metrics.running.pop(key, None)
@@ -281,6 +305,8 @@ class Metrics(Handler):
     def publish(self, engine: Engine) -> None:
         """Put the epoch's values where monitors and loggers find them."""
         for key, metric in self.metrics.items():
+            if engine.processes.several and hasattr(metric, "merge"):
+                metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection
                 for part, one in value.items():

@@ -102,6 +102,7 @@ class MicroBatching(Handler):
         self.samples = samples or _samples
         self.update = update
         self.reduced: int | None = None
+        self._ran_out = False  # here, and not in another process
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
@@ -115,18 +116,19 @@ class MicroBatching(Handler):
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         """The gradients of ``state.batch`` in pieces, again in smaller ones if the memory runs out."""
-        batch = engine.state.batch
-        if batch is None or self.update not in (None, update.name):
+        batch, processes = engine.state.batch, engine.processes
+        if self.update not in (None, update.name) or (batch is None and not (processes.several and self.halve_on_oom)):
             compute()
             return
-        samples = self.samples(batch)
+        samples = 0 if batch is None else self.samples(batch)
         failed: int | None = None  # the largest piece of the last attempt
         while True:
-            batches, sizes = self._cut(batch, samples)
-            largest = max(sizes)
+            batches, sizes = ([], []) if batch is None else self._cut(batch, samples)
+            largest = max(sizes, default=0)
             seen: list[_Piece] = []
             work = partial(self._compute, engine, update, compute, batches, sizes, seen)
-            if not self.halve_on_oom or largest <= 1 or (failed is not None and largest >= failed):
+            smallest = largest <= 1 or (failed is not None and largest >= failed)
+            if not self.halve_on_oom or (smallest and not processes.several):
                 try:
                     work()
                 except torch.OutOfMemoryError as error:
@@ -141,8 +143,21 @@ class MicroBatching(Handler):
                 self._tell(engine, update, seen, late)
                 break
             failed = largest
+            if processes.several:
+                self._reduce_alike(engine, smallest=smallest and largest > 0)
         engine.state.batch = batch
-        _conclude(update, seen)
+        if batch is not None:
+            _conclude(update, seen)
+
+    def _reduce_alike(self, engine: Engine, *, smallest: bool) -> None:
+        """Take over the size of the process whose memory ran out; give up if one of them cannot go on."""
+        reduced, at_the_end = zip(*engine.processes.gather((self.reduced, smallest and self._ran_out)), strict=True)
+        self.reduced = min(size for size in reduced if size is not None)
+        if any(at_the_end):
+            raise torch.OutOfMemoryError(
+                f"{self.name!r}: the memory ran out for a single sample on rank {at_the_end.index(True)}: no piece can be smaller; use a "
+                "smaller model, or samples of a smaller size"
+            )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
         """The pieces of a batch, and how many samples each has."""
@@ -171,10 +186,13 @@ class MicroBatching(Handler):
         batches: Sequence[Any], sizes: list[int], seen: list[_Piece],
     ) -> None:  # fmt: skip
         """Compute one piece after the other, note in ``seen`` what each gave, and let all of them count as one batch."""
+        completes = update.completes
         held, extra_weight = update.held, update.extra_weight
         total, several = sum(sizes), len(sizes) > 1
         try:
-            for batch, size in zip(batches, sizes, strict=True):
+            for place, (batch, size) in enumerate(zip(batches, sizes, strict=True), 1):
+                # Processes reduce with the last piece; where one may have to be tried again, once all of them are through.
+                update.completes = completes and place == len(batches) and not self.halve_on_oom
                 share = size / total if several else 1
                 engine.state.batch = batch
                 # What the window and earlier pieces gave counts as held, so that whoever watches sees no window begin anew.
@@ -201,7 +219,7 @@ class MicroBatching(Handler):
                 if update.skipped is not None:
                     break
         finally:
-            update.weight = 1
+            update.weight, update.completes = 1, completes
         gave_all = [piece for piece in seen if piece.gave]
         if not gave_all:
             update.held, update.extra_weight = held, extra_weight
@@ -213,10 +231,12 @@ class MicroBatching(Handler):
             update.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
 
     def _reduce_if_it_fails(self, work: Callable[[], None], largest: int) -> None:
+        self._ran_out = False
         try:
             work()
         except torch.OutOfMemoryError:
-            self.reduced = largest // 2  # before UPDATE_RETRIED is told
+            self._ran_out = True
+            self.reduced = max(1, largest // 2)  # before UPDATE_RETRIED is told
             raise
 
     def _way_out(self, largest: int) -> str:

@@ -91,7 +91,8 @@ class SampleMixing(Handler):
         inputs, targets = tensor_at(self, batch, "input"), tensor_at(self, batch, "target")
         if inputs.shape[:1] != targets.shape[:1]:
             raise ValueError(f"{self.name!r}: inputs of shape {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
-        generator = self.generator(engine)
+        # Each process mixes otherwise; that of rank 0 as one alone would.
+        generator = self.generator(engine, of_rank=engine.processes.rank or None)
         gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
         partner = torch.randperm(len(inputs), generator=generator).to(inputs.device)
         mixed, self.lam = self.mixed(inputs, partner, gammas, generator)

@@ -100,11 +100,13 @@ class NonFiniteGuard(Handler):
         suspects = [loss for _, loss in losses]
         if update.skipped is None and self.check != "loss":
             suspects += norms(gradients_of(update), math.inf)  # NaN or infinite if any element is, and no sum
-        if _all_finite(suspects):
+        finite = _all_finite(suspects)
+        if not engine.processes.any(not finite):  # gradients are the same in all processes, losses are not
             if update.skipped is None:
                 self._recover(engine, update)
             return
-        reason = self._reason(engine, update, losses)
+        reasons = engine.processes.gather("" if finite else self._reason(engine, update, losses))
+        reason = next(filter(None, reasons))
         self.skipped[update.name] = self.skipped.get(update.name, 0) + 1
         in_a_row = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
         update.skip(reason)

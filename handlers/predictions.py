@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ class Predictions(Handler):
         self.files = []
         if self.folder is not None:
             open_folder(self, self.folder)
-            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt"):
+            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.first else ():
                 file.unlink()
+            engine.processes.barrier()
 
     @on(Events.FORWARD_COMPLETED, phase=Phase.RECORD)
     def collect(self, engine: Engine) -> None:
@@ -106,7 +108,9 @@ class Predictions(Handler):
             for part, value in found.items():
                 self._collected[part].append(value)
             return
-        path = self.folder / f"{self.name}-{len(self.files) + 1:08d}.pt"
+        # Numbered as the batches are in the data, which are dealt in turn.
+        number = len(self.files) * engine.processes.size + engine.processes.rank + 1
+        path = self.folder / f"{self.name}-{number:08d}.pt"
         aside = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
             torch.save(found, aside)
@@ -115,6 +119,16 @@ class Predictions(Handler):
             aside.unlink(missing_ok=True)
             raise
         self.files.append(path)
+
+    @on(Events.COMPLETED, phase=Phase.PREPARE)
+    def put_together(self, engine: Engine) -> None:
+        """Give every process what all have collected, in the order of the data."""
+        if not engine.processes.several:
+            return
+        for part, own in self._collected.items():
+            turns = zip_longest(*engine.processes.gather(own), fillvalue=_NO_BATCH)
+            self._collected[part] = [value for turn in turns for value in turn if value is not _NO_BATCH]
+        self.files = sorted(path for files in engine.processes.gather(self.files) for path in files)
 
     @property
     def outputs(self) -> Any:
@@ -146,6 +160,9 @@ class Predictions(Handler):
         if len(shapes) != 1 or not all(isinstance(value, Tensor) for value in values):
             return values
         return torch.stack(values) if None in shapes else torch.cat(values)
+
+
+_NO_BATCH = object()
 
 
 def _on_cpu(value: Any) -> Any:

@@ -125,10 +125,18 @@ class Preemption(Handler):
             signal.signal(came, signal.SIG_DFL)
             signal.raise_signal(came)
 
+    @on(Events.PREEMPTED, phase=Phase.PREPARE)
+    def tell_all(self, engine: Engine) -> None:
+        """Of several processes, the signal may have come to one of them: all leave alike."""
+        came = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
+        self.preempted = self.preempted or next(iter(came), None)
+
     @on(Events.TERMINATED, phase=Phase.RECORD)
     def tell(self, engine: Engine) -> None:
         """Say so if nothing was saved."""
-        if self.preempted is not None and not engine.signal(Events.PREEMPTED).connections:
+        if self.preempted is not None and all(
+            one.owner == self.name for one in engine.signal(Events.PREEMPTED).connections
+        ):
             warnings.warn(
                 f"{self.name!r}: the run was stopped by {self.preempted}, and nothing saved it: attach a Checkpoint that holds "
                 "the whole state, or connect a function to Events.PREEMPTED",

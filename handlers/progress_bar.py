@@ -34,6 +34,8 @@ class ProgressBar(Handler):
         ['accuracy']
     """
 
+    rank_zero_only = True
+
     def __init__(
         self,
         metrics: Sequence[str] | None = None,

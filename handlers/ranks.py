@@ -34,6 +34,10 @@ GUARD = 10
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
+SAME_BUFFERS = -20
+"""OPTIMIZER_STEP_COMPLETED and EVALUATION_STARTED / PREPARE: the buffers of all processes are made alike before averages take
+them."""
+
 KEEP_BEST = -10
 """PERSIST of the completed events: the best weights are kept before a checkpoint holds them, as a part of its stopper's state."""
 

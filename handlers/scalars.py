@@ -31,6 +31,7 @@ class ScalarLogger(Handler):
     """
 
     writes = True
+    rank_zero_only = True
 
     def __init__(self, *, every: str | Interval, name: str | None) -> None:
         super().__init__(name=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from signalfire import Engine, Events, Handler, Phase, on, seed_everything
+from signalfire import Engine, Events, Handler, Phase, derived_seed, on, seed_everything
 
 from .ranks import SEED
 
@@ -34,6 +34,7 @@ class Seeding(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED)
     def plant(self, engine: Engine) -> None:
-        """Seed, unless the run continues."""
+        """Seed, unless the run continues; each process differently, so that they do not all drop out the same."""
         if engine.state.iteration == 0:
-            seed_everything((engine.seed if self.seed is None else self.seed) % 2**32)
+            seed, rank = engine.seed if self.seed is None else self.seed, engine.processes.rank
+            seed_everything((seed if rank == 0 else derived_seed(seed, "rank", rank)) % 2**32)

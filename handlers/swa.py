@@ -216,6 +216,11 @@ class SWA(AveragedWeights):
                 norm.momentum = momentum
             for module, mode in modes:
                 module.training = mode
+        if engine.processes.several:  # what each of them has seen may be in another order
+            buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+            for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):
+                for key, buffer in own.items():
+                    buffer.copy_(first[key])
         if norms and not seen:
             raise ValueError(f"{self.name!r}: bn_data gave no batch; it has to be iterable again each time")
 

@@ -138,16 +138,23 @@ class TruncatedBPTT(Handler):
         self._forget()
         state = engine.state
         planned = [update for update in state.plan if self.update in (None, update.name)]
-        if state.batch is None or not planned:
+        if (state.batch is None and not engine.processes.several) or not planned:
             return
         for update in planned:
             self._refuse_again(update)
         self._whole = state.batch
-        if self.split is None:
+        if state.batch is None:
+            self._chunks, self._lengths, self._weights = [], [], []
+        elif self.split is None:
             self._split(state.batch)
         else:
             self._chunks = self._split_by_user(state.batch, self.split)
         count = len(self._chunks)
+        if (
+            engine.processes.several
+        ):  # all make the same steps: a process with a shorter batch learns nothing in the last ones
+            count = max(1, *engine.processes.gather(count))
+            self._chunks = [*self._chunks, *[None] * (count - len(self._chunks))]
         state.plan = [
             update
             for update in state.plan
@@ -204,7 +211,7 @@ class TruncatedBPTT(Handler):
             self._skipped = update.skipped
         else:
             update.skipped = self._skipped  # a step that was skipped was that of an earlier chunk
-            running = self._running[self._turn] if self._running else None
+            running = self._running[self._turn] if self._turn < len(self._running) else None
             update.hidden = _detached(update.hidden, running)
         self._left[update.name] -= 1
         update.more = self._left[update.name] > 0
@@ -219,7 +226,7 @@ class TruncatedBPTT(Handler):
         if update.loss is not None:
             self._losses.append((update.loss, self._weights[self._turn]))
         output, dim = update.output, self.dim
-        if self._outputs is not None:
+        if self._outputs is not None and self._chunks[self._turn] is not None:
             joins = self._lengths is not None and isinstance(output, Tensor) and output.dim() > dim
             if joins and output.size(dim) == self._lengths[self._turn]:  # type: ignore[index]
                 self._outputs.append(output.detach())

@@ -1,0 +1,84 @@
+"""The states of several processes as one: that of rank 0 and, for every other rank, what differs in its own.
+
+Processes that train together hold most of their state alike, and some of it, such as random states and the gradients of an
+open window, each for itself. Nothing is taken to be alike: every tensor is compared, by its sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .processes import Processes
+
+__all__ = ["for_rank", "of_all"]
+
+# What a part that differs is told by: nothing if it is the same, else a pair, of a list since that loads safely.
+IS, WITHIN = "is", "within"
+
+
+def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """One state for all processes, on rank 0; on the others, their own. Each of the processes has to call it with its own."""
+    if not processes.several:
+        return own
+    digests = processes.broadcast(_digest(own) if processes.first else None)
+    differing = processes.collect(None if processes.first else _difference(own, digests))
+    ranks = {str(rank): part for rank, part in enumerate(differing) if rank}
+    return own | {"processes": processes.size, "rank": processes.rank, "ranks": ranks}
+
+
+def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """The state of one of the processes; ``state["rank"]`` says whose it is if that of this one was not saved."""
+    difference = state.get("ranks", {}).get(str(rank))
+    own: dict[str, Any] = _merged({key: state[key] for key in state if key not in ("rank", "ranks")}, difference)
+    return own | {"rank": rank if str(rank) in state.get("ranks", {}) else state.get("rank", 0)}
+
+
+def _digest(value: Any) -> Any:
+    """A tree like the state, with a sha256 in place of every leaf."""
+    if isinstance(value, Mapping):
+        return {key: _digest(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_digest(item) for item in value] if _has_tensors(value) else _sha256(repr(value).encode())
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        content = _sha256(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        return _sha256(f"{plain.dtype} {tuple(plain.shape)}".encode() + content)
+    return _sha256(f"{type(value).__name__} {value!r}".encode())
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _has_tensors(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tensor | Mapping) or (isinstance(value, list | tuple) and _has_tensors(value))
+               for value in values)  # fmt: skip
+
+
+def _difference(own: Any, digest: Any) -> Any:
+    """What differs in a state from the one of this digest; None if nothing does."""
+    if isinstance(own, Mapping) and isinstance(digest, dict) and own.keys() == digest.keys():
+        pairs = [(key, item, digest[key]) for key, item in own.items()]
+    elif isinstance(own, list | tuple) and isinstance(digest, list) and len(own) == len(digest):
+        pairs = [(place, item, digest[place]) for place, item in enumerate(own)]
+    else:
+        return None if _digest(own) == digest else [IS, own]
+    parts = {key: part for key, item, other in pairs if (part := _difference(item, other)) is not None}
+    return [WITHIN, parts] if parts else None
+
+
+def _merged(base: Any, difference: Any) -> Any:
+    if difference is None:
+        return base
+    kind, parts = difference
+    if kind == IS:
+        return parts
+    if isinstance(base, Mapping):
+        return {key: _merged(item, parts.get(key)) for key, item in base.items()}
+    merged = [_merged(item, parts.get(place)) for place, item in enumerate(base)]
+    return tuple(merged) if isinstance(base, tuple) else merged

@@ -1,0 +1,89 @@
+"""Real processes for tests: forked from this one, so that nothing is imported again, and joined as torchrun joins them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Failed", "run_together"]
+
+
+class Failed(AssertionError):
+    """One or several of the processes failed; `errors` has what each told, by rank."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        super().__init__("\n".join(f"---- rank {rank}\n{error}" for rank, error in sorted(errors.items())))
+        self.errors = errors
+
+
+def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(*args)`` in so many processes, and return what each gave, by rank.
+
+    Raises:
+        Failed: if one of them raised, was killed, or did not end in time.
+    """
+    context = multiprocessing.get_context("fork")
+    # The launcher hosts the store, as torchrun does.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_work, args=(function, args, rank, size, store.port, Path(folder)))
+            for rank in range(size)
+        ]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            if process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        results, errors = [], {}
+        for rank, process in enumerate(processes):
+            path = Path(folder) / str(rank)
+            kind, value = (
+                pickle.loads(path.read_bytes()) if path.exists() else ("error", f"exit code {process.exitcode}")
+            )
+            if rank in late:
+                kind, value = "error", f"did not end within {timeout} seconds"
+            if kind == "error":
+                errors[rank] = value
+            results.append(value)
+        if errors:
+            raise Failed(errors)
+        return results
+
+
+def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, port: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        told = ("result", function(*args))
+    except BaseException:
+        told = ("error", traceback.format_exc())
+    (folder / f"{rank}.new").write_bytes(pickle.dumps(told))
+    (folder / f"{rank}.new").rename(folder / str(rank))
+    if told[0] == "result" and dist.is_initialized():
+        with suppress(RuntimeError):  # another one has failed, and says so itself
+            dist.barrier()
+    sys.stdout.flush()
+    os._exit(0 if told[0] == "result" else 1)
