@@ -18,7 +18,7 @@ from .host import Attachment
 from .interval import Interval, check_every, unfiltered
 from .loading import generators_of
 from .monitor import Monitor
-from .processes import ALONE, Processes, together
+from .processes import ALONE, Processes, lost_another, together
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .state import MetricStore, State, as_number
 from .update import Update, UpdateState, needs_closure
@@ -59,6 +59,7 @@ __all__ = [
     "check_number",
     "derived_seed",
     "generators_of",
+    "lost_another",
     "map_leaves",
     "needs_closure",
     "on",

@@ -92,6 +92,7 @@ class Engine(HandlerHost):
         "_position",
         "_preemption",
         "_seed_given",
+        "_setting_up",
         "_shares",
         "_snapshot",
         "_source",
@@ -175,6 +176,7 @@ class Engine(HandlerHost):
         self._shares = "auto"  # how data comes to several processes; see `join`
         self._agreed_stops: dict[str, str] = {}
         self._agreed_time = 0.0
+        self._setting_up = False  # the events of a run have begun, and a state can still be loaded
         self._stopped_bounds: list[int | None] | None = None
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ class Engine(HandlerHost):
             try:
                 problems = self._clean_up(error, modes)
             finally:
-                self.running = self._attention = self._stop_now = False
+                self.running = self._attention = self._stop_now = self._setting_up = False
             note_problems(problems, error)
             del error, problems
         return self.state
@@ -365,7 +367,9 @@ class Engine(HandlerHost):
         for root in self.modules.values():
             root.train(self.training)
         self._rewind()
+        self._setting_up = True
         self._emit(Events.MODEL_SETUP)
+        self._setting_up = False
         self._emit(Events.OPTIMIZER_SETUP)
         build_optimizers(self)
         check_modules(self)
@@ -378,6 +382,7 @@ class Engine(HandlerHost):
             self._position = put_back(self, self._loaded, allowed=self._allowed)
             if (origin := self._loaded.get("origin")) is not None:
                 self._begin_lineage(origin)
+                self.run_id = self.processes.broadcast(self.run_id)
             self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
             source.load(max(self.state.epoch - 1, 0))
             self.state.epoch_length = source.epoch_length
@@ -1018,7 +1023,7 @@ class Engine(HandlerHost):
         self._emit(Events.WEIGHTS_LOADED)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Continue from a saved state at the next `run`, once the receivers of STARTED have run.
+        """Continue from a saved state at the next `run`, once the receivers of STARTED have run; at MODEL_SETUP, in this one.
 
         Args:
             state: what `state_dict` returned, perhaps saved and loaded in between.
@@ -1028,8 +1033,8 @@ class Engine(HandlerHost):
             ValueError: for what is not such a state. What does not fit this engine is an error at the next run, before
                 anything is changed.
         """
-        if self.running:
-            raise RuntimeError("load_state_dict(): not inside a run; load before run()")
+        if self.running and not self._setting_up:
+            raise RuntimeError("load_state_dict(): not inside a run; load before run(), or at MODEL_SETUP")
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise ValueError(
                 "load_state_dict(): this is not the state of a Signalfire engine, which Engine.state_dict() gives"
@@ -1039,6 +1044,11 @@ class Engine(HandlerHost):
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
         self._held_states.clear()
+
+    @property
+    def has_loaded_state(self) -> bool:
+        """Whether a state was loaded that is to be put in place at the next run."""
+        return self._loaded is not None
 
     def _begin_lineage(self, origin: Mapping[str, Any] | None) -> None:
         self.run_id: str = secrets.token_hex(8)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .batches import map_leaves, tensors_in
 
-__all__ = ["ALONE", "Processes", "Together", "together"]
+__all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
 
 
 class Processes:
@@ -160,6 +160,11 @@ class Together(Processes):
         # Tensors on a device go through the main group, whose backend is that of the device.
         dist.all_gather(parts, padded, group=self.group if own.device.type == "cpu" else None)
         return torch.cat([part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)])
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an error only says that another process did not do its part of what all do together."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 _joined: list[Together] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -28,6 +29,7 @@ from signalfire import (
     check_bool,
     check_every,
     check_int,
+    lost_another,
     on,
     unfiltered,
 )
@@ -56,6 +58,7 @@ from .ranks import DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
 
+TRIES = 3
 DEFAULT_FILENAME = "{name}-epoch{epoch:04d}-iter{iteration:08d}"
 HARVEST, HOLD = -20, 10
 """PERSIST: what a thread has written is told before anything else is written, and what an error is to leave is held
@@ -100,6 +103,9 @@ class Checkpoint(Handler):
         on_exception: when an error or Ctrl-C ends the run, write ``<name>-epoch....-exception``: the state after the last
             event of a completed iteration or epoch, from which the run goes on bit for bit. What was cut short is not in it.
             For this the state is copied in every iteration. It is not counted in keep.
+        resume: go on from the newest good one of this handler in the folder when a run begins, if there is one: a script that is
+            started again, as by ``torchrun --max-restarts``, goes on by itself. One after which three runs failed with an error
+            before the next was written is passed over. A state that was loaded, and a run that goes on, come first.
         asynchronous: write in a thread while training goes on; only the copy of the state blocks, and the writing before, if it
             has not ended. Nothing is told as saved before the disk has it. An error of the thread leaves the run at the
             next completed iteration, or at its end, which waits for the thread.
@@ -132,6 +138,7 @@ class Checkpoint(Handler):
         weights_only: bool = False,
         hyperparameters: Mapping[str, Any] | None = None,
         on_exception: bool = False,
+        resume: bool = False,
         asynchronous: bool = False,
         name: str | None = None,
     ) -> None:
@@ -152,6 +159,10 @@ class Checkpoint(Handler):
             raise ValueError(
                 "Checkpoint(on_exception=True, weights_only=True): weights alone are no state to go on from; leave out one"
             )
+        if check_bool(self, "resume", resume) and weights_only:
+            raise ValueError(
+                "Checkpoint(resume=True, weights_only=True): weights alone are no state to go on from; leave out one"
+            )
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
             raise TypeError(f"Checkpoint(hyperparameters={hyperparameters!r}): it has to be a mapping")
         self._hyperparameters = check_json("Checkpoint(hyperparameters)", hyperparameters)
@@ -162,6 +173,8 @@ class Checkpoint(Handler):
         self.waiting = Events.COMPLETED if asynchronous else None
         self.ending = Events.ENDED if asynchronous else None
         self.holding = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED if on_exception else None
+        self.resuming = Events.MODEL_SETUP if resume else None
+        self.noting = Events.EXCEPTION_RAISED if resume else None
         self.preempting = None if weights_only else Events.PREEMPTED
         self.failing = Events.EXCEPTION_RAISED | Events.INTERRUPTED if on_exception else None
         self._decided: list[Entry] = []  # what is kept once everything that was decided on is written
@@ -176,6 +189,7 @@ class Checkpoint(Handler):
         self._write: _Write | None = None  # what a thread is writing
         self._held: dict[str, Any] | None = None  # for an error
         self._ownership: Ownership | None = None
+        self._resumed_from: str | None = None  # until the next is written
 
     @property
     def kept(self) -> list[tuple[str, float | None]]:
@@ -238,6 +252,62 @@ class Checkpoint(Handler):
         if unknown := [name for name in overrides if name not in stored]:
             raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
         return {**stored, **overrides}
+
+    # ---- going on -------------------------------------------------------------------------------------------------
+
+    @on("resuming", phase=Phase.PREPARE)
+    def go_on(self, engine: Engine) -> None:
+        """Load the newest good checkpoint, of several processes the one that rank 0 finds."""
+        if engine.state.epoch > 0 or engine.has_loaded_state:
+            return
+        found = self._next_to_try() if engine.processes.first else None
+        if (found := engine.processes.broadcast(found)) is not None:
+            engine.load_state_dict(self.load(self.folder / found, name=self.name))
+            self._resumed_from = found
+
+    def _next_to_try(self) -> str | None:
+        """The name of the newest good one that has not failed too often."""
+        given_up = [name for name, runs in self._failures().items() if len(runs) >= TRIES]
+        where = f"Checkpoint({str(self.folder)!r}, resume=True)"
+        try:
+            path, *_ = open_generation(self.folder, name=self.name, where=where, files=self.files, without=given_up)
+        except FileNotFoundError:
+            if not given_up:
+                return None
+            raise FileNotFoundError(
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and there is no "
+                f"other; remove {self._failures_file.name!r} from the folder to try again"
+            ) from None
+        if given_up:
+            warnings.warn(
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written; this one goes on "
+                f"from {path.name}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return path.name
+
+    @on("noting", phase=Phase.PERSIST)
+    def note_failure(self, engine: Engine) -> None:
+        """Remember that an error, not that of another process, ended a run before it had got further than what it went on from."""
+        error = engine.state.exception
+        if self._resumed_from is None or error is None or lost_another(error):
+            return
+        failures = self._failures()
+        runs = failures.setdefault(self._resumed_from, [])
+        failures[self._resumed_from] = sorted({*runs, engine.run_id})
+        self._failures_file.write_text(json.dumps(failures))
+
+    @property
+    def _failures_file(self) -> Path:
+        return self.folder / f".{self.name}.failures"
+
+    def _failures(self) -> dict[str, list[str]]:
+        try:
+            failures = json.loads(self._failures_file.read_text())
+        except (FileNotFoundError, ValueError):  # cut off by a crash: it is only a count
+            return {}
+        return failures if isinstance(failures, dict) else {}
 
     # ---- deciding -------------------------------------------------------------------------------------------------
 
@@ -472,6 +542,10 @@ class Checkpoint(Handler):
             raise write.error
         if write.name is None:
             return  # interrupted before it had begun
+        if self._resumed_from is not None:
+            self._resumed_from = None  # the run has got further
+            if engine.processes.first:
+                self._failures_file.unlink(missing_ok=True)
         engine.tell_saved()
         for problem in write.problems if engine.processes.first else ():
             warnings.warn(

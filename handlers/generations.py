@@ -17,7 +17,7 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -518,7 +518,7 @@ def find(folder: Path, files: Files) -> list[tuple[str, Path]]:
 
 
 def open_generation(
-    path: str | os.PathLike[str], *, name: str | None, where: str, files: Files
+    path: str | os.PathLike[str], *, name: str | None, where: str, files: Files, without: Collection[str] = ()
 ) -> tuple[Path, dict[str, Any], dict[str, Any], list[Path]]:
     """Find and verify a generation, and read it.
 
@@ -527,6 +527,7 @@ def open_generation(
         name: of the handler whose generations are meant, in a folder with several.
         where: who asks, for errors.
         files: the operations to use.
+        without: names of generations in a folder that are not taken.
 
     Returns:
         Its path, manifest and state, and the damaged ones that were passed over.
@@ -555,11 +556,11 @@ def open_generation(
             f"{where}: this is not a whole checkpoint, which is a folder with a {STATE} and a {MANIFEST}; a file alone "
             "is read, unverified, by torch.load(path, weights_only=True)"
         )
-    return _newest(given, name=name, where=where, files=files)
+    return _newest(given, name=name, where=where, files=files, without=without)
 
 
 def _newest(
-    folder: Path, *, name: str | None, where: str, files: Files
+    folder: Path, *, name: str | None, where: str, files: Files, without: Collection[str]
 ) -> tuple[Path, dict[str, Any], dict[str, Any], list[Path]]:
     bad: list[tuple[Path, str]] = []
     damaged: list[Path] = []
@@ -574,6 +575,8 @@ def _newest(
             damaged.append(path)
 
     for label, path in find(folder, files):
+        if label in without:
+            continue
         try:
             manifest = read_manifest(path, files)
         except (Damaged, OSError) as error:

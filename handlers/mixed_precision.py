@@ -91,7 +91,11 @@ class MixedPrecision(Handler):
                         "several times in a step, which their scaling for fp16 does not allow; use MixedPrecision('bf16')"
                     )
                 if update.name not in self.scalers:
-                    self.scalers[update.name] = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
+                    scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
+                    # A scaler refuses to unscale before it has scaled something; but of several processes, one may have nothing to
+                    # learn from at first, and gets its gradients from the others.
+                    scaler.scale(torch.zeros((), device=engine.device))
+                    self.scalers[update.name] = scaler
 
     @on(Events.FORWARD_STARTED)
     def cast(self, engine: Engine) -> None:
