@@ -20,8 +20,10 @@ from .loading import generators_of
 from .monitor import Monitor
 from .processes import ALONE, Processes, lost_another, together
 from .randomness import derived_seed, seed_everything, unchanged_random_state
+from .rendezvous import note_failure
 from .state import MetricStore, State, as_number
 from .update import Update, UpdateState, needs_closure
+from .watch import Watch
 from .wiring import Wiring
 
 __version__ = "0.1.0"
@@ -50,6 +52,7 @@ __all__ = [
     "State",
     "Update",
     "UpdateState",
+    "Watch",
     "Wiring",
     "as_number",
     "check_bool",
@@ -62,6 +65,7 @@ __all__ = [
     "lost_another",
     "map_leaves",
     "needs_closure",
+    "note_failure",
     "on",
     "parts",
     "rebuilt",

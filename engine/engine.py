@@ -159,6 +159,8 @@ class Engine(HandlerHost):
         self.replaced_reduction: Callable[[Engine, UpdateState], None] | None = None
         self.replaced_step: Callable[..., None] | None = None
         self.has_data = False
+        self.run_id = ""
+        self.origin: Mapping[str, Any] | None = None
         self._begin_lineage(None)
         self._stops: dict[str, str] = {}
         self._stop_now = False  # a stop was asked for inside this iteration
@@ -1051,8 +1053,8 @@ class Engine(HandlerHost):
         return self._loaded is not None
 
     def _begin_lineage(self, origin: Mapping[str, Any] | None) -> None:
-        self.run_id: str = secrets.token_hex(8)
-        self.origin: Mapping[str, Any] | None = origin
+        self.run_id = secrets.token_hex(8)
+        self.origin = origin
 
     def reset(self) -> None:
         """Begin anew: counters and handlers as new, optimizers built by factories anew, weights kept.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from .batches import map_leaves, tensors_in
+from .rendezvous import join, launched
+from .watch import Watch
 
 __all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
 
@@ -76,6 +81,17 @@ class Processes:
         """
         return value
 
+    def watch(self, where: Callable[[], str]) -> Watch | None:
+        """Begin to tell the others what this process does, and to notice which of them is lost.
+
+        Args:
+            where: tells in a few words what this process does now; called in a thread, once a second.
+
+        Returns:
+            The watch; None alone.
+        """
+        return None
+
     def print(self, *values: object, all: bool = False, **options: Any) -> None:
         """`print` in the process of rank 0 alone, or in each of them, with its rank in front.
 
@@ -103,13 +119,14 @@ class Together(Processes):
     waits for it.
     """
 
-    def __init__(self, store: dist.Store, timeout: float) -> None:
-        self.store = store
+    def __init__(self, store: Store, timeout: float) -> None:
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        # What a process of an earlier attempt has left under the same names is never read.
+        self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
     def sum(self, *numbers: float) -> list[float]:
         reduced = torch.tensor(numbers, dtype=torch.float64)
@@ -142,6 +159,11 @@ class Together(Processes):
             return value
         return map_leaves(value, self._joined)
 
+    def watch(self, where: Callable[[], str]) -> Watch | None:
+        watch = Watch(self.store, self.rank, self.size, timeout=self.timeout, where=where)
+        watch.start()
+        return watch
+
     def _joined(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
@@ -149,7 +171,8 @@ class Together(Processes):
         shapes = self.gather(tuple(own.shape))
         if any(shape[1:] != shapes[0][1:] or not shape for shape in shapes):
             raise ValueError(
-                f"gather_samples(): tensors of shapes {shapes} cannot be joined along their first dimension; all others have to agree"
+                f"gather_samples(): tensors of shapes {shapes} cannot be joined along their first dimension; all others have "
+                "to agree"
             )
         longest = max(shape[0] for shape in shapes)
         if longest == 0:
@@ -181,8 +204,6 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
         >>> together().size
         1
     """
-    from .rendezvous import join, launched
-
     if not _joined or not dist.is_initialized():
         if not launched() and not dist.is_initialized():
             return ALONE

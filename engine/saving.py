@@ -129,13 +129,13 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if before == processes.size:
         if own["rank"] != processes.rank:
             raise ValueError(
-                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 saved, which "
-                "holds all"
+                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 saved, "
+                "which holds all"
             )
         return own
     warnings.warn(
-        f"the loaded state was saved by {before} process(es), and goes on with {processes.size}: the run does not go on as it would "
-        "have, bit for bit. Open accumulation windows are discarded, and inside an epoch some batches may be seen again",
+        f"the loaded state was saved by {before} process(es), and goes on with {processes.size}: not as it would have, bit for "
+        "bit. Open accumulation windows are discarded, and inside an epoch some batches may be seen again",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -158,7 +158,8 @@ def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str
         iteration = position["iteration"]
 
         def moved(start: int) -> int:
-            return iteration - (iteration - start) * before // processes.size
+            turns: int = (iteration - start) * before // processes.size
+            return iteration - turns
 
         position["epoch_start"] = moved(position["epoch_start"])
         if "started_at" in data:

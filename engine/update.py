@@ -175,12 +175,14 @@ class UpdateState:
         regular: whether each batch is one would-be step; whoever changes that says so here.
         completes: with several processes, whether this would-be step completes its window, which is known before its forward:
             the gradients of others need not be reduced.
+        share: with several processes, how much the batch counts beside those that the others were dealt with it: 1, unless
+            they differ in their number of samples; see `Engine.share`.
     """
 
     __slots__ = (
         "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight", "filled", "forward",
         "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output", "raw_loss",
-        "regular", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
+        "regular", "share", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -196,6 +198,7 @@ class UpdateState:
         self.again: Callable[[], Tensor] = _not_again
         self.regular = True
         self.completes = True
+        self.share: float = ONE
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
         self.restart()
@@ -264,15 +267,15 @@ class UpdateState:
         return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"
 
 
-# What a window was computed from, if that may have to be done again: batch, mean loss and weight of each would-be step.
-Kept = tuple[Any, Tensor, Any]
+# What a window was computed from, if that may have to be done again: batch, mean loss, weight and share of each would-be step.
+Kept = tuple[Any, Tensor, Any, float]
 
 
 def _keep(update: UpdateState, batch: Any) -> None:
     assert update.kept is not None
     if update.raw_loss is not None:
-        weight = update.held + update.extra_weight - sum((weight for _, _, weight in update.kept), start=ZERO)
-        update.kept.append((batch, update.backward_loss.detach(), weight))
+        weight = update.held + update.extra_weight - sum((weight for _, _, weight, _ in update.kept), start=ZERO)
+        update.kept.append((batch, update.backward_loss.detach(), weight, update.share))
 
 
 def _not_again() -> Tensor:
@@ -300,7 +303,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                 signals.started.emit(engine, iteration)
             window_complete = update.window == 1 or update.fill(engine)
             if several:
-                update.completes = window_complete
+                update.completes, update.share = window_complete, ONE if state.batch is None else engine.share()
             if update.skipped is not None:
                 update.output = update.raw_loss = None
             elif engine.replaced_gradients is None:
@@ -398,7 +401,11 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     def compute_again(update: UpdateState, iteration: int) -> Tensor:
         """The window's gradients at the weights as they are now, and its mean loss; the first evaluation stays what is seen."""
         assert update.kept is not None
-        window = list(update.kept)
+        window: list[Any] = list(update.kept)
+        own = len(window)
+        if several and engine.replaced_gradients is not None and engine.has_data:
+            # Whoever replaces the act may have to agree with the others, as often as they do.
+            window += [_NO_BATCH] * (max(engine.processes.gather(own)) - own)
         seen = state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden
         update.held, update.extra_weight = 0, ZERO
         assert update.optimizer is not None
@@ -407,17 +414,17 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         losses = []
         with signals.without_recording():
             listened = signals.due <= iteration
-            for place, (batch, _, weight) in enumerate(window, 1):
+            for place, (batch, _, weight, share) in enumerate(window, 1):
                 state.batch = batch
                 if several:
-                    update.completes = place == len(window)
+                    update.completes, update.share = place == own, share
                 compute = partial(compute_gradients, update, iteration, listened)
                 if engine.replaced_gradients is None:
                     compute()
                 else:
                     engine.replaced_gradients(engine, update, compute)
                 if update.raw_loss is not None:
-                    losses.append((batch, update.backward_loss.detach(), weight))
+                    losses.append((batch, update.backward_loss.detach(), weight, share))
             if not losses and not several:
                 raise RuntimeError(
                     f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, though it gave one in the "
@@ -465,13 +472,16 @@ def _average_together(engine: Engine, update: UpdateState) -> None:
     if engine.replaced_reduction is not None:
         engine.replaced_reduction(engine, update)
     own = float(update.held + update.extra_weight)
-    held, weight, skipped = processes.sum(update.held, own, update.skipped is not None)
+    held, weight, skipped, unknown = processes.sum(
+        update.held, own, update.skipped is not None, isinstance(update.extra_weight, Tensor)
+    )
     if skipped:
         _skip_together(engine, update)
     elif held == 0:
         update.skip("the window holds no gradient")
     elif weight == 0:
-        update.skip("the weights of the window add up to zero")
+        if not unknown:  # as in one process, where tensors that add up to zero are not noticed; their gradients are zero
+            update.skip("the weights of the window add up to zero")
     elif weight != processes.size:  # reduced gradients are a mean over the processes, and so is this
         _divide(update, weight / processes.size)
 
@@ -492,15 +502,17 @@ def _mean_loss(window: list[Kept], processes: Processes) -> Tensor:
     """The mean loss of a window; of several processes, that of all, since a search along a line has to go alike."""
     if processes.several:
         losses, weights = processes.sum(
-            sum(float(loss * weight) for _, loss, weight in window), sum(float(weight) for *_, weight in window)
+            sum(float(loss * weight) for _, loss, weight, _ in window), sum(float(weight) for _, _, weight, _ in window)
         )
-        return torch.tensor(losses / weights)
+        return torch.tensor(losses / weights, dtype=torch.float64)
     if len(window) == 1:
         return window[0][1]
-    total = sum((weight for _, _, weight in window), start=ZERO)
-    mean: Tensor = torch.stack([loss * weight for _, loss, weight in window]).sum() / total
+    total = sum((weight for _, _, weight, _ in window), start=ZERO)
+    mean: Tensor = torch.stack([loss * weight for _, loss, weight, _ in window]).sum() / total
     return mean
 
+
+_NO_BATCH = (None, None, 0, 1)
 
 # CPython's small ints are single objects: `is` tells the usual case without comparing a tensor, which would synchronise.
 ZERO, ONE = 0, 1

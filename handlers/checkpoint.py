@@ -82,8 +82,8 @@ class Checkpoint(Handler):
     name, synced, and renamed into place before an old one goes, so that a crash at any moment leaves the old ones
     whole; `load` verifies it, and of a folder takes the newest good one.
 
-    Of several processes, rank 0 writes, what differs between them included, and the others go on once it is written. An error of its
-    writing is one of all.
+    Of several processes, rank 0 writes, what differs between them included, and the others go on once it is written. An error
+    of its writing is one of all.
 
     No run overwrites or removes what another wrote: a name that is taken gets a suffix ``-2``. A resumed run counts as the one
     that it goes on from, and never removes the one that it was resumed from.
@@ -275,13 +275,13 @@ class Checkpoint(Handler):
             if not given_up:
                 return None
             raise FileNotFoundError(
-                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and there is no "
-                f"other; remove {self._failures_file.name!r} from the folder to try again"
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and there is "
+                f"no other; remove {self._failures_file.name!r} from the folder to try again"
             ) from None
         if given_up:
             warnings.warn(
-                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written; this one goes on "
-                f"from {path.name}",
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written; this one goes "
+                f"on from {path.name}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -241,8 +240,9 @@ class DistributedDataParallel(Distribution):
     @on(Events.LOSS_COMPUTED, phase=Phase.PREPARE)
     def weigh(self, engine: Engine) -> None:
         """Let a batch count by its samples where those of the other processes have more or fewer."""
-        if self._wrapped and (share := engine.share()) != 1:
-            engine.state.update.weight = engine.state.update.weight * share
+        update = engine.state.update
+        if self._wrapped and update.share != 1:
+            update.weight = update.weight * update.share
 
     @on(Events.BACKWARD_COMPLETED, phase=Phase.PREPARE)
     def note(self, engine: Engine) -> None:

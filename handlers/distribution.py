@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from signalfire import ALONE, Engine, Handler, Processes, check_choice, check_number, together
+from signalfire import (
+    ALONE,
+    Attachment,
+    Engine,
+    Events,
+    Handler,
+    Phase,
+    Processes,
+    Watch,
+    check_choice,
+    check_number,
+    lost_another,
+    note_failure,
+    on,
+    together,
+)
+
+from .ranks import NOTE_EVENT
 
 __all__ = ["Distribution", "Shares", "broadcast"]
 
 Shares = Literal["auto", "own", "deal"]
+
+_NOTED = (
+    Events.MODEL_SETUP, Events.STARTED, Events.CHECKPOINT_LOADED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED, Events.FORWARD_STARTED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED,
+    Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED, Events.OPTIMIZER_STEP_COMPLETED,
+    Events.ITERATION_COMPLETED, Events.EVALUATION_STARTED, Events.EVALUATION_COMPLETED, Events.CHECKPOINT_SAVED,
+    Events.EPOCH_COMPLETED, Events.COMPLETED,
+)  # fmt: skip
 
 
 class Distribution(Handler):
@@ -25,7 +51,9 @@ class Distribution(Handler):
         timeout: in seconds; see `together`.
 
     Attributes:
-        processes: those that train together: this one alone before the handler is attached, and unless it was launched by torchrun.
+        processes: those that train together: this one alone before the handler is attached, and unless it was launched by
+            torchrun.
+        watch: what tells the other processes where this one is; None outside a run, and alone.
     """
 
     def __init__(self, *, shares: Shares, backend: str | None, timeout: float, name: str | None) -> None:
@@ -38,6 +66,10 @@ class Distribution(Handler):
         self.backend = backend
         self.timeout = check_number(self, "timeout", timeout, least=1)
         self.processes: Processes = ALONE
+        self.watch: Watch | None = None
+        self._last = ""  # the event that was told last
+        self._failed_at: str | None = None
+        self._noting: list[Attachment] = []
 
     def attached(self, engine: Engine) -> None:
         self.processes = together(backend=self.backend, timeout=self.timeout)
@@ -45,6 +77,46 @@ class Distribution(Handler):
 
     def detached(self, engine: Engine) -> None:
         self.processes = ALONE
+
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=NOTE_EVENT)
+    def begin_watch(self, engine: Engine) -> None:
+        """Tell the others from now on where this process is."""
+        if not self.processes.several:
+            return
+        self._last = Events.MODEL_SETUP.name
+        for event in _NOTED:
+            note = partial(self._note, event.name)
+            self._noting.append(engine.connect(event, note, phase=Phase.PREPARE, rank=NOTE_EVENT))
+        self._failed_at = None
+        self.watch = self.processes.watch(partial(self._where, engine))
+
+    def _where(self, engine: Engine) -> str:
+        return self._failed_at or f"{self._last}, epoch {engine.state.epoch}, iteration {engine.state.iteration}"
+
+    def _note(self, event: str, engine: Engine) -> None:
+        self._last = event
+
+    @on(Events.EXCEPTION_RAISED | Events.INTERRUPTED, phase=Phase.PREPARE, rank=NOTE_EVENT)
+    def explain(self, engine: Engine) -> None:
+        """Tell the others that this process fails; if it fails because of them, which of them it was, and where."""
+        error = engine.state.exception
+        if self.watch is None or error is None:
+            return
+        note_failure()
+        self._failed_at = self._where(engine)  # the counts are set back before others ask
+        if lost_another(error):
+            for line in self.watch.explain():
+                error.add_note(line)
+        self.watch.failed(error)
+
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=NOTE_EVENT)
+    def end_watch(self, engine: Engine) -> None:
+        """A run that ended well needs no watch; after one that did not, the others may still ask."""
+        for attachment in self._noting:
+            attachment.detach()
+        watch, self.watch, self._noting = self.watch, None, []
+        if watch is not None and engine.state.exception is None:
+            watch.stop()
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:

@@ -146,7 +146,9 @@ class MicroBatching(Handler):
             if processes.several:
                 self._reduce_alike(engine, smallest=smallest and largest > 0)
         engine.state.batch = batch
-        if batch is not None:
+        if batch is None:
+            update.output = update.raw_loss = None
+        else:
             _conclude(update, seen)
 
     def _reduce_alike(self, engine: Engine, *, smallest: bool) -> None:

@@ -127,14 +127,14 @@ class SampleMixing(Handler):
         windows, mixed = {}, self._mixed
         for update in () if self.engine is None else self.engine.updates:
             if update.kept and mixed is not None:
-                found = [mixed.get(tensor_at(self, batch, "target")) for batch, _, _ in update.kept]
+                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.kept]
                 windows[update.name] = [None if one is None else list(one) for one in found]
         return {"windows": windows} if windows else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._mixed = WeakTensorKeyDictionary()
         for update in () if self.engine is None else self.engine.updates:
-            for (batch, _, _), one in zip(
+            for (batch, *_), one in zip(
                 update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False
             ):
                 if one is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOTE_EVENT = -1000
+"""PREPARE: what a process does is noted before anything does it."""
+
 SEED = -10
 """STARTED / PREPARE: seeding comes before anything that might draw."""
 

@@ -1,0 +1,362 @@
+"""Joining and leaving with real processes: what dead ones have left, deaths while joining, restarts, the end of a job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from signalfire.rendezvous import agree, join, launched
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+WORKER = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from signalfire import rendezvous
+
+torch.set_num_threads(1)
+moment = sys.argv[1]
+rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def die(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Fatal:
+    '''A store in which an operation on a key that ends so kills.'''
+    def __init__(self, store, end):
+        self.store, self.end = store, end
+    def set(self, key, value):
+        return die() if key.endswith(self.end) else self.store.set(key, value)
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+if first and rank == 1 and moment == "acknowledged":
+    follow = rendezvous._follow
+    rendezvous._follow = lambda *arguments: die(follow(*arguments))
+if first and rank == 0 and moment == "offer":
+    lead = rendezvous._lead
+    rendezvous._lead = lambda store, *rest: lead(Fatal(store, "agreed"), *rest)
+
+rendezvous.join(timeout=60)
+if moment == "nothing":  # what holds the group at the end; importing it takes as long as torch
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    model(torch.ones(4, 8)).sum().backward()
+for step in range(5):
+    dist.all_reduce(torch.ones(1))
+    if first and rank == 1 and step == 3 and moment == "training":
+        die()
+    if moment == "raise" and rank == 1 and step == 3:
+        raise ValueError("no more")
+    if moment == "orphan":
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {rank} sees {int(total)}, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+"""
+
+# Imports torch once, and forks the programs: a few at a time, each with its output and exit status in files.
+WARM = """
+import json, os, sys
+import torch.distributed.run
+import signalfire.rendezvous
+
+running = {}
+def wait():
+    pid, status = os.wait()
+    with open(f"{running.pop(pid)}.status", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+
+for name, (kind, program) in json.loads(sys.argv[1]).items():
+    if len(running) == 3:
+        wait()
+    if (pid := os.fork()) == 0:
+        for number in (1, 2):
+            os.dup2(os.open(f"{name}.{number}", os.O_CREAT | os.O_WRONLY), number)
+        break
+    running[pid] = name
+else:
+    while running:
+        wait()
+    sys.exit()
+if kind == "torchrun":
+    torch.distributed.run.main(program)
+else:
+    exec(program)
+"""
+
+ALONE = """
+import os, sys
+import torch.distributed as dist
+from signalfire.rendezvous import join, note_failure
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+join(timeout=20)
+destroy = dist.destroy_process_group
+def tell():
+    print("destroyed", flush=True)
+    destroy()
+dist.destroy_process_group = tell
+"""
+
+KILLED = ["offer", "acknowledged", "training"]
+JOBS = {**dict.fromkeys(KILLED, (2, 1)), "nothing": (3, 0), "raise": (2, 0)}
+ENDS = ["pass", "sys.exit(3)", "note_failure()", "raise ValueError('x')"]
+
+
+def launcher(script: Path, moment: str, size: int, restarts: int) -> list[str]:
+    """Arguments of torchrun."""
+    options = ["--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}", "--monitor-interval=0.05"]
+    return [*options, str(script), moment]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rendezvous") / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+class Finished:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.status = int((folder / f"{name}.status").read_text())
+        self.output, self.errors = ((folder / f"{name}.{number}").read_text() for number in (1, 2))
+
+
+@pytest.fixture(scope="module")
+def finished(script: Path) -> Callable[[str], Finished]:
+    """What has become of the job or end of this name."""
+    programs: dict[str, tuple[str, Any]] = {job: ("torchrun", launcher(script, job, *JOBS[job])) for job in JOBS}
+    programs |= {end: ("python", f"{ALONE}\n{end}") for end in ENDS}
+    subprocess.run([sys.executable, "-c", WARM, json.dumps(programs)], cwd=script.parent, check=True, timeout=300)
+    return lambda name: Finished(script.parent, name)
+
+
+@pytest.mark.parametrize("moment", KILLED)
+def test_workers_that_are_killed_are_restarted_once(finished: Callable[[str], Finished], moment: str) -> None:
+    job = finished(moment)
+    assert job.status == 0, job.errors
+    for rank in range(2):
+        assert f"rank {rank} sees 2, attempt 1" in job.output
+
+
+def test_a_finished_job_exits_with_status_0(finished: Callable[[str], Finished]) -> None:
+    job = finished("nothing")
+    assert job.status == 0, job.errors
+    assert job.output.count("sees 3, attempt 0") == 3
+    assert "terminate called" not in job.errors
+
+
+def test_a_job_with_an_error_exits_with_another(finished: Callable[[str], Finished]) -> None:
+    job = finished("raise")
+    assert job.status == 1
+    assert "ValueError: no more" in job.errors
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "destroyed"), [*zip(ENDS, [0, 3, 0, 1], [True, True, False, False], strict=True)]
+)
+def test_the_group_is_destroyed_after_a_good_end_only(
+    finished: Callable[[str], Finished], end: str, status: int, destroyed: bool
+) -> None:
+    process = finished(end)
+    assert process.status == status, process.errors
+    assert ("destroyed" in process.output) is destroyed
+
+
+def test_workers_of_a_launcher_that_was_killed_end(script: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher(script, "orphan", 2, 0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        workers = [int(agent.stdout.readline()) for _ in range(2)]
+        assert all(map(lives, workers))
+        agent.kill()
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and any(map(lives, workers)):
+        time.sleep(0.05)
+    assert not any(map(lives, workers))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# Agreeing, in threads of which each has its own connection to one store
+
+
+class Server:
+    def __init__(self) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+    def client(self) -> Store:
+        return TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=5))
+
+    def agree(self, ranks: list[int], size: int, timeout: float = 10.0, *, late: float = 0.0) -> list[Any]:
+        """What each rank gets: its store, or the error; the last one comes ``late`` seconds after the others."""
+
+        def one(rank: int) -> Any:
+            if rank == ranks[-1]:
+                time.sleep(late)
+            try:
+                return agree(self.client(), rank, size, timeout=timeout)
+            except TimeoutError as error:
+                return error
+
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(one, ranks))
+
+    def left(self) -> dict[str, bytes]:
+        return {key: self.store.get(key) for key in self.store.list_keys()}
+
+
+def work_together(stores: list[Any]) -> bool:
+    """Whether what one writes is what all others read, in a place where nothing was."""
+    assert all(isinstance(store, Store) for store in stores), stores
+    assert not any(store.check(["address/0"]) for store in stores)
+    stores[0].set("address/0", "mine")
+    return all(store.get("address/0") == b"mine" for store in stores)
+
+
+def test_processes_agree() -> None:
+    assert work_together(Server().agree([0, 1, 2], 3))
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert work_together(Server().agree([0], 1))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_all_that_a_dead_attempt_left_does_no_harm(late: int) -> None:
+    """Words, an offer, acknowledgements, the agreement and what was written under its prefix, of the same number of ranks."""
+    server = Server()
+    dead = server.agree([0, 1, 2], 3)
+    dead[0].set("address/0", "a dead one's")
+    before = server.left()
+    assert work_together(server.agree([rank for rank in range(3) if rank != late] + [late], 3, late=0.3))
+    assert server.left().keys() > before.keys()
+
+
+def test_what_ranks_left_that_died_while_joining_does_no_harm() -> None:
+    server = Server()
+    assert all(isinstance(error, TimeoutError) for error in server.agree([0, 1], 3, timeout=0.3))
+    assert all(isinstance(error, TimeoutError) for error in server.agree([1, 2], 3, timeout=0.3))
+    assert work_together(server.agree([0, 1, 2], 3))
+
+
+def test_a_forged_agreement_with_the_words_of_dead_ones_is_not_followed() -> None:
+    server = Server()
+    words = ["a" * 32, "b" * 32]
+    for key, value in {
+        "offer": json.dumps({"prefix": "old", "words": words}),
+        "word/0": words[0],
+        "word/1": words[1],
+        "old/ack/0": words[0],
+        "old/ack/1": words[1],
+        "old/agreed": words[0],
+    }.items():
+        server.store.set(f"signalfire/join/{key}", value)
+    server.store.set("signalfire/old/address/0", "a dead one's")
+    assert work_together(server.agree([0, 1], 2, late=0.3))
+
+
+def test_a_rank_that_dies_after_its_word_is_replaced() -> None:
+    """While rank 0 waits for its acknowledgement."""
+    server = Server()
+    server.store.set("signalfire/join/word/1", "of one that died since")
+    results: list[Any] = []
+    leader = threading.Thread(target=lambda: results.append(agree(server.client(), 0, 2, timeout=10.0)))
+    leader.start()
+    time.sleep(0.5)
+    results += server.agree([1], 2)
+    leader.join()
+    assert work_together(results)
+
+
+def test_a_rank_whose_word_is_overwritten_by_one_that_still_lives_says_it_again() -> None:
+    server = Server()
+    results: list[Any] = []
+    follower = threading.Thread(target=lambda: results.append(agree(server.client(), 1, 2, timeout=10.0)))
+    follower.start()
+    time.sleep(0.3)
+    server.store.set("signalfire/join/word/1", "of one that is killed now")
+    results += server.agree([0], 2)
+    follower.join()
+    assert work_together(results)
+
+
+def test_another_number_of_processes_agrees_after_a_larger_one() -> None:
+    server = Server()
+    server.agree([0, 1, 2], 3)
+    assert work_together(server.agree([0, 1], 2))
+
+
+@pytest.mark.parametrize(
+    ("come", "said"),
+    [
+        ([0, 2], "of 4 processes, rank 1, 3 did not come within 1.5 s"),
+        ([1, 2], "rank {rank} of 4 waited 1.5 s, and rank 0 did not answer"),
+    ],
+)
+def test_those_that_do_not_come_are_named_everywhere(come: list[int], said: str) -> None:
+    for rank, error in zip(come, Server().agree(come, 4, timeout=1.5), strict=True):
+        assert isinstance(error, TimeoutError)
+        assert said.format(rank=rank) in str(error)
+
+
+# The environment
+
+
+def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert not launched()
+    with pytest.raises(RuntimeError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
+        join(timeout=1.0)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "0")
+    assert launched()
+    with pytest.raises(RuntimeError, match="RANK=0 has to be from 0 to WORLD_SIZE - 1, which is -1"):
+        join(timeout=1.0)
+
+
+def test_a_group_of_the_user_is_left_as_it_is() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        join(timeout=1.0).set("key", "value")
+        assert dist.group.WORLD is group
+    finally:
+        dist.destroy_process_group()
+
+
+def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**defaults, **values}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _environment(monkeypatch, LOCAL_RANK="99")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK=99 needs 100 GPUs on this host, and there are"):
+        join(backend="nccl", timeout=1.0)
+
+
+def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    _environment(monkeypatch, RANK="1", WORLD_SIZE="2")
+    with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 holds"):
+        join(timeout=1.0)

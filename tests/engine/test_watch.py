@@ -1,0 +1,298 @@
+"""Real processes that fail, die, stop, hang or leave in the middle of training: all others say which one, and where it was.
+
+This file is also the program that forks them all at once, so that torch is imported once: `python test_watch.py folder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from signalfire import watch as watching
+from signalfire.rendezvous import join
+from signalfire.watch import Watch, cut_connections
+
+TIMEOUT = 4.0  # of the collectives
+INTERVAL = 0.5
+BAD = 5  # the iteration in which it happens
+LONG = 25.0  # a process that is still there then hangs
+
+# What happens, the rank that does it, the number of processes.
+CASES = {
+    f"{what}, rank {rank} of {size}": (what, rank, size)
+    for what, rank, size in [
+        ("raises and ends", 1, 2),
+        ("raises and ends", 1, 3),
+        ("raises and lives", 1, 2),
+        ("raises and lives", 1, 3),
+        ("raises and lives", 0, 2),
+        ("is killed", 1, 2),
+        ("is killed", 2, 3),
+        ("is killed", 0, 2),  # which holds the store
+        ("is stopped", 1, 2),
+        ("is stopped", 1, 3),
+        ("is stopped", 0, 2),
+        ("hangs", 1, 2),
+        ("hangs", 1, 3),
+        ("leaves", 1, 3),
+        ("raises and cannot be cut", 1, 2),
+    ]
+}
+
+
+def train(what: str, culprit: int, rank: int, size: int) -> Any:
+    """What the process has to tell at the end."""
+    watch: Watch
+    event = "STARTED"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        peer, _ = server.accept()  # connections of the user's, which nobody may cut
+        watch = Watch(
+            join(timeout=TIMEOUT), rank, size, timeout=TIMEOUT, interval=INTERVAL, where=lambda: event, grace=1.0
+        )
+        watch.start()
+        if what == "raises and cannot be cut":
+            watching.cut_connections = lambda: 0
+        told: dict[str, Any] = {"pid": os.getpid()}
+        try:
+            for iteration in range(1, 100):
+                event = f"FORWARD_STARTED, epoch 1, iteration {iteration}"
+                time.sleep(0.15)  # so that it is told
+                if rank == culprit and iteration == BAD:
+                    time.sleep(2 * INTERVAL)
+                    happen(what, watch)
+                    return told
+                event = f"BACKWARD_STARTED, epoch 1, iteration {iteration}"
+                dist.all_reduce(torch.ones(1000))
+        except RuntimeError as error:
+            told |= {"raised": time.time(), "error": str(error), "lines": watch.explain(), "explained": time.time()}
+            watch.failed(error)
+        mine.sendall(b"whole")
+        told["untouched"] = peer.recv(5) == b"whole"
+        peer.close()
+    return told
+
+
+def happen(what: str, watch: Watch) -> None:
+    Path(f"{os.environ['FOLDER']}.time").write_text(str(time.time()))
+    if what == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "hangs":
+        time.sleep(LONG)
+    elif what == "leaves":
+        watch.stop()
+        time.sleep(LONG)
+    else:
+        try:
+            raise ValueError("the labels are out of range\nand more")
+        except ValueError as error:
+            watch.failed(error)
+        if what != "raises and ends":
+            time.sleep(LONG)
+
+
+def process(folder: Path, what: str, culprit: int, rank: int, size: int, port: int) -> None:
+    """In the child: never returns."""
+    with open(folder / f"{rank}.err", "w") as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": str(folder)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        told = train(what, culprit, rank, size)
+        (folder / f"{rank}.json").write_text(json.dumps(told))
+        time.sleep(0.0 if what == "raises and ends" and rank == culprit else 3.0)  # others ask about this one
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(3)
+
+
+def main(root: Path) -> None:
+    running: dict[int, tuple[Path, int]] = {}
+    for number, (what, culprit, size) in enumerate(CASES.values()):
+        folder = root / str(number)
+        folder.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                process(folder, what, culprit, rank, size, port)
+            running[pid] = folder, rank
+        time.sleep(0.3)  # two cores
+    hangs = {pid for pid, (folder, rank) in running.items() if _is_culprit(folder, rank)}
+    while running.keys() - hangs:
+        pid, status = os.wait()
+        folder, rank = running.pop(pid)
+        (folder / f"{rank}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+        hangs.discard(pid)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_culprit(folder: Path, rank: int) -> bool:
+    return list(CASES.values())[int(folder.name)][1] == rank
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watch")
+    subprocess.run([sys.executable, __file__, str(folder)], check=True, timeout=120)
+    return folder
+
+
+class Found:
+    """What the processes of one case have left."""
+
+    def __init__(self, root: Path, case: str) -> None:
+        self.folder = root / str(list(CASES).index(case))
+        self.what, self.culprit, self.size = CASES[case]
+        self.others = [rank for rank in range(self.size) if rank != self.culprit]
+        self.happened = float(Path(f"{self.folder}.time").read_text())
+
+    def told(self, rank: int) -> Any:
+        assert (self.folder / f"{rank}.json").exists(), (self.folder / f"{rank}.err").read_text()
+        return json.loads((self.folder / f"{rank}.json").read_text())
+
+    def first_lines(self) -> Iterator[str]:
+        """Of each other rank, what it gives as the first cause."""
+        for rank in self.others:
+            yield self.told(rank)["lines"][0]
+
+
+def of(what: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == what])
+
+
+BEFORE = f"FORWARD_STARTED, epoch 1, iteration {BAD}"
+
+
+@of("raises and ends")
+def test_the_others_tell_the_error_of_one_that_ended(root: Path, case: str) -> None:
+    found = Found(root, case)
+    for line in found.first_lines():
+        assert line.startswith(f"rank {found.culprit} (pid ")
+        assert line.endswith(f"failed with ValueError: the labels are out of range at {BEFORE}")
+    for rank in found.others:
+        assert found.told(rank)["explained"] - found.happened < 3.0
+
+
+@of("raises and lives")
+def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> None:
+    """Though its process lives on, and long before the collective would time out."""
+    found = Found(root, case)
+    for line in found.first_lines():
+        assert line.endswith(f"failed with ValueError: the labels are out of range at {BEFORE}")
+    for rank in found.others:
+        assert "Timed out" not in found.told(rank)["error"]
+        assert found.told(rank)["raised"] - found.happened < TIMEOUT - 0.5
+        assert found.told(rank)["untouched"]
+
+
+@of("raises and cannot be cut")
+def test_a_process_that_cannot_be_brought_out_says_why_and_ends(root: Path, case: str) -> None:
+    found = Found(root, case)
+    (other,) = found.others
+    assert (found.folder / f"{other}.status").read_text() == "1"
+    said = (found.folder / f"{other}.err").read_text()
+    assert f"rank {other} waits in vain in BACKWARD_STARTED, epoch 1, iteration {BAD} and is ended" in said
+    assert f"failed with ValueError: the labels are out of range at {BEFORE}" in said
+
+
+@of("is killed")
+def test_one_that_was_killed_is_noticed_at_once(root: Path, case: str) -> None:
+    found = Found(root, case)
+    for line in found.first_lines():
+        assert line.startswith(f"rank {found.culprit} (pid ")
+        assert line.endswith(f"died; the last event that it told was {BEFORE}")
+    for rank in found.others:
+        assert found.told(rank)["raised"] - found.happened < 2.0
+        assert found.told(rank)["explained"] - found.told(rank)["raised"] < 2.0
+
+
+@of("is stopped")
+def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -> None:
+    found = Found(root, case)
+    for rank in found.others:
+        assert found.told(rank)["raised"] - found.happened < TIMEOUT + 2.0
+        lines = found.told(rank)["lines"]
+        assert f"rank {found.culprit} (pid " in "\n".join(lines)
+        (line,) = (line for line in lines if line.startswith(f"rank {found.culprit} (pid "))
+        assert "it is stopped or cut off" in line
+        assert line.endswith(f"the last event that it told was {BEFORE}")
+    if found.culprit == 0:
+        assert lines[0].startswith("the store that the ranks talk through does not answer")
+
+
+@of("hangs")
+def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) -> None:
+    found = Found(root, case)
+    for rank in found.others:
+        assert found.told(rank)["raised"] - found.happened < TIMEOUT + 2.0
+        lines = found.told(rank)["lines"]
+        assert lines[0].startswith(f"rank {found.culprit} (pid ")
+        assert f"is alive, and at {BEFORE} for " in lines[0]
+        assert [line.endswith("it is the one that was waited for") for line in lines] == [True] + [False] * (
+            len(lines) - 1
+        )
+
+
+@of("leaves")
+def test_one_that_has_ended_its_run_is_named(root: Path, case: str) -> None:
+    found = Found(root, case)
+    for line in found.first_lines():
+        assert line.endswith(f"has ended its run; its last event was {BEFORE}")
+
+
+def test_of_several_that_were_not_there_the_one_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, in threads: a collective has raised in rank 0 and, an iteration earlier, in rank 3."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    events = ["BACKWARD_STARTED, epoch 2, iteration 10", "BACKWARD_STARTED, epoch 2, iteration 9"]
+    watches = []
+    events += ["FORWARD_STARTED, epoch 2, iteration 9", "BACKWARD_STARTED, epoch 2, iteration 8"]
+    for rank, event in enumerate(events):
+        monkeypatch.setattr(Watch, "made", 1000)  # the first of each process
+        watches.append(Watch(store, rank, 4, timeout=1.0, interval=0.2, where=partial(str, event)))
+        watches[-1].start()
+    watches[3].explain()
+    lines = watches[0].explain()
+    for watch in watches:
+        watch.stop()
+    assert lines[0].startswith("rank 2 ")
+    assert "is alive, and at FORWARD_STARTED, epoch 2, iteration 9 for " in lines[0]
+    assert [line.endswith("it is the one that was waited for") for line in lines] == [True, False, False]
+
+
+def test_a_process_alone_has_nobody_to_watch() -> None:
+    watch = Watch(HashStore(), 0, 1, timeout=1.0, where=lambda: "STARTED")
+    watch.start()
+    watch.failed(ValueError("x"))
+    assert watch.explain() == []
+    watch.stop()
+
+
+def test_nothing_is_cut_where_there_is_no_group() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))):
+        assert cut_connections() == 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
