@@ -99,6 +99,7 @@ class Engine(HandlerHost):
         "_stop_now",
         "_stopped_bounds",
         "_stops",
+        "asks_to_skip",
         "dry_run",
         "has_data",
         "model",
@@ -178,6 +179,7 @@ class Engine(HandlerHost):
         self._shares = "auto"  # how data comes to several processes; see `join`
         self._agreed_stops: dict[str, str] = {}
         self._agreed_time = 0.0
+        self.asks_to_skip = False  # whether several processes have to ask each other once the gradients are ready
         self._setting_up = False  # the events of a run have begun, and a state can still be loaded
         self._stopped_bounds: list[int | None] | None = None
 
@@ -495,11 +497,10 @@ class Engine(HandlerHost):
             update.skipped = None
         self._snapshot = None
         self._attention = self._always_attend()
-        if self.processes.several:
-            self._agree()
-        if self._preemption is not None:
+        preemption = self._agree() if self.processes.several else self._preemption
+        if preemption is not None:
             self._emit(Events.PREEMPTED)  # the state knows nothing of the stop, and an open window is still held
-            self._stop(self._preemption)
+            self._stop(preemption)
             return True
         if self._pending:
             if any(update.filled for update in self.updates):
@@ -534,22 +535,35 @@ class Engine(HandlerHost):
             self._agreed_stops = {}
             first = self.run_id, self.seed, time.monotonic()
             self.run_id, self.seed, self._agreed_time = self.processes.broadcast(first)
+            self.asks_to_skip = True
 
-    def _agree(self) -> None:
-        """Let what one process asks for be what all do, and the clock of rank 0 be that of all."""
+    def _agree(self) -> str | None:
+        """Let what one process asks for be what all do, and the clock of rank 0 be that of all; gives why they are preempted."""
         processes = self.processes
-        asked = bool(self._stops) or self._epoch_stop is not None or self._preemption is not None
-        asking, self._agreed_time = processes.sum(asked, time.monotonic() if processes.first else 0.0)
+        # Looked at once: what a signal asks for while the processes agree waits for the next boundary.
+        own = dict(self._stops), self._epoch_stop, self._preemption
+        asked = bool(own[0]) or own[1] is not None or own[2] is not None
+        now = time.monotonic() if processes.first else 0.0
+        asking, self._agreed_time, skipping = processes.sum(asked, now, self._may_skip_alone())
+        self.asks_to_skip = skipping > 0
         self._agreed_stops = {}
+        preemption: str | None = None
         if asking:
-            for rank, (stops, *others) in enumerate(
-                processes.gather((self._stops, self._epoch_stop, self._preemption))
-            ):
+            for rank, (stops, *others) in enumerate(processes.gather(own)):
                 for by, reason in stops.items():
                     # What all have asked for needs no rank; what one asks for is its own.
                     self._agreed_stops.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
                 self._epoch_stop = self._epoch_stop if self._epoch_stop is not None else others[0]
-                self._preemption = self._preemption if self._preemption is not None else others[1]
+                preemption = preemption if preemption is not None else others[1]
+        return preemption
+
+    def _may_skip_alone(self) -> bool:
+        """Whether somebody listens here who may skip a step once the gradients are ready, and not in each of the processes."""
+        return any(
+            one.phase < Phase.RECORD and (one.owner is None or not self.handlers[one.owner].decides_alike)
+            for signal in (self.update_signals.gradients_ready, self.update_signals.step_started)
+            for one in signal.connections
+        )
 
     def now(self) -> float:
         """The wall-clock time in seconds, for differences: of several processes, that of rank 0 at the last boundary."""

@@ -327,7 +327,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                         signals.gradients_ready.emit(engine, iteration)
                     if listened and signals.step_started.due <= iteration:
                         signals.step_started.emit(engine, iteration)
-                    if several and engine.processes.any(update.skipped is not None):
+                    if several and engine.asks_to_skip and engine.processes.any(update.skipped is not None):
                         _skip_together(engine, update)
                     update.undecided = False
                     if update.skipped is None:
@@ -480,7 +480,9 @@ def _average_together(engine: Engine, update: UpdateState) -> None:
     elif held == 0:
         update.skip("the window holds no gradient")
     elif weight == 0:
-        if not unknown:  # as in one process, where tensors that add up to zero are not noticed; their gradients are zero
+        if (
+            not unknown
+        ):  # as in one process, where tensors that add up to zero are not noticed; their gradients are zero
             update.skip("the weights of the window add up to zero")
     elif weight != processes.size:  # reduced gradients are a mean over the processes, and so is this
         _divide(update, weight / processes.size)
@@ -489,7 +491,9 @@ def _average_together(engine: Engine, update: UpdateState) -> None:
 def _skip_together(engine: Engine, update: UpdateState) -> None:
     reasons = engine.processes.gather(update.skipped)
     rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
-    update.skip(f"{reasons[rank]} (rank {rank})")  # where there is a reason already, it stays
+    reason = reasons[rank]
+    if update.undecided:  # told alike, also where there is another reason
+        update.skipped = reason if all(one == reason for one in reasons) else f"{reason} (rank {rank})"
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

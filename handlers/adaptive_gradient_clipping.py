@@ -48,6 +48,7 @@ class AdaptiveGradientClipping(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,

@@ -85,8 +85,9 @@ class Distribution(Handler):
             return
         self._last = Events.MODEL_SETUP.name
         for event in _NOTED:
-            note = partial(self._note, event.name)
-            self._noting.append(engine.connect(event, note, phase=Phase.PREPARE, rank=NOTE_EVENT))
+            # Where a step may be skipped, whoever may change something is asked about; this only records.
+            phase = Phase.RECORD if event in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED) else Phase.PREPARE
+            self._noting.append(engine.connect(event, partial(self._note, event.name), phase=phase, rank=NOTE_EVENT))
         self._failed_at = None
         self.watch = self.processes.watch(partial(self._where, engine))
 

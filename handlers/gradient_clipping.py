@@ -35,6 +35,7 @@ class GradientClipping(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,

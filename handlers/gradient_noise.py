@@ -42,6 +42,7 @@ class GradientNoise(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self, eta: float = 0.01, *, gamma: float = 0.55, update: str | None = None, name: str | None = None

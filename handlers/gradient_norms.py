@@ -54,6 +54,7 @@ class GradientNorms(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,

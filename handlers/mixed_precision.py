@@ -43,6 +43,8 @@ class MixedPrecision(Handler):
         torch.bfloat16
     """
 
+    decides_alike = True
+
     def __init__(
         self,
         precision: Literal["bf16", "fp16"] = "bf16",

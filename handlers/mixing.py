@@ -134,9 +134,7 @@ class SampleMixing(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._mixed = WeakTensorKeyDictionary()
         for update in () if self.engine is None else self.engine.updates:
-            for (batch, *_), one in zip(
-                update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False
-            ):
+            for (batch, *_), one in zip(update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False):
                 if one is not None:
                     own = tensor_at(self, batch, "target")
                     self._mixed[own] = (one[0], one[1].to(own.device))

@@ -50,6 +50,7 @@ class NonFiniteGuard(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class SharpnessAwareMinimization(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,
