@@ -21,6 +21,20 @@ from .monitor import Monitor
 from .processes import ALONE, Processes, lost_another, together
 from .randomness import derived_seed, seed_everything, unchanged_random_state
 from .rendezvous import note_failure
+from .sharded import (
+    SHARDS,
+    ShardFiles,
+    discard_unreduced,
+    is_sharded,
+    local_part,
+    norms_over_ranks,
+    reshard,
+    sha256_of,
+    split_shards,
+    spread_like,
+    unsharded,
+    whole_tensor,
+)
 from .state import MetricStore, State, as_number
 from .update import Update, UpdateState, needs_closure
 from .watch import Watch
@@ -30,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALONE",
+    "SHARDS",
     "AnyEvent",
     "Attachment",
     "CombinedData",
@@ -48,6 +63,7 @@ __all__ = [
     "Processes",
     "ReloadedData",
     "RereadingWarning",
+    "ShardFiles",
     "Signal",
     "State",
     "Update",
@@ -61,17 +77,27 @@ __all__ = [
     "check_int",
     "check_number",
     "derived_seed",
+    "discard_unreduced",
     "generators_of",
+    "is_sharded",
+    "local_part",
     "lost_another",
     "map_leaves",
     "needs_closure",
+    "norms_over_ranks",
     "note_failure",
     "on",
     "parts",
     "rebuilt",
+    "reshard",
     "seed_everything",
+    "sha256_of",
+    "split_shards",
+    "spread_like",
     "tensors_in",
     "together",
     "unchanged_random_state",
     "unfiltered",
+    "unsharded",
+    "whole_tensor",
 ]

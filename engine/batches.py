@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["map_leaves", "parts", "rebuilt", "tensors_in"]
+__all__ = ["map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -19,6 +19,12 @@ def tensors_in(batch: Any) -> list[Tensor]:
         return [batch]
     container = parts(batch)
     return [] if container is None else [tensor for part in container[0] for tensor in tensors_in(part)]
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor in a batch; 1 if it has none, or a scalar."""
+    tensors = tensors_in(batch)
+    return len(tensors[0]) if tensors and tensors[0].dim() else 1
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:

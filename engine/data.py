@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
 
-from .batches import tensors_in
 from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
 from .processes import ALONE, Processes
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
-from .sharing import agreed, deal, manner_of, padding_left_out, turns
+from .sharing import agreed, deal, draws_as_it_is_read, manner_of, padding_left_out, turns
 
 __all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
 
@@ -56,15 +55,16 @@ class FirstBatches:
     def __iter__(self) -> Iterator[Any]:
         return self.limited(iter(self.data), 0)
 
-    def limited(self, batches: Iterator[Any] | None, start: int) -> Iterator[Any]:
-        """The batches that are left of an iterator which begins at batch ``start``."""
-        for taken in range(start + 1, self.count + 1):
+    def limited(self, batches: Iterator[Any] | None, start: int, count: int | None = None) -> Iterator[Any]:
+        """The batches that are left of an iterator which begins at batch ``start``; up to another count, if one is given."""
+        count = self.count if count is None else count
+        for taken in range(start + 1, count + 1):
             assert batches is not None
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            if taken == self.count:
+            if taken == count:
                 batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
             yield batch
 
@@ -105,6 +105,7 @@ class Source:
         self.started_at = 0
         self.number = 0
         self.saved: dict[str, Any] = {}
+        self.turn_shares: dict[int, float] = {}  # how much the batches of a turn count, of those that are dealt
 
     def load(self, epoch: int) -> None:
         """Take the data of this epoch, counted from 0: the same for all, unless it is made anew every few epochs."""
@@ -124,7 +125,7 @@ class Source:
         """How many batches this process takes of the data; None if nobody knows."""
         if isinstance(data, FirstBatches):
             inner = self._turns(data.data)
-            return None if inner is None else min(data.count, inner)
+            return None if inner is None else min(self._most(data), inner)
         length = _length_of(data)
         if length is not None and self.manner == "deal":
             return turns(length, self.processes)
@@ -132,22 +133,17 @@ class Source:
             return min(length, -(-samples // (data.batch_size or 1)))
         return length
 
+    def _most(self, data: FirstBatches) -> int:
+        """How many batches this process takes of limited data."""
+        return turns(data.count, self.processes) if self.manner == "deal" else data.count
+
     def _samples(self, data: Any) -> int | None:
         """How many samples of the data are this process's own, where others only pad it, and are to be left out."""
         return padding_left_out(data) if self.whole and skippable(data) and data.batch_size is not None else None
 
     def share(self, iteration: int) -> float:
         """How much the batch of this process counts in an iteration: 1, unless those dealt with it have other sizes."""
-        turn, data = iteration - self.started_at - 1, _inner(self.data)
-        if self.manner != "deal":
-            return 1
-        if skippable(data):
-            return SkippingLoader.of(data).share(turn)
-        if not isinstance(data, list | tuple):
-            return 1
-        size, rank = self.processes.size, self.processes.rank
-        sizes = [_samples_in(batch) for batch in data[turn * size : (turn + 1) * size]]
-        return sizes[rank] * size / sum(sizes) if len(set(sizes)) > 1 or len(sizes) < size else 1
+        return self.turn_shares.get(iteration - self.started_at - 1, 1)
 
     def announce(self, epoch: int) -> None:
         """Take the data of this epoch, and tell samplers that want to know it that it is about to begin."""
@@ -189,10 +185,12 @@ class Source:
         """The batches of the pass that is saved, from one of them on if they can be skipped."""
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
         self.skips = True
+        self.turn_shares = {}
+        alike = self.manner == "deal" and self.data is not None and draws_as_it_is_read(_inner(self.data))
         if self.data is None:
             self.iterator = repeat(None)
-        elif self.epoch_length is None or _keeps_position(_inner(self.data)):
-            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data))
+        elif self.epoch_length is None or _keeps_position(_inner(self.data)) or alike:
+            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data)) or alike
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
             self.iterator = Streamed(self.data, seed, lambda: self._batches(self.data, start))
             if start and self.skips and (place := self.saved.get("place")) is not None:
@@ -201,13 +199,14 @@ class Source:
             self.iterator = self._batches(self.data, start)
         return self.iterator
 
-    def _batches(self, data: Any, start: int) -> Iterator[Any]:
+    def _batches(self, data: Any, start: int, limit: int | None = None) -> Iterator[Any]:
         """The batches from one of them on; where they cannot be skipped, all of them, and `skips` becomes False."""
         if isinstance(data, FirstBatches):
-            inner = self._batches(data.data, start)
-            return data.limited(inner, start if self.skips else 0)
+            inner = self._batches(data.data, start, data.count)
+            return data.limited(inner, start if self.skips else 0, self._most(data))
         if self.manner == "deal":
-            return deal(data, start, _length_of(data), self.processes, self.seed, self.number)
+            length = _length_of(data)
+            return deal(data, start, length, limit, self.processes, self.seed, self.number, self.turn_shares)
         if self.manner == "own":
             return self._own_batches(data, start)
         return self._all_batches(data, start)
@@ -243,6 +242,7 @@ class Source:
     def adopt(self, other: Source) -> None:
         """Go on with an iterator that an earlier run has begun, and with what was read ahead of it: it cannot begin again."""
         self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
+        self.turn_shares = other.turn_shares
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Iterate as the saved run did, past the batches that it had taken: skipped where they can be, else read again."""
@@ -251,7 +251,7 @@ class Source:
         set_epochs(self.data, saved["epochs"])
         self.saved = {key: value for key, value in saved.items() if not key.endswith("_now")}
         wanted = iteration - saved["started_at"]
-        if isinstance(self.data, FirstBatches) and wanted > self.data.count:
+        if isinstance(self.data, FirstBatches) and wanted > self._most(self.data):
             raise DataError(
                 f"the saved run had taken {wanted} batches of its epoch, and this data is limited to the first {self.data.count} "
                 "by a handler: begin anew, without the loaded state, or detach the handler that limits it"
@@ -381,11 +381,6 @@ class Streamed:
 
 def _inner(data: Any) -> Any:
     return data.data if isinstance(data, FirstBatches) else data
-
-
-def _samples_in(batch: Any) -> int:
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].dim() else 1
 
 
 def _keeps_position(data: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .processes import Processes
+from .sharded import is_sharded
 
 __all__ = ["for_rank", "of_all"]
 
@@ -44,6 +45,8 @@ def _digest(value: Any) -> Any:
         return {key: _digest(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_digest(item) for item in value] if _has_tensors(value) else _sha256(repr(value).encode())
+    if is_sharded(value) or (isinstance(value, Tensor) and value.is_meta):  # each has its part of one tensor
+        return _sha256(f"{value.dtype} {tuple(value.shape)}".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         content = _sha256(plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b"")

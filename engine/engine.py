@@ -26,8 +26,9 @@ from .loading import generators_of
 from .processes import ALONE, Processes
 from .randomness import check_seed, random_state, set_random_state, unchanged_random_state
 from .regions import Regions, note_problems
-from .saving import FORMAT, copied, gather, put_back
+from .saving import FORMAT, copied, gather, put_back, spread_over
 from .setup import build_optimizers, check_modules, check_windows
+from .sharded import read_shards
 from .state import State
 from .update import Update, UpdateSignals, UpdateState, needs_closure, updater
 
@@ -1026,6 +1027,7 @@ class Engine(HandlerHost):
         Raises:
             ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.
         """
+        weights = read_shards(self, weights)
         weights = weights.get("modules", weights) if "format" in weights else weights
         if set(weights) != set(self.modules):
             raise ValueError(f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(self.modules)}")
@@ -1035,7 +1037,7 @@ class Engine(HandlerHost):
             if different := sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key)):
                 raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
         for name, root in self.modules.items():
-            root.load_state_dict(weights[name])
+            root.load_state_dict(spread_over(root, weights[name]))
         self._emit(Events.WEIGHTS_LOADED)
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from .randomness import derived_seed
 
-__all__ = ["SkippingLoader", "generators_of", "set_epochs", "skippable"]
+__all__ = ["SkippingLoader", "generators_of", "note_share", "set_epochs", "skippable"]
 
 
 def skippable(data: Any) -> bool:
@@ -91,7 +91,9 @@ class SkippingLoader:
         *,
         at_once: bool = False,
         dealt: tuple[int, int] = (0, 1),
+        limit: int | None = None,
         samples: int | None = None,
+        shares: dict[int, float] | None = None,
     ) -> Iterator[Any]:
         """The batches of one pass from batch ``start`` on.
 
@@ -101,9 +103,12 @@ class SkippingLoader:
             start: how many batches are skipped; of those that are dealt to this process.
             at_once: whether the order is drawn now, and not with the first batch, as it is by a DataLoader without workers.
             dealt: the rank of this process and the number of processes to which the batches are dealt in turn.
+            limit: at most so many batches are dealt.
             samples: at most so many: those after them are the padding of a sampler.
+            shares: where it is noted how much the batch of a turn counts, if those that are dealt in it have different sizes.
         """
         self.sampler.start, self.sampler.dealt, self.sampler.samples = start, dealt, samples
+        self.sampler.limit, self.sampler.shares = limit, {} if shares is None else shares
         self.sampler.key = derived_seed(seed, "sample", number)
         if number == 0 or not self.loader.persistent_workers:
             # Where an iteration begins, or persistent workers, a DataLoader draws the seed of its workers. So that this happens
@@ -114,10 +119,6 @@ class SkippingLoader:
         if start or at_once:
             self.sampler.drawing.skip(one_more=at_once)
         return batches
-
-    def share(self, turn: int) -> float:
-        """How much the batch of a turn counts: more than 1 if it has more samples than the others that were dealt with it."""
-        return self.sampler.drawing.shares.get(turn, 1)
 
 
 _TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
@@ -132,11 +133,15 @@ class _From:
         self.keyed = False
         self.start = 0
         self.dealt = (0, 1)
+        self.limit: int | None = None
         self.samples: int | None = None
+        self.shares: dict[int, float] = {}
         self.key = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawing = _Drawing(self.inner, self.start, self.dealt, self.samples if self.batched else None)
+        self.drawing = _Drawing(
+            self.inner, self.start, self.dealt, self.limit, self.samples if self.batched else None, self.shares
+        )
         if not self.keyed:
             return self.drawing
         key = self.key
@@ -151,18 +156,28 @@ class _From:
 class _Drawing:
     """What a sampler draws, without the first ones, and without what is dealt to other processes."""
 
-    def __init__(self, sampler: Any, start: int, dealt: tuple[int, int], samples: int | None) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        start: int,
+        dealt: tuple[int, int],
+        limit: int | None,
+        samples: int | None,
+        shares: dict[int, float],
+    ) -> None:
         self.sampler = sampler
         self.start = start
         self.rank, self.size = dealt
+        self.limit = limit
         self.samples = samples
-        self.shares: dict[int, float] = {}  # of the turns in which batches of different sizes are dealt
+        self.shares = shares
         self.drawn: Iterator[Any] | None = None
 
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
         """Draw what is skipped: now, since a sampler draws its order when it is first asked for some of it."""
         if self.drawn is None:
             drawn = iter(self.sampler) if self.samples is None else _first(self.samples, self.sampler)
+            drawn = drawn if self.limit is None else islice(drawn, self.limit)
             for _ in range(self.start * self.size):
                 next(drawn, None)
             if self.size > 1:
@@ -176,8 +191,7 @@ class _Drawing:
             sizes = [len(indices) if isinstance(indices, list | tuple) else 1 for indices in hand]
             if self.rank >= len(hand):
                 return
-            if len(set(sizes)) > 1 or len(hand) < self.size:
-                self.shares[turn] = sizes[self.rank] * self.size / sum(sizes)
+            note_share(self.shares, turn, self.rank, sizes, self.size)
             yield hand[self.rank]
 
     def __iter__(self) -> Iterator[Any]:
@@ -185,6 +199,12 @@ class _Drawing:
 
     def __next__(self) -> Any:
         return next(self.drawn or self.skip())
+
+
+def note_share(shares: dict[int, float], turn: int, rank: int, sizes: list[int], size: int) -> None:
+    """Note how much the batch of a turn counts: more than 1 if it has more samples than the others that are dealt with it."""
+    if rank < len(sizes) and (len(set(sizes)) > 1 or len(sizes) < size) and (together := sum(sizes)):
+        shares[turn] = sizes[rank] * size / together
 
 
 def _first(samples: int, batches: Any) -> Iterator[Any]:

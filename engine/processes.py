@@ -157,7 +157,7 @@ class Together(Processes):
     def gather_samples(self, value: Any) -> Any:
         if not tensors_in(value):
             return value
-        return map_leaves(value, self._joined)
+        return map_leaves(self._joined, value)
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
         watch = Watch(self.store, self.rank, self.size, timeout=self.timeout, where=where)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .bus import Phase, Signal
 from .differences import for_rank, of_all
 from .events import Events
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .sharded import read_shards, spread_like
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["FORMAT", "copied", "gather", "put_back"]
+__all__ = ["FORMAT", "copied", "gather", "put_back", "spread_over"]
 
 FORMAT = 1
 
@@ -65,13 +66,14 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     """Put a loaded state in place; returns the position of its data."""
     saved = _own_part(engine, saved)
     _check_fit(engine, saved, allowed)
+    saved = read_shards(engine, saved)
     for name, root in engine.modules.items():
-        root.load_state_dict(saved["modules"][name])
+        root.load_state_dict(spread_over(root, saved["modules"][name]))
     for update in engine.updates:
         part = saved["updates"][update.name]
         update.steps = part["steps"]
         if update.optimizer is not None and part["optimizer"] is not None:
-            update.optimizer.load_state_dict(copied(part["optimizer"]))
+            update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
         update.discard()
         update.filled = 0
         with torch.no_grad():
@@ -91,7 +93,9 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
             if update.kept is not None:
                 update.kept.extend(copied(window["kept"]))
             for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
-                parameter.grad = None if gradient is None else gradient.clone().to(parameter.device)
+                parameter.grad = (
+                    None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
+                )
     for name, handler in engine.handlers.items():
         if name in saved["handlers"]:
             state_of_handler = copied(saved["handlers"][name])
@@ -143,10 +147,18 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_alike(engine: Engine, saved: Mapping[str, Any]) -> None:
-    position = saved.get("engine", {})
-    told = engine.processes.gather([position.get("epoch"), position.get("iteration")])
-    if any(one != told[0] for one in told):
-        which = ", ".join(f"rank {rank} epoch {epoch}, iteration {n}" for rank, (epoch, n) in enumerate(told))
+    """Refuse states of different positions, and, where they were read from checkpoints, of different ones."""
+    position, origin = saved.get("engine", {}), saved.get("origin") or {}
+    place = [position.get(key) for key in ("epoch", "iteration", "epoch_open", "seed")]
+    files = origin.get("manifest", {}).get("files")  # tells the sha256 of the state
+    told = engine.processes.gather((place, files, origin.get("path")))
+    different = any(place != told[0][0] for place, *_ in told)
+    read = [files for _, files, _ in told if files is not None]
+    if different or any(files != read[0] for files in read):
+        which = ", ".join(
+            f"rank {rank} epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" from {path!r}")
+            for rank, (place, _, path) in enumerate(told)
+        )
         raise ValueError(f"the processes have loaded different states: {which}; let all load the same checkpoint")
 
 
@@ -173,6 +185,23 @@ def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str
     return dict(saved) | {"engine": position, "data": data, "updates": updates, "random": random}
 
 
+def spread_over(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A module's state, spread over processes as the module is."""
+    own, spread = root.state_dict(), copy.copy(state)  # which keeps the metadata
+    for key, value in state.items():
+        spread[key] = spread_like(value, own.get(key))
+    return spread
+
+
+def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state, spread over processes as its parameters are: what has their shapes."""
+    for place, part in state["state"].items():
+        for key, value in part.items():
+            if isinstance(value, Tensor) and value.shape == parameters[place].shape:
+                part[key] = spread_like(value, parameters[place])
+    return state
+
+
 _MAKING_GRADIENTS = (
     Events.GET_BATCH_COMPLETED,
     Events.UPDATE_STARTED,
@@ -188,6 +217,16 @@ def _takes_part(engine: Engine) -> list[str]:
     """The handlers that have a hand in gradients: those that change anything from the batch to the end of the backward."""
     connections = [one for event in _MAKING_GRADIENTS for one in engine.signal(event).connections]
     return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
+
+
+def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that are out of reach: those of a sharded model are, until a backward has reduced them."""
+    if update.held and not any(gradient is not None for gradient in gradients):
+        raise RuntimeError(
+            f"the open window of update {update.name!r} holds gradients that were not reduced over the processes yet, and cannot "
+            "be saved: save where windows end, as epochs do, or have every batch reduced "
+            "(FullyShardedDataParallel(reduce_every_batch=True))"
+        )
 
 
 def _check_kept(update: UpdateState) -> None:
@@ -214,6 +253,7 @@ def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
     window = None
     if update.filled:
         gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+        _check_reduced(update, gradients)
         _check_kept(update)
         window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
                   "gradients": gradients, "kept": copied(update.kept), "made_with": _takes_part(engine)}  # fmt: skip

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from .sharded import is_sharded
 from .update import needs_closure
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def build_optimizers(engine: Engine) -> None:
                     "or the Update parameters="
                 )
             update.optimizer = spec.optimizer(parameters)
+            update._parameters_of = []  # it may have had another one before
             if not isinstance(update.optimizer, Optimizer):
                 made, update.optimizer = update.optimizer, None
                 raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
@@ -63,8 +65,13 @@ def check_windows(engine: Engine) -> None:
 
 
 def check_modules(engine: Engine) -> None:
-    """Refuse parameters without values."""
+    """Refuse parameters without values, and those that are spread over processes which nobody brings together."""
     for name, root in engine.modules.items():
+        if not engine.processes.several and any(is_sharded(p) and p.device_mesh.size() > 1 for p in root.parameters()):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the model {name!r} is sharded over processes, and the handler that did it takes no part: attach it again, or "
+                "let it make the model a plain one before it is detached: handler.unshard(engine)"
+            )
         meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
         if meta is not None:
             raise ValueError(

@@ -9,10 +9,11 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from .loading import SkippingLoader, skippable
+from .batches import samples_in
+from .loading import SkippingLoader, note_share, skippable
 from .processes import Processes
 
-__all__ = ["Manner", "agreed", "deal", "manner_of", "padding_left_out", "turns"]
+__all__ = ["Manner", "agreed", "deal", "draws_as_it_is_read", "manner_of", "padding_left_out", "turns"]
 
 Manner = Literal["all", "deal", "own"]
 """What a process takes of the data: all of it, alone; what it is dealt in turn; or all of it, since it is its own."""
@@ -65,40 +66,74 @@ def turns(length: int, processes: Processes) -> int:
     return -(-length // processes.size)
 
 
-def deal(data: Any, start: int, length: int | None, processes: Processes, seed: int, number: int) -> Iterator[Any]:
+def deal(
+    data: Any,
+    start: int,
+    length: int | None,
+    limit: int | None,
+    processes: Processes,
+    seed: int,
+    number: int,
+    shares: dict[int, float],
+) -> Iterator[Any]:
     """The batches of this process from one of its turns on; None where it goes without.
 
     Args:
         data: what is dealt, the same in each process.
         start: the first turn.
         length: of the data; None if it does not tell.
+        limit: how many of the batches are dealt; None for all.
         processes: to whom.
         seed: for a DataLoader, of what is drawn while samples are fetched.
         number: likewise, of the pass.
+        shares: where it is noted how much the batch of a turn counts, if those of a turn have different sizes.
     """
     rank, size = processes.rank, processes.size
-    if length is None:
-        return _read(iter(data), start, rank, size)
     mine: Iterator[Any]
+    if length is None or not (skippable(data) or _picked(data)):
+        begin = getattr(data, "batches_from", None)
+        batches = begin(start * size) if callable(begin) else islice(iter(data), start * size, None)
+        return _read(
+            islice(batches, None if limit is None else max(0, limit - start * size)), start, rank, size, shares
+        )
+    length = length if limit is None else min(length, limit)
     if skippable(data):
-        mine = SkippingLoader.of(data).iterate(seed, number, start, at_once=True, dealt=(rank, size))
-    elif callable(begin := getattr(data, "batches_from", None)):
-        mine = islice(begin(start * size), rank, None, size)
-    elif hasattr(type(data), "__iter__"):
-        mine = islice(iter(data), start * size + rank, None, size)
+        mine = SkippingLoader.of(data).iterate(
+            seed, number, start, at_once=True, dealt=(rank, size), limit=limit, shares=shares
+        )
     else:
         mine = (data[index] for index in range(start * size + rank, length, size))
     own = len(range(rank, length, size))
     return chain(mine, repeat(None, turns(length, processes) - max(start, own)))
 
 
-def _read(batches: Iterator[Any], start: int, rank: int, size: int) -> Iterator[Any]:
-    for turn in count():
+def _picked(data: Any) -> bool:
+    """Whether a process takes its batches by their indices, and sees no others."""
+    return _by_index(data) and not isinstance(data, list | tuple) and not callable(getattr(data, "batches_from", None))
+
+
+def draws_as_it_is_read(data: Any) -> bool:
+    """Whether data may draw from random generators while all processes read all of it."""
+    if skippable(data):
+        return not _has_length(data)
+    return not _by_index(data) and not callable(getattr(data, "batches_from", None))
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _read(batches: Iterator[Any], start: int, rank: int, size: int, shares: dict[int, float]) -> Iterator[Any]:
+    for turn in count(start):
         hand = list(islice(batches, size))
         if not hand:
             return
-        if turn >= start:
-            yield hand[rank] if rank < len(hand) else None
+        note_share(shares, turn, rank, [0 if batch is None else samples_in(batch) for batch in hand], size)
+        yield hand[rank] if rank < len(hand) else None
 
 
 def agreed(batches: Iterator[Any], processes: Processes) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from .early_stopping import EarlyStopping
 from .ema import EMA
 from .fast_dev_run import FastDevRun
 from .freezing import Freezing, discriminative_rates
+from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .gradient_accumulation import GradientAccumulation
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
@@ -61,6 +62,7 @@ __all__ = [
     "EarlyStopping",
     "FastDevRun",
     "Freezing",
+    "FullyShardedDataParallel",
     "GradientAccumulation",
     "GradientClipping",
     "GradientNoise",

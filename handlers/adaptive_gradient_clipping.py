@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_number, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_number, local_part, on
 
-from .parameters import all_names, longest_match, matches, unmatched
+from .parameters import all_names, longest_match, matches, norms, unmatched
 from .ranks import CLIP_ADAPTIVELY
 from .updates import updates_meant
 
@@ -123,7 +123,7 @@ class AdaptiveGradientClipping(Handler):
         torch._foreach_mul_(factors, self.clipping)
         torch._foreach_div_(factors, norms)  # infinite for a gradient of zero, which the next line turns into one
         torch._foreach_clamp_max_(factors, 1.0)
-        torch._foreach_mul_(gradients, factors)
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factors)
 
     def _parameters(self, update: UpdateState) -> list[Tensor]:
         """The parameters of an update that are clipped, chosen anew when the optimizer is given more of them."""
@@ -141,8 +141,14 @@ class AdaptiveGradientClipping(Handler):
 
 
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each row of a tensor, in a shape that broadcasts with it; of a vector or a scalar as a whole."""
+    """The norm of each row of a tensor, in a shape that broadcasts with it; of a vector or a scalar as a whole.
+
+    Of a sharded tensor, those of the rows that this process holds: it is sharded by rows.
+    """
+    vectors = iter(norms([t.detach() for t in tensors if t.dim() <= 1], 2.0))
     return [
-        torch.linalg.vector_norm(t.detach(), dim=tuple(range(1, t.dim())) if t.dim() > 1 else None, keepdim=t.dim() > 1)
+        torch.linalg.vector_norm(local_part(t.detach()), dim=tuple(range(1, t.dim())), keepdim=True)
+        if t.dim() > 1
+        else next(vectors)
         for t in tensors
     ]

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, local_part, on, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -94,12 +94,15 @@ class Averages:
 
     def release(self) -> None:
         """Forget the modules."""
+        self._roots: list[nn.Module] = []
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
 
     def bind(self, engine: Engine, owner: str) -> None:
         """Find the tensors to be averaged and those to be copied, and place loaded averages where these are."""
         self.release()
+        self._roots = list(engine.modules.values())
+        reshard(self._roots)
         live: dict[str, Tensor] = {}
         seen: set[int] = set()
         for root, module in engine.modules.items():
@@ -123,7 +126,7 @@ class Averages:
                 raise ValueError(
                     f"{owner!r}: its averages do not fit the modules: they differ in {', '.join(different)}"
                 )
-            self.values = {name: self.values[name].to(tensor.device) for name, tensor in live.items()}
+            self.values = {name: spread_like(self.values[name].to(t.device), t) for name, t in live.items()}
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
@@ -134,11 +137,14 @@ class Averages:
             self.values |= {place[0]: t.detach().clone() for place, t in zip(self._copied, copied, strict=True)}
         else:
             if moving:
-                torch._foreach_lerp_([self.values[place[0]] for place in self._moving], [*map(_wide, moving)], weight)
+                torch._foreach_lerp_(self._parts(self._moving), [local_part(_wide(t)) for t in moving], weight)
             if copied:
-                torch._foreach_copy_([self.values[place[0]] for place in self._copied], copied)
+                torch._foreach_copy_(self._parts(self._copied), [local_part(t.detach()) for t in copied])
         self.count += 1
         self.overruled = False
+
+    def _parts(self, places: list[_Place]) -> list[Tensor]:
+        return [local_part(self.values[place[0]]) for place in places]
 
     @contextmanager
     def in_place(self, *, anyway: bool = False) -> Iterator[None]:
@@ -151,18 +157,20 @@ class Averages:
             yield
             return
         places = self._moving + self._copied
+        reshard(self._roots)
         tensors = _tensors(places)
-        kept = [tensor.detach().clone() for tensor in tensors]
+        kept = [local_part(tensor.detach()).clone() for tensor in tensors]
         self.swapped = True
         try:
             # Through `data`, autograd does not count it as a change: what a backward still needs is back in time.
-            torch._foreach_copy_([tensor.data for tensor in tensors], [self.values[place[0]] for place in places])
+            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], self._parts(places))
             yield
         finally:
+            reshard(self._roots)
             for (_, holder, key), tensor in zip(places, tensors, strict=True):
                 if holder[key] is not tensor:
                     holder[key] = tensor
-            torch._foreach_copy_([tensor.data for tensor in tensors], kept)
+            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
             self.swapped = False
 
     @torch.no_grad()
@@ -180,7 +188,7 @@ class Averages:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a handler belongs to no model."""
-        return vars(self) | {"_moving": [], "_copied": [], "swapped": False}
+        return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "swapped": False}
 
 
 def _tensors(places: list[_Place]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from signalfire import (
+    SHARDS,
     AnyEvent,
     Engine,
     Events,
@@ -25,12 +26,15 @@ from signalfire import (
     Interval,
     Monitor,
     Phase,
+    ShardFiles,
     as_number,
     check_bool,
     check_every,
     check_int,
+    is_sharded,
     lost_another,
     on,
+    split_shards,
     unfiltered,
 )
 
@@ -83,7 +87,8 @@ class Checkpoint(Handler):
     whole; `load` verifies it, and of a folder takes the newest good one.
 
     Of several processes, rank 0 writes, what differs between them included, and the others go on once it is written. An error
-    of its writing is one of all.
+    of its writing is one of all. Of sharded tensors each process writes its part, besides ``state.pt``, by
+    ``torch.distributed.checkpoint``; what loads them may be any number of processes, each of which reads its own parts.
 
     No run overwrites or removes what another wrote: a name that is taken gets a suffix ``-2``. A resumed run counts as the one
     that it goes on from, and never removes the one that it was resumed from.
@@ -190,6 +195,7 @@ class Checkpoint(Handler):
         self._held: dict[str, Any] | None = None  # for an error
         self._ownership: Ownership | None = None
         self._resumed_from: str | None = None  # until the next is written
+        self._shard_files: ShardFiles | None = None
 
     @property
     def kept(self) -> list[tuple[str, float | None]]:
@@ -224,8 +230,10 @@ class Checkpoint(Handler):
         """
         where = f"Checkpoint.load({str(path)!r})"
         found, manifest, state, damaged = open_generation(path, name=name, where=where, files=Checkpoint.files)
+        sharded = {SHARDS: os.path.abspath(found)} if len(manifest["files"]) > 1 else {}
         if manifest["kind"] != "state":
-            return state
+            return {"format": 1, "modules": state} | sharded if sharded else state
+        state |= sharded
         state["origin"] = {
             "path": os.path.abspath(found),
             "damaged": [os.path.abspath(one) for one in damaged],
@@ -317,6 +325,13 @@ class Checkpoint(Handler):
         # What an error kept from being written is not written under its old name.
         self._due = self._write = self._held = None
         self._decided = list(self._written)
+        if self.failing is not None and any(
+            is_sharded(p) for root in engine.modules.values() for p in root.parameters()
+        ):
+            raise ValueError(
+                f"{self.name!r}: on_exception=True cannot write a sharded model, since after an error there is no group of processes "
+                "that each could write its part; leave it out, and save more often"
+            )
         if engine.processes.first:
             make_folders(self.folder, self.files)
             open_folder(self, self.folder)
@@ -437,7 +452,7 @@ class Checkpoint(Handler):
             self._decided = list(self._written)
             raise
         self._write = write
-        if not engine.processes.first:
+        if not engine.processes.first and not write.shards:
             pass  # what rank 0 writes is this one's, too
         elif self.asynchronous:
             write.start()
@@ -487,7 +502,7 @@ class Checkpoint(Handler):
             position["metrics"]["values"],
         )
         self._write = self._prepare(engine, Entry(f"{base}-{why}", None, position["iteration"]), state, None)
-        if engine.processes.first:
+        if engine.processes.first or self._write.shards:
             self._write.run()
         self._harvest(engine, alone=alone)
 
@@ -518,7 +533,17 @@ class Checkpoint(Handler):
             stays = {one.iteration for one in decided} - {entry.iteration}  # a second one of an iteration has its place
             gone = [name for iteration, name in self._names.items() if iteration not in stays] + self._superseded
         taken = frozenset(name for iteration, name in self._names.items() if iteration != entry.iteration)
-        return _Write(self.folder, self.files, entry, state, about, ownership, decided, gone, taken)
+        if self.weights_only:  # by the paths that they have in a whole state
+            parts, shards = split_shards({"modules": state})
+            state = parts["modules"]
+        else:
+            state, shards = split_shards(state)
+        if shards and self._shard_files is None:
+            self._shard_files = ShardFiles()
+        return _Write(
+            self.folder, self.files, entry, state, about, ownership, decided, gone, taken, shards, self._shard_files,
+            engine.processes.first,
+        )  # fmt: skip
 
     def _harvest(self, engine: Engine, *, alone: bool = False) -> None:
         """Take over what was written, once it is; of several processes, what rank 0 has written."""
@@ -580,6 +605,9 @@ class _Write:
     decided: list[Entry] | None  # what is kept with it; None if it is not counted
     gone: list[str]  # what is removed once it is written
     taken: frozenset[str]  # the names of the others
+    shards: Mapping[str, Any]  # tensors of which each process writes its part
+    shard_files: ShardFiles | None
+    first: bool  # whether this process writes the rest
     tried: list[str] = field(default_factory=list)  # the names that it was to have
     name: str | None = None  # what it is called on the disk, once it is there
     left: list[str] = field(default_factory=list)  # of those that are to go, what could not be removed
@@ -613,6 +641,20 @@ class _Write:
 
     def run(self) -> None:
         try:
+            if not self.shards:
+                self._run()
+                return
+            assert self.shard_files is not None
+            if self.first:
+                self._run()
+                self.shard_files.done(None)
+            else:
+                self.shard_files.assist(self.shards)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _run(self) -> None:
+        try:
             self.left = self.gone
             self.name = self._commit()
             gone = [name for name in self.gone if name != self.name]
@@ -629,9 +671,16 @@ class _Write:
                 continue
             self.tried.append(name)
             with suppress(Taken):  # another process was quicker
-                commit(self.folder, name, content, self.about, files=self.files, may_replace=self._may_replace)
+                commit(
+                    self.folder, name, content, self.about, files=self.files, may_replace=self._may_replace,
+                    more=self._write_shards if self.shards else None,
+                )  # fmt: skip
                 return name
         raise AssertionError("the numbers do not end")
+
+    def _write_shards(self, folder: Path) -> dict[str, dict[str, Any]]:
+        assert self.shard_files is not None
+        return self.shard_files.write(folder, self.shards)
 
     def _may_replace(self, path: Path) -> bool:
         return self.ownership.may_replace(path, self.entry.iteration, self.files)

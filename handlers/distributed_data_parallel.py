@@ -103,6 +103,7 @@ class DistributedDataParallel(Distribution):
             tuple[nn.Module, str, nn.Module]
         ] = []  # BatchNorm layers: their parents, names and themselves
         self._powersgd: dict[str, Any] = {}
+        self._powersgd_of: dict[str, list[list[int]]] = {}  # the shapes of what was trained when it was filled
         self._powersgd_loaded: Mapping[str, Any] = {}
 
     def attached(self, engine: Engine) -> None:
@@ -148,6 +149,9 @@ class DistributedDataParallel(Distribution):
         trained = {root: [p for p in module.parameters() if p.requires_grad] for root, module in engine.modules.items()}
         owners = {root: self._owner(engine, root, parameters) for root, parameters in trained.items()}
         trained = {root: parameters for root, parameters in trained.items() if owners[root] is not None}
+        if len(engine.updates) > 1:  # the backward of each gives gradients to its own parameters alone
+            own = {update.name: set(update.parameters) for update in engine.updates}
+            trained = {root: [p for p in held if p in own[owners[root] or ""]] for root, held in trained.items()}
         if self._bare is not None and _same(trained, self._trained):
             return
         if self._bare is None:
@@ -160,11 +164,9 @@ class DistributedDataParallel(Distribution):
         self._of_update = {update.name: [self._wrapped[root] for root in trained if owners[root] == update.name]
                            for update in engine.updates}  # fmt: skip
         roots = {root: self._wrapped.get(root, module) for root, module in engine.modules.items()}
-        engine.model = (
-            nn.ModuleDict(roots)
-            if isinstance(self._bare, nn.ModuleDict) and len(roots) > 1
-            else next(iter(roots.values()))
-        )
+        if self._bare is not None:
+            alone = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._bare]
+            engine.model = alone[0] if alone else nn.ModuleDict(roots)
 
     def _owner(self, engine: Engine, root: str, parameters: list[nn.Parameter]) -> str | None:
         """The update that trains a module."""
@@ -184,7 +186,8 @@ class DistributedDataParallel(Distribution):
             broadcast([p for parameters in self._free.values() for p in parameters])
 
     def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
-        wrapper = TorchDDP(_Called(module), forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        # Weights and buffers are alike where they have to be; another wrapper in the middle of a run changes none.
+        wrapper = TorchDDP(_Called(module, parameters), init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
         held = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -209,6 +212,11 @@ class DistributedDataParallel(Distribution):
                     None, matrix_approximation_rank=self.powersgd_rank, start_powerSGD_iter=self.powersgd_start
                 )
                 _load_powersgd(self._powersgd[root], self._powersgd_loaded.get(root))
+            state, shapes = self._powersgd[root], [list(p.shape) for p in self._trained[root]]
+            if self._powersgd_of.setdefault(root, shapes) != shapes:  # what it remembers is of other buckets
+                for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                    memory.clear()
+                self._powersgd_of[root] = shapes
             return self._powersgd[root], powerSGD_hook.powerSGD_hook
         assert isinstance(self.compression, tuple)
         return self.compression
@@ -234,6 +242,7 @@ class DistributedDataParallel(Distribution):
         own = self._of_update.get(update.name, ())
         for wrapper in self._wrapped.values():
             wanted = update.completes and wrapper in own
+            wrapper.module.__dict__["called"] = False  # another update may have called it
             if wrapper.require_backward_grad_sync is not wanted:
                 wrapper.require_backward_grad_sync = wanted
 
@@ -292,12 +301,18 @@ class DistributedDataParallel(Distribution):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {"powersgd": {root: _powersgd_state(one) for root, one in self._powersgd.items()}} if self._powersgd else {}
-        )
+        if not self._powersgd:
+            return {}
+        return {
+            "powersgd": {root: _powersgd_state(one) for root, one in self._powersgd.items()},
+            "powersgd_of": {root: [list(shape) for shape in shapes] for root, shapes in self._powersgd_of.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._powersgd_loaded = state.get("powersgd", {})
+        self._powersgd_of = {
+            root: [list(shape) for shape in shapes] for root, shapes in state.get("powersgd_of", {}).items()
+        }
         for root, one in self._powersgd.items():
             _load_powersgd(one, self._powersgd_loaded.get(root))
 
@@ -312,14 +327,18 @@ class _Called(nn.Module):
     A gradient of nothing is how a process takes part in a reduction to which it has nothing to add.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, trained: list[nn.Parameter]) -> None:
         super().__init__()
         self.module = module
-        self.__dict__.update(called=False, reduced=False)  # not through nn.Module, which would look for parameters
+        reduced = set(trained)
+        self._ddp_params_and_buffers_to_ignore = [key for key, p in self.named_parameters() if p not in reduced]
+        self.__dict__.update(
+            called=False, reduced=False, trained=trained
+        )  # not through nn.Module, which would look for parameters
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if inputs and inputs[0] is _NOTHING:
-            return sum(p.flatten()[:0].sum() for p in self.module.parameters() if p.requires_grad)
+            return sum(p.flatten()[:0].sum() for p in self.__dict__["trained"])
         if torch.is_grad_enabled():
             self.__dict__["called"] = True
         return self.module(*inputs, **options)

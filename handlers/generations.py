@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from signalfire import sha256_of
+
 __all__ = [
     "Damaged",
     "Files",
@@ -231,6 +233,7 @@ def commit(
     *,
     files: Files,
     may_replace: Callable[[Path], bool],
+    more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> None:
     """Put a new generation into the folder: at any moment, also of a crash, it is either whole or not there.
 
@@ -244,6 +247,8 @@ def commit(
         about: the rest of the manifest.
         files: the operations to use.
         may_replace: asked about what has the name already.
+        more: called with the folder under its hidden name; writes and syncs further files there, and says of what size and sha256
+            they are, by their names.
 
     Raises:
         Taken: if something has the name that may not be replaced.
@@ -255,16 +260,13 @@ def commit(
     _going_on.add(aside.name)
     try:
         digest = hashlib.sha256(content).hexdigest()
-        manifest = {
-            **about,
-            "format": FORMAT,
-            "name": name,
-            "writer": owner(),
-            "files": {STATE: {"size": len(content), "sha256": digest}},
-        }
+        written = {STATE: {"size": len(content), "sha256": digest}}
         files.make_folder(aside)
         files.write(aside / STATE, content)
         files.sync(aside / STATE)
+        if more is not None:
+            written |= {file: dict(told) for file, told in more(aside).items()}
+        manifest = {**about, "format": FORMAT, "name": name, "writer": owner(), "files": written}
         files.write(aside / MANIFEST, encode(manifest))
         files.sync(aside / MANIFEST)
         files.sync(aside)
@@ -480,6 +482,9 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
         raise Damaged(f"{STATE} has {len(content)} bytes and not the {told['size']} that were written")
     if hashlib.sha256(content).hexdigest() != told["sha256"]:
         raise Damaged(f"{STATE} is not what was written: its sha256 differs")
+    for file, shard in manifest["files"].items():
+        if file != STATE:
+            _verify(path, file, shard)
     try:
         state = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -490,6 +495,19 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
             if position[key] != manifest[key]:
                 raise Damaged(f"{MANIFEST} tells of {key} {manifest[key]}, and {STATE} holds {key} {position[key]}")
     return dict(state)
+
+
+def _verify(path: Path, file: str, told: Mapping[str, Any]) -> None:
+    """Compare a file that is read elsewhere, perhaps by parts, with what was written."""
+    try:
+        if Path(file).name != file:
+            raise Damaged(f"{MANIFEST} tells of {file!r}, which is no file of the checkpoint")
+        if (size := (path / file).stat().st_size) != told["size"]:
+            raise Damaged(f"{file} has {size} bytes and not the {told['size']} that were written")
+        if sha256_of(path / file) != told["sha256"]:
+            raise Damaged(f"{file} is not what was written: its sha256 differs")
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
 
 
 def is_generation(path: Path, files: Files) -> bool:

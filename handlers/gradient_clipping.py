@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, check_number, on
+from signalfire import Engine, Events, Handler, UpdateState, check_number, local_part, on
 
+from .parameters import any_sharded, gradients_of, total_norm
 from .updates import updates_meant
 
 __all__ = ["GradientClipping"]
@@ -70,4 +71,12 @@ class GradientClipping(Handler):
         if self.max_value is not None:
             torch.nn.utils.clip_grad_value_(update.parameters, self.max_value)
         if self.max_norm is not None:
-            self.total_norm = torch.nn.utils.clip_grad_norm_(update.parameters, self.max_norm, self.norm_type)
+            self.total_norm = self._clip_norm(update, self.max_norm)
+
+    def _clip_norm(self, update: UpdateState, max_norm: float) -> Tensor:
+        if not any_sharded(update.parameters):
+            return torch.nn.utils.clip_grad_norm_(update.parameters, max_norm, self.norm_type)
+        gradients = gradients_of(update)  # the same arithmetic, on the parts that this process holds
+        total = total_norm(gradients, self.norm_type)
+        torch._foreach_mul_([local_part(g) for g in gradients], torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total

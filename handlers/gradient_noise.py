@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from signalfire import Engine, Events, Handler, Phase, check_number, on
+from signalfire import Engine, Events, Handler, Phase, check_number, local_part, on, spread_like
 
 from .parameters import gradients_of
 from .ranks import ADD_NOISE
@@ -77,12 +77,20 @@ class GradientNoise(Handler):
             self._iteration = engine.state.iteration
             self._drawing.clear()
         gradients = gradients_of(update)
-        noise = [
-            torch.randn(g.shape, dtype=g.dtype, device=g.device, generator=self._generator_on(engine, g.device))
+        noise = [  # of a sharded gradient, each process draws that of the whole, and keeps its part
+            local_part(
+                spread_like(
+                    torch.randn(
+                        g.shape, dtype=g.dtype, device=g.device, generator=self._generator_on(engine, g.device)
+                    ),
+                    g,
+                )
+            )
             for g in gradients
         ]
         try:
-            torch._foreach_add_(gradients, noise, alpha=math.sqrt(self.variance(update.steps)))
+            parts = [local_part(gradient) for gradient in gradients]
+            torch._foreach_add_(parts, noise, alpha=math.sqrt(self.variance(update.steps)))
         except RuntimeError as error:
             if any(gradient.is_sparse for gradient in gradients):
                 raise TypeError(

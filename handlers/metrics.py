@@ -258,7 +258,7 @@ class Metrics(Handler):
     def check_together(self, engine: Engine) -> None:
         """Refuse what would be that of one process alone."""
         for key, metric in self.metrics.items() if engine.processes.several else ():
-            if not _torchmetrics(metric) and not hasattr(metric, "merge"):
+            if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) does not say how it is put together from "
                     f"{engine.processes.size} processes: give it merge(states), which takes over a list of what state_dict() gave in "
@@ -305,7 +305,7 @@ class Metrics(Handler):
     def publish(self, engine: Engine) -> None:
         """Put the epoch's values where monitors and loggers find them."""
         for key, metric in self.metrics.items():
-            if engine.processes.several and hasattr(metric, "merge"):
+            if engine.processes.several and not _torchmetrics(metric):
                 metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection
@@ -333,7 +333,17 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
 
 
 def _current(metric: Any) -> float | None:
-    return as_number(metric.compute())
+    """The value so far, in this process: torchmetrics' metrics would wait for the other processes, which need not ask."""
+    parts = [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
+    for part in parts:
+        part._to_sync = False
+    try:
+        return as_number(metric.compute())
+    finally:
+        for part in parts:
+            part._to_sync = True
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                part._computed = None  # or else it would be taken for that of all
 
 
 def _torchmetrics(metric: Any) -> dict[str, Any]:

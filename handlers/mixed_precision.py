@@ -94,8 +94,8 @@ class MixedPrecision(Handler):
                     )
                 if update.name not in self.scalers:
                     scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
-                    # A scaler refuses to unscale before it has scaled something; but of several processes, one may have nothing to
-                    # learn from at first, and gets its gradients from the others.
+                    # A scaler refuses to unscale before it has scaled something; but of several processes, one may have nothing
+                    # to learn from at first, and gets its gradients from the others.
                     scaler.scale(torch.zeros((), device=engine.device))
                     self.scalers[update.name] = scaler
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, local_part, on
 
 from .parameters import gradients_of, named_parameters, norms
 from .ranks import GUARD, NOTE_LOSS
@@ -136,7 +136,7 @@ class NonFiniteGuard(Handler):
             worst = [
                 names.get(id(parameter), f"parameter {place} of the optimizer")
                 for place, parameter in enumerate(update.parameters)
-                if parameter.grad is not None and not _all_finite(norms([parameter.grad], math.inf))
+                if parameter.grad is not None and not _all_finite(norms([local_part(parameter.grad)], math.inf))
             ]
             if worst:
                 more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, UpdateState
+from signalfire import Engine, UpdateState, is_sharded, local_part, norms_over_ranks
 
-__all__ = ["all_names", "gradients_of", "longest_match", "matches", "named_parameters", "norms", "unmatched"]
+__all__ = [
+    "all_names",
+    "any_sharded",
+    "gradients_of",
+    "longest_match",
+    "matches",
+    "named_parameters",
+    "norms",
+    "total_norm",
+    "unmatched",
+]
 
 
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
@@ -60,10 +70,26 @@ def gradients_of(update: UpdateState) -> list[Tensor]:
     return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
 
 
+def any_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Whether an update's parameters or gradients are spread over processes: all of them are, or none."""
+    return bool(tensors) and is_sharded(tensors[0])
+
+
 def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The p-norm of each gradient, on its device; 0 of an empty one."""
+    """The p-norm of each gradient, on its device; 0 of an empty one. Of sharded ones, that of the whole."""
+    if any_sharded(gradients):
+        parts = norms([local_part(gradient) for gradient in gradients], norm_type)
+        return list(norms_over_ranks(torch.stack(parts), gradients, norm_type))
     try:
         return list(torch._foreach_norm(gradients, norm_type)) if gradients else []
     except RuntimeError:  # a sparse gradient, or an empty one
         values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
         return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]
+
+
+def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all gradients together, which ``torch.nn.utils.get_total_norm`` gives, also of sharded ones."""
+    if not any_sharded(gradients):
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
+    return total

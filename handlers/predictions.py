@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -73,6 +72,8 @@ class Predictions(Handler):
             if wanted is not False:
                 self._parts[part] = wanted if callable(wanted) else itemgetter(place)
         self._collected: dict[str, list[Any]] = {}
+        self._iterations: list[int] = []  # of what was collected
+        self._number = 0  # of the last file
 
     def attached(self, engine: Engine) -> None:
         if engine.training:
@@ -89,7 +90,7 @@ class Predictions(Handler):
     def begin(self, engine: Engine) -> None:
         """Begin with nothing collected."""
         self._collected = {part: [] for part in ("outputs", *self._parts)}
-        self.files = []
+        self.files, self._iterations, self._number = [], [], 0
         if self.folder is not None:
             open_folder(self, self.folder)
             for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.first else ():
@@ -104,13 +105,18 @@ class Predictions(Handler):
             return
         found = {"outputs": _on_cpu(state.update.output)}
         found |= {part: _on_cpu(function(state.batch)) for part, function in self._parts.items()}
+        self._iterations.append(state.iteration)
         if self.folder is None:
             for part, value in found.items():
                 self._collected[part].append(value)
             return
-        # Numbered as the batches are in the data, which are dealt in turn.
-        number = len(self.files) * engine.processes.size + engine.processes.rank + 1
-        path = self.folder / f"{self.name}-{number:08d}.pt"
+        if engine.processes.several:  # numbered as the batches are in the data, which are dealt in turn
+            size, rank = engine.processes.size, engine.processes.rank
+            in_turn = (state.iteration - 1) * size + rank + 1
+            self._number = max(in_turn, self._number + size) if self.files else in_turn
+        else:
+            self._number += 1
+        path = self.folder / f"{self.name}-{self._number:08d}.pt"
         aside = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
             torch.save(found, aside)
@@ -125,10 +131,21 @@ class Predictions(Handler):
         """Give every process what all have collected, in the order of the data."""
         if not engine.processes.several:
             return
-        for part, own in self._collected.items():
-            turns = zip_longest(*engine.processes.gather(own), fillvalue=_NO_BATCH)
-            self._collected[part] = [value for turn in turns for value in turn if value is not _NO_BATCH]
-        self.files = sorted(path for files in engine.processes.gather(self.files) for path in files)
+        iterations = engine.processes.gather(self._iterations)
+
+        def in_order(own: list[Any]) -> list[Any]:
+            of_all = engine.processes.gather(own)
+            told = [
+                (iteration, rank, place)
+                for rank, several in enumerate(iterations)
+                for place, iteration in enumerate(several)
+            ]
+            return [of_all[rank][place] for _, rank, place in sorted(told)]
+
+        if self.folder is None:
+            self._collected = {part: in_order(own) for part, own in self._collected.items()}
+        else:
+            self.files = in_order(self.files)
 
     @property
     def outputs(self) -> Any:
@@ -160,9 +177,6 @@ class Predictions(Handler):
         if len(shapes) != 1 or not all(isinstance(value, Tensor) for value in values):
             return values
         return torch.stack(values) if None in shapes else torch.cat(values)
-
-
-_NO_BATCH = object()
 
 
 def _on_cpu(value: Any) -> Any:

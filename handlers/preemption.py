@@ -129,7 +129,9 @@ class Preemption(Handler):
     def tell_all(self, engine: Engine) -> None:
         """Of several processes, the signal may have come to one of them: all leave alike."""
         came = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
-        self.preempted = self.preempted or next(iter(came), None)
+        if self.preempted is None and came:
+            # The scheduler has sent it to all: what comes here in a moment is the same one.
+            self.preempted, self._came_at = came[0], time.monotonic()
 
     @on(Events.TERMINATED, phase=Phase.RECORD)
     def tell(self, engine: Engine) -> None:

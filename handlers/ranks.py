@@ -41,6 +41,9 @@ SAME_BUFFERS = -20
 """OPTIMIZER_STEP_COMPLETED and EVALUATION_STARTED / PREPARE: the buffers of all processes are made alike before averages take
 them."""
 
+PUT_TOGETHER = 10
+"""EVALUATION_STARTED / PREPARE: sharded weights are gathered once averages are in their place."""
+
 KEEP_BEST = -10
 """PERSIST of the completed events: the best weights are kept before a checkpoint holds them, as a part of its stopper's state."""
 
@@ -54,6 +57,8 @@ COMMUTING = {
         "STARTED",
         "CHANGE",
     ): "each looks up its own parameters, or builds its own schedule; none changes what another looks up",
+    ("STARTED", "FINALIZE"): "DistributedDataParallel wraps modules; ParameterScheduling sets a field of the groups",
+    ("CHECKPOINT_LOADED", "FINALIZE"): "as in STARTED",
     ("CHECKPOINT_LOADED", "CHANGE"): "LRScheduling compares numbers of steps; Freezing sets requires_grad",
     (
         "EPOCH_STARTED",
@@ -71,6 +76,7 @@ COMMUTING = {
         "PREPARE",
     ): "Metrics and Validation write metrics of different names; the same name is an error",
     ("EPOCH_COMPLETED", "CONTROL"): "as in ITERATION_COMPLETED; LRScheduling and SWA refuse each other over the rate",
+    ("COMPLETED", "PREPARE"): "Checkpoint waits for its thread; Predictions, of an evaluation, joins what it has",
     ("EVALUATION_STARTED", "PREPARE"): "EMA and SWA refuse each other",
     ("CHECKPOINT_SAVING", "PREPARE"): "EMA and SWA refuse each other",
     (

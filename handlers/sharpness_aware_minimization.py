@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, UpdateState, check_bool, check_int, check_number, needs_closure, on
+from signalfire import (
+    Engine,
+    Events,
+    Handler,
+    UpdateState,
+    check_bool,
+    check_int,
+    check_number,
+    local_part,
+    needs_closure,
+    on,
+)
 
+from .parameters import total_norm
 from .updates import updates_meant
 
 __all__ = ["SharpnessAwareMinimization"]
@@ -105,14 +117,14 @@ class SharpnessAwareMinimization(Handler):
     def _moved(self, parameters: list[Tensor]) -> Iterator[None]:
         """The weights moved uphill; then put back from a copy, since subtracting what was added would leave rounding errors."""
         with torch.no_grad():
-            before = [p.clone() for p in parameters]
+            before = [local_part(p).clone() for p in parameters]
         try:
             with torch.no_grad():
                 self._move(parameters)
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, before)
+                torch._foreach_copy_([local_part(p) for p in parameters], before)
 
     def _move(self, parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -126,11 +138,11 @@ class SharpnessAwareMinimization(Handler):
             sizes = torch._foreach_abs(parameters)
             torch._foreach_add_(sizes, self.eta)
             gradients = list(torch._foreach_mul(gradients, sizes))
-        scale = self.rho / (torch.nn.utils.get_total_norm(gradients) + 1e-12)  # a gradient of zero moves nothing
+        scale = self.rho / (total_norm(gradients) + 1e-12)  # a gradient of zero moves nothing
         if self.adaptive:
             torch._foreach_mul_(gradients, sizes)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.addcmul_(gradient, scale.to(parameter.device))
+            local_part(parameter).addcmul_(local_part(gradient), scale.to(parameter.device))
 
     @contextmanager
     def _buffers_put_back(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from signalfire import (
     map_leaves,
     on,
     unchanged_random_state,
+    unsharded,
 )
 
 from .averages import AveragedWeights
@@ -206,7 +207,7 @@ class SWA(AveragedWeights):
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None
-            with torch.no_grad(), unchanged_random_state(*generators_of(data)):
+            with torch.no_grad(), unchanged_random_state(*generators_of(data)), unsharded(engine.modules.values()):
                 for batch in islice(data, self.bn_batches) if norms else ():
                     if batch is not None:
                         forward(engine, map_leaves(partial(_on_device, engine.device), engine.prepared(batch)))
