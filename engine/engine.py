@@ -383,6 +383,11 @@ class Engine(HandlerHost):
                 update.discard()
         self._emit(Events.STARTED)
         was_loaded = self._loaded is not None
+        if len(set(loaded := self.processes.gather(was_loaded))) > 1:
+            raise ValueError(
+                f"a state was loaded by rank {loaded.index(True)}, and not by rank {loaded.index(False)}: let all load the same "
+                "checkpoint"
+            )
         if self._loaded is not None:
             self._position = put_back(self, self._loaded, allowed=self._allowed)
             if (origin := self._loaded.get("origin")) is not None:
@@ -493,7 +498,6 @@ class Engine(HandlerHost):
 
     def _attend(self) -> bool:
         """What had to wait for the end of the iteration: toggles, stops, bounds. True if the epoch does not go on."""
-        state = self.state
         for update in self.updates:
             update.skipped = None
         self._snapshot = None
@@ -881,8 +885,8 @@ class Engine(HandlerHost):
             processes: what `together` gave.
             by: the handler, which also has to see to it that gradients are reduced (the act "reduction").
             shares: how data is shared out. "deal": the batches of the data, which is the same in each process, are dealt in
-                turn, by their indices, or else by reading all of them. "own": each process has data of its own. "auto": DataLoaders
-                over map-style datasets and sequences are dealt, unless a sampler has done it; other data is refused.
+                turn, by their indices, or else by reading all of them. "own": each process has data of its own. "auto":
+                DataLoaders over map-style datasets and sequences are dealt, unless a sampler has done it; other data is refused.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -978,6 +982,9 @@ class Engine(HandlerHost):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to go on: position, modules, optimizers, handlers, random states; all copied.
+
+        Of several processes each has to call it. On rank 0 it is the state of all; on the others, their own, which goes on in the
+        same process only.
 
         Raises:
             RuntimeError: inside an iteration, where half of it would be saved.

@@ -77,9 +77,9 @@ class Handler:
         subscriptions: what the class declared, in the order of its methods.
         trains: whether the handler only makes sense on an engine that trains.
         writes: whether the handler writes files or sends something away, so that a dry run does without it.
-        decides_alike: whether, of several processes, it decides the same in each when the gradients are ready, because it looks at
-            nothing but what is the same in all of them: counters, reduced gradients, weights, metrics. Then the processes need not
-            ask each other whether it skips the step.
+        decides_alike: whether, of several processes, it decides the same in each when the gradients are ready, because it looks
+            at nothing but what is the same in all of them: counters, reduced gradients, weights, metrics. Then the processes need
+            not ask each other whether it skips the step.
         rank_zero_only: of several processes, only that of rank 0 has the handler take part, as for logs and progress bars.
     """
 

@@ -198,7 +198,8 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
 
     Args:
         backend: of torch.distributed; by default gloo for the CPU, and NCCL besides it if there are GPUs.
-        timeout: after how many seconds a process that does not come to what all do together counts as lost.
+        timeout: after how many seconds a process that does not come to what all do together counts as lost. While they come
+            together at first, which has several steps, it may take up to three times as long.
 
     Example:
         >>> together().size

@@ -133,8 +133,8 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if before == processes.size:
         if own["rank"] != processes.rank:
             raise ValueError(
-                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 saved, "
-                "which holds all"
+                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 "
+                "saved, which holds all"
             )
         return own
     warnings.warn(
@@ -167,7 +167,7 @@ def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str
     processes = engine.processes
     position, data = dict(saved["engine"]), saved["data"]
     if data is not None and engine._source is not None and engine._source.manner != "own":
-        iteration = position["iteration"]
+        iteration: int = position["iteration"]
 
         def moved(start: int) -> int:
             turns: int = (iteration - start) * before // processes.size

@@ -168,6 +168,7 @@ def _receivers(engine: Engine) -> dict[str, str]:
         "gradients": engine.replaced_gradients,
         "step": engine.replaced_step,
         "data": engine.replaced_data,
+        "reduction": engine.replaced_reduction,
     } | {f"window of {update.name}": update.window_of for update in engine.updates}
     return counts | {f"replaced {act}": "yes" for act, function in acts.items() if function is not None}
 

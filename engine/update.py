@@ -480,9 +480,8 @@ def _average_together(engine: Engine, update: UpdateState) -> None:
     elif held == 0:
         update.skip("the window holds no gradient")
     elif weight == 0:
-        if (
-            not unknown
-        ):  # as in one process, where tensors that add up to zero are not noticed; their gradients are zero
+        # As in one process, where tensors that add up to zero are not noticed: their gradients are zero.
+        if not unknown:
             update.skip("the weights of the window add up to zero")
     elif weight != processes.size:  # reduced gradients are a mean over the processes, and so is this
         _divide(update, weight / processes.size)

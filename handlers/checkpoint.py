@@ -283,13 +283,13 @@ class Checkpoint(Handler):
             if not given_up:
                 return None
             raise FileNotFoundError(
-                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and there is "
-                f"no other; remove {self._failures_file.name!r} from the folder to try again"
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and "
+                f"there is no other; remove {self._failures_file.name!r} from the folder to try again"
             ) from None
         if given_up:
             warnings.warn(
-                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written; this one goes "
-                f"on from {path.name}",
+                f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written; this one "
+                f"goes on from {path.name}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -297,7 +297,7 @@ class Checkpoint(Handler):
 
     @on("noting", phase=Phase.PERSIST)
     def note_failure(self, engine: Engine) -> None:
-        """Remember that an error, not that of another process, ended a run before it had got further than what it went on from."""
+        """Remember that an error of this process ended a run before it had got further than what it went on from."""
         error = engine.state.exception
         if self._resumed_from is None or error is None or lost_another(error):
             return
@@ -324,13 +324,16 @@ class Checkpoint(Handler):
         """Make the folder, so that a place that cannot be written shows before the first batch."""
         # What an error kept from being written is not written under its old name.
         self._due = self._write = self._held = None
+        if engine.processes.several:  # after an error, rank 0 alone knows of what was still being written
+            known = self._written, self._names, self._superseded
+            self._written, self._names, self._superseded = engine.processes.broadcast(known)
         self._decided = list(self._written)
         if self.failing is not None and any(
             is_sharded(p) for root in engine.modules.values() for p in root.parameters()
         ):
             raise ValueError(
-                f"{self.name!r}: on_exception=True cannot write a sharded model, since after an error there is no group of processes "
-                "that each could write its part; leave it out, and save more often"
+                f"{self.name!r}: on_exception=True cannot write a sharded model, since after an error there is no group of "
+                "processes of which each could write its part; leave it out, and save more often"
             )
         if engine.processes.first:
             make_folders(self.folder, self.files)
@@ -466,7 +469,8 @@ class Checkpoint(Handler):
     def wait(self, engine: Engine) -> None:
         """Nobody may take a run for ended while its last checkpoint is still being written."""
         if self._write is not None:
-            self._harvest(engine)
+            # After an error the others may be in the middle of something else, and cannot be asked.
+            self._harvest(engine, alone=engine.state.exception is not None)
 
     @on("holding", phase=Phase.PERSIST, rank=HOLD)
     def hold(self, engine: Engine) -> None:

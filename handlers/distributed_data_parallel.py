@@ -24,24 +24,24 @@ Compression = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., 
 class DistributedDataParallel(Distribution):
     """Trains with all processes that ``torchrun`` launched; launched alone, it does nothing, and the same script runs unchanged.
 
-    Each process takes its turn of the batches, torch's DistributedDataParallel reduces the gradients while they are computed, and
-    all processes make the same step, which is that of the batches joined: also in the last turn, in which batches may be smaller or
-    missing. What one process asks for (a stop, a skipped step, a preemption) all do. Metrics are those of all samples, none
-    counted twice; logs and bars are written by rank 0 alone, and so are checkpoints, which hold what differs between the
-    processes, too.
+    Each process takes its turn of the batches, torch's DistributedDataParallel reduces the gradients while they are computed,
+    and all processes make the same step, which is that of the batches joined: also in the last turn, in which batches may be
+    smaller or missing. What one process asks for (a stop, a skipped step, a preemption) all do. Metrics are those of all
+    samples, none counted twice; logs and bars are written by rank 0 alone, and so are checkpoints, which hold what differs
+    between the processes, too.
 
     In a run ``engine.model`` is the wrapped model; ``engine.modules`` stay the bare ones, whose names and states checkpoints
-    have. The wrapper is gone when the run ends. Within an accumulation window only the last backward reduces (``no_sync``). The buffers
-    of all processes are those of rank 0 after every step, as they are with torch's, and when an evaluation begins. Modules whose parameters
-    belong to several updates are refused; a learned tensor that belongs to no module is reduced, too.
+    have. The wrapper is gone when the run ends. Within an accumulation window only the last backward reduces (``no_sync``).
+    The buffers of all processes are those of rank 0 after every step, as they are with torch's, and when an evaluation begins.
+    Modules whose parameters belong to several updates are refused; a learned tensor that belongs to no module is reduced, too.
 
     So that a resumed run goes on bit for bit, gradients are put into the same buckets from the first step on.
 
     Args:
-        shares: how data is shared out. "auto": the batches of a DataLoader over a map-style dataset and of a sequence are dealt in
-            turn, by their indices, in the order that rank 0 draws; a loader with a DistributedSampler gives what its sampler says,
-            and is told the epoch. "own": each process has data of its own. "deal": other data is read by all processes, of which
-            each takes its turn. The size of a step is that of the loader's batches times the number of processes.
+        shares: how data is shared out. "auto": the batches of a DataLoader over a map-style dataset and of a sequence are dealt
+            in turn, by their indices, in the order that rank 0 draws; a loader with a DistributedSampler gives what its sampler
+            says, and is told the epoch. "own": each process has data of its own. "deal": other data is read by all processes,
+            of which each takes its turn. The size of a step is that of the loader's batches times the number of processes.
         backend: of torch.distributed; by default gloo for the CPU, and NCCL with it if there are GPUs.
         timeout: after how many seconds a process that does not come to what all do together counts as lost: the others end with
             an error that names it and the last event that it reached.
@@ -174,8 +174,8 @@ class DistributedDataParallel(Distribution):
         owners = [update.name for update in engine.updates if any(p in held for p in update.parameters)]
         if len(owners) > 1:
             raise ValueError(
-                f"{self.name!r}: module {root!r} is trained by the updates {', '.join(map(repr, owners))}, whose gradients cannot be reduced "
-                "apart: give the Engine a module for each, as model={'...': ..., '...': ...}"
+                f"{self.name!r}: module {root!r} is trained by the updates {', '.join(map(repr, owners))}, whose gradients "
+                "cannot be reduced apart: give the Engine a module for each, as model={'...': ..., '...': ...}"
             )
         return owners[0] if owners else None
 
@@ -225,7 +225,8 @@ class DistributedDataParallel(Distribution):
         for root, module in engine.modules.items():
             if any(p.device.type == "cpu" for p in module.parameters()):
                 raise ValueError(
-                    f"{self.name!r}: sync_batch_norm=True needs module {root!r} on a GPU; torch's SyncBatchNorm does not run on the CPU"
+                    f"{self.name!r}: sync_batch_norm=True needs module {root!r} on a GPU; torch's SyncBatchNorm "
+                    "does not run on the CPU"
                 )
             for parent in list(module.modules()):
                 for key, child in list(parent.named_children()):
@@ -268,8 +269,9 @@ class DistributedDataParallel(Distribution):
             if not called["reduced"]:
                 if self.sync_batch_norm and not called["called"]:
                     raise RuntimeError(
-                        f"{self.name!r}: rank {self.processes.rank} has no batch in iteration {engine.state.iteration}, but sync_batch_norm "
-                        "needs one in each process: use a loader with drop_last=True whose batches can be dealt evenly"
+                        f"{self.name!r}: rank {self.processes.rank} has no batch in iteration {engine.state.iteration}, but "
+                        "sync_batch_norm needs one in each process: use a loader with drop_last=True whose batches can be dealt "
+                        "evenly"
                     )
                 wrapper.require_backward_grad_sync = True
                 wrapper(_NOTHING).backward()

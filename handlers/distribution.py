@@ -127,6 +127,6 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for alike in kinds.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows fewer types
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.detach().copy_(part.view_as(tensor))

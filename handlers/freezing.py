@@ -25,8 +25,7 @@ class Freezing(Handler):
     forward would change them; other modules, such as dropout, train on. Once a part is unfrozen, its parameters are what they
     were before the run: those with ``requires_grad=False`` of the user's own stay so. After the run everything is as before.
 
-    What is frozen depends on the epoch alone, also in a resumed run. A model in DistributedDataParallel has to be wrapped with
-    ``find_unused_parameters=True``, since parameters are frozen after it is wrapped.
+    What is frozen depends on the epoch alone, also in a resumed run.
 
     Args:
         parts: paths of modules or parameters, such as "backbone" or "head.bias", or patterns with ``*``, ``?`` and ``[]`` for the

@@ -261,8 +261,8 @@ class Metrics(Handler):
             if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) does not say how it is put together from "
-                    f"{engine.processes.size} processes: give it merge(states), which takes over a list of what state_dict() gave in "
-                    "each; torchmetrics' metrics do it by themselves"
+                    f"{engine.processes.size} processes: give it merge(states), which takes over a list of what "
+                    "state_dict() gave in each; torchmetrics' metrics do it by themselves"
                 )
 
     def detached(self, engine: Engine) -> None:

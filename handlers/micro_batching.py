@@ -157,8 +157,8 @@ class MicroBatching(Handler):
         self.reduced = min(size for size in reduced if size is not None)
         if any(at_the_end):
             raise torch.OutOfMemoryError(
-                f"{self.name!r}: the memory ran out for a single sample on rank {at_the_end.index(True)}: no piece can be smaller; use a "
-                "smaller model, or samples of a smaller size"
+                f"{self.name!r}: the memory ran out for a single sample on rank {at_the_end.index(True)}: no piece can be "
+                "smaller; use a smaller model, or samples of a smaller size"
             )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:

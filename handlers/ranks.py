@@ -65,6 +65,8 @@ COMMUTING = {
         "PREPARE",
     ): "Metrics sets its own sums back; Validation runs another engine; UpdateFrequency checks",
     ("GET_BATCH_COMPLETED", "PREPARE"): "moving a batch and changing its dtype come to the same in either order",
+    ("EXCEPTION_RAISED", "PREPARE"): "those that distribute the model refuse each other",
+    ("INTERRUPTED", "PREPARE"): "those that distribute the model refuse each other",
     ("LOSS_COMPUTED", "CHANGE"): "MixUp and CutMix refuse each other",
     ("GET_BATCH_COMPLETED", "CHANGE"): "MixUp and CutMix refuse each other",
     ("UPDATE_COMPLETED", "PREPARE"): "TruncatedBPTT counts chunks; UpdateFrequency opens windows of its updates",

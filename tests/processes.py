@@ -16,7 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch._dynamo.distributed  # DDP would import it, and 800 modules with it, in every forked process
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Failed", "run_together"]
 
@@ -37,7 +39,7 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
     """
     context = multiprocessing.get_context("fork")
     # The launcher hosts the store, as torchrun does.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_work, args=(function, args, rank, size, store.port, Path(folder)))
@@ -68,6 +70,8 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
                 errors[rank] = value
             results.append(value)
         if errors:
+            # The error would keep the store, whose threads a process that is forked later cannot do with.
+            del store
             raise Failed(errors)
         return results
 

@@ -350,6 +350,66 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_process_leaves_with_the_exit_status_after_everything_was_told",
         ],
     },
+    "H3 DDP from torchrun": {
+        "handlers/test_distributed_data_parallel.py": [
+            "test_it_trains_to_the_bits_of_torchs_ddp_in_a_loop_by_hand",
+            "test_it_trains_as_one_process_on_the_batches_joined",
+            "test_each_bucket_is_reduced_once_in_a_window",
+            "test_what_one_process_asks_for_all_do",
+            "test_a_process_that_learns_nothing_takes_the_step_of_the_others",
+            "test_batches_are_dealt_in_the_order_that_rank_0_draws",
+            "test_each_process_may_have_data_of_its_own",
+            "test_compressed_gradients_are_those_of_torchs_hooks",
+            "test_what_cannot_be_is_refused_by_name",
+            "test_launched_alone_it_changes_nothing",
+            "test_after_a_run_the_model_is_the_plain_one",
+            "test_what_is_written_is_written_by_rank_0_alone",
+        ],
+        "test_together.py": ["test_two_processes_keep_the_promises", "test_an_error_in_one_process_ends_both"],
+        "test_resume_together.py": [
+            "test_a_run_resumed_from_any_checkpoint_ends_as_the_one_that_was_not_stopped",
+            "test_the_model_does_not_hide_the_order_of_the_buckets",
+            "test_a_part_of_the_state_of_rank_1_that_is_left_out_is_noticed",
+            "test_with_another_number_of_processes_no_batch_is_left_out",
+        ],
+    },
+    "H4 FSDP2 and sharded checkpoints": {
+        "handlers/test_fully_sharded_data_parallel.py": [
+            "test_trains_to_the_weights_of_one_process",
+            "test_handlers_do_with_shards_what_they_do_with_whole_tensors",
+            "test_a_window_is_reduced_once",
+            "test_a_checkpoint_moves_from_two_processes_to_one_and_to_three",
+            "test_a_process_that_is_killed_during_a_save_leaves_the_older_checkpoint_whole",
+            "test_a_damaged_shard_is_named_and_the_older_checkpoint_taken",
+            "test_an_optimizer_that_was_built_is_refused_also_alone",
+            "test_a_sharded_model_becomes_a_plain_one",
+            "test_a_run_that_is_cut_goes_on_bit_for_bit",
+        ],
+    },
+    "H6 elastic restart": {
+        "test_torchrun.py": [
+            "test_a_job_of_which_a_worker_was_killed_ends_as_if_it_had_not_been",
+            "test_the_same_script_runs_alone",
+            "test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on",
+            "test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_was",
+        ],
+        "handlers/test_checkpoint.py": [
+            "test_a_script_that_is_started_again_goes_on_by_itself",
+            "test_one_from_which_three_runs_failed_is_passed_over",
+        ],
+    },
+    "T2 all ranks halve their batches": {
+        "handlers/test_distributed_data_parallel.py": ["test_all_halve_their_batches_when_the_memory_of_one_runs_out"],
+    },
+    "V5 gathering without padding": {
+        "handlers/test_distributed_data_parallel.py": [
+            "test_metrics_are_those_of_one_process",
+            "test_predictions_are_complete_and_in_the_order_of_the_data",
+        ],
+    },
+    "O8 rank-aware print": {
+        "handlers/test_distributed_data_parallel.py": ["test_what_is_written_is_written_by_rank_0_alone"],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 SHARED = (
     "averages",
     "batches",
+    "distribution",
     "folders",
     "generations",
     "mixing",

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
@@ -1137,3 +1137,73 @@ def test_new_values_of_other_metrics_are_no_new_value(tmp_path: Path) -> None:
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(other=2.0))
     engine.run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
     assert [int(name[16:20]) for name in files(tmp_path)] == [1]
+
+
+def restarted(folder: Path, *, fails_at: int | None = None) -> Engine:
+    """What a script that is started again builds."""
+    torch.manual_seed(0)
+    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=1e-2))
+    engine = Engine(update, model=nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), seed=0)
+    engine.attach(Checkpoint(folder, every="2it", keep=3, resume=True), GradientAccumulation(3))
+    if fails_at is not None:
+
+        def fail(engine: Engine) -> None:
+            raise ArithmeticError("as it does each time")
+
+        engine.connect(Events.FORWARD_STARTED(once=fails_at), fail)
+    return engine
+
+
+def few_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=generator), torch.randint(0, 2, (4,), generator=generator)) for _ in range(10)]
+
+
+def test_a_script_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> None:
+    seed_everything(0)
+    whole = restarted(tmp_path / "whole")
+    whole.run(few_batches(), max_epochs=2)
+    seed_everything(0)
+    for fails_at in (8, 17):
+        with pytest.raises(ArithmeticError):
+            restarted(tmp_path / "again", fails_at=fails_at).run(few_batches(), max_epochs=2)
+    again = restarted(tmp_path / "again")
+    begun: list[int] = []
+    again.connect(Events.CHECKPOINT_LOADED, lambda engine: begun.append(engine.state.iteration))
+    again.run(few_batches(), max_epochs=2)
+    assert begun == [16]
+    for key, value in whole.modules["model"].state_dict().items():
+        assert torch.equal(value, again.modules["model"].state_dict()[key])
+    again.run(few_batches(), max_epochs=3)  # a run that goes on is not set back
+    assert begun == [16]
+    assert again.state.iteration == 30
+
+
+def test_one_from_which_three_runs_failed_is_passed_over(tmp_path: Path) -> None:
+    restarted(tmp_path).run(few_batches(), max_iters=6)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError):
+            restarted(tmp_path, fails_at=7).run(few_batches(), max_iters=9)
+    engine = restarted(tmp_path)
+    first: list[int] = []
+    engine.connect(Events.CHECKPOINT_LOADED, lambda engine: first.append(engine.state.iteration))
+    with pytest.warns(RuntimeWarning, match=r"3 runs that went on from checkpoint-epoch0001-iter00000006 failed"):
+        engine.run(few_batches(), max_iters=9)
+    assert first == [4]
+    assert not (tmp_path / ".checkpoint.failures").exists(), "it has got further, and begins to count anew"
+
+
+def test_when_there_is_none_left_to_try_it_says_how_to_try_again(tmp_path: Path) -> None:
+    restarted(tmp_path).run(few_batches(), max_iters=2)
+    for _ in range(3):
+        with pytest.raises(ArithmeticError):
+            restarted(tmp_path, fails_at=3).run(few_batches(), max_iters=9)
+    with pytest.raises(FileNotFoundError, match=r"remove '\.checkpoint\.failures' from the folder to try again"):
+        restarted(tmp_path).run(few_batches(), max_iters=9)
+    (tmp_path / ".checkpoint.failures").unlink()
+    assert restarted(tmp_path).run(few_batches(), max_iters=9).iteration == 9
+
+
+def test_weights_alone_cannot_be_gone_on_from(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resume=True, weights_only=True"):
+        Checkpoint(tmp_path, resume=True, weights_only=True)
