@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .batches import map_leaves, tensors_in
-from .rendezvous import join, launched
+from .rendezvous import bounded, join, launched
 from .watch import Watch
 
 __all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
@@ -124,7 +124,8 @@ class Together(Processes):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        with bounded(timeout, f"rank {self.rank} of {self.size}"):
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # What a process of an earlier attempt has left under the same names is never read.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
@@ -199,7 +200,7 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
     Args:
         backend: of torch.distributed; by default gloo for the CPU, and NCCL besides it if there are GPUs.
         timeout: after how many seconds a process that does not come to what all do together counts as lost. While they come
-            together at first, which has several steps, it may take up to three times as long.
+            together at first, which has several steps, it may take three times as long and a few seconds more.
 
     Example:
         >>> together().size

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["agree", "join", "launched", "note_failure"]
+__all__ = ["GRACE", "agree", "bounded", "join", "launched", "note_failure"]
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1
+GRACE = 5.0  # seconds that gloo has to say by itself that it was not in time
 LEAVING = 5.0  # seconds that a process that is done waits for the others
 
 _failed = False
@@ -82,15 +84,43 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = agree(_connect(rank, timeout), rank, size, timeout=max(0.0, deadline - time.monotonic()))
+        with bounded(timeout, f"rank {rank} of {size}"):
+            base = _connect(rank, timeout)
+        store = agree(base, rank, size, timeout=max(0.0, deadline - time.monotonic()))
     except dist.DistError as error:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} holds. Has it ended, or not started yet?"
         ) from error
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    with bounded(timeout, f"rank {rank} of {size}"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     atexit.register(_leave, os.getpid())
     return store
+
+
+@contextlib.contextmanager
+def bounded(timeout: float, who: str) -> Iterator[None]:
+    """Leave the process if the connections of a group are not made in time.
+
+    For one that dies while they are made, gloo may wait without an end, where no exception reaches it.
+    """
+
+    def leave() -> None:
+        print(
+            f"join(): {who} was not connected with the others within {timeout:g} s: one of them has ended meanwhile, or cannot "
+            "be reached. The process is left",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(timeout + GRACE, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def agree(base: Store, rank: int, size: int, *, timeout: float) -> PrefixStore:

@@ -82,12 +82,23 @@ def check_lbfgs(folder: Path) -> None:
     assert is_picture(folder / "runs" / "lbfgs" / "convergence.png")
 
 
+def check_distributed(folder: Path) -> None:
+    output = run("distributed.py", "--epochs", "4", folder=folder)  # as one process; as two in test_torchrun.py
+    found = re.fullmatch(r"1 process\(es\), 88 steps: accuracy ([\d.]+) %, loss [\d.]+, weights [0-9a-f]{12}\n", output)
+    assert found is not None, output
+    assert float(found[1]) >= 90
+    left = folder / "runs" / "distributed"
+    assert Checkpoint.load(left)["engine"]["iteration"] == 80
+    assert (left / "log.csv").exists()
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
     "character_gru.py": check_character_gru,
     "fine_tuning.py": check_fine_tuning,
     "lbfgs.py": check_lbfgs,
+    "distributed.py": check_distributed,
 }
 
 

@@ -84,6 +84,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers.generations import Files
+from signalfire.rendezvous import GRACE
 from signalfire.testing import fingerprint
 
 RESULT = Path(__file__).parent / "results" / "kills_together.json"
@@ -584,7 +585,7 @@ class Job:
                 os.kill(pids[kill.rank], signal.SIGKILL)
                 killed_at = now
             # Coming together has several steps, each of which may wait for one that is gone.
-            latest = (killed_at or began) + (3 * timeout if killed_at else 2 * TIMEOUT) + LATE
+            latest = (killed_at or began) + (3 * (timeout + GRACE) if killed_at else 2 * TIMEOUT) + LATE
             if running and now > latest:
                 found.late = sorted(running)
                 for pid in running.values():

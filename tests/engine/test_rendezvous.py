@@ -360,3 +360,14 @@ def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     _environment(monkeypatch, RANK="1", WORLD_SIZE="2")
     with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 holds"):
         join(timeout=1.0)
+
+
+def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() -> None:
+    script = (
+        "import time\nfrom signalfire import rendezvous\nrendezvous.GRACE = 0.1\n"
+        "with rendezvous.bounded(5.0, 'rank 1 of 2'):\n    pass\n"
+        "with rendezvous.bounded(0.2, 'rank 1 of 2'):\n    time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "rank 1 of 2 was not connected with the others within 0.2 s" in ended.stderr
