@@ -38,17 +38,19 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
         Failed: if one of them raised, was killed, or did not end in time.
     """
     context = multiprocessing.get_context("fork")
-    # The launcher hosts the store, as torchrun does.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_work, args=(function, args, rank, size, store.port, Path(folder)))
-            for rank in range(size)
+            context.Process(target=_work, args=(function, args, rank, size, Path(folder))) for rank in range(size)
         ]
         sys.stdout.flush()
         sys.stderr.flush()
         for process in processes:
             process.start()
+        # The launcher hosts the store, as torchrun does; but only now, since a process that is forked while the store's threads
+        # run may wait for ever for a lock that one of them held.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (Path(folder) / "port.new").write_text(str(store.port))
+        (Path(folder) / "port.new").rename(Path(folder) / "port")
         deadline = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -76,9 +78,12 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
         return results
 
 
-def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, port: int, folder: Path) -> None:
+def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    while not (folder / "port").exists():
+        time.sleep(0.002)
+    port = (folder / "port").read_text()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
     torch.set_num_threads(1)
     try:
         told = ("result", function(*args))

@@ -804,6 +804,8 @@ class Campaign:
         for rank in others:
             if attempt.statuses[rank] == 0 and one.main not in ENDING:
                 return f"killed in {one.place!r}; rank {rank} ended well all the same"
+            if attempt.statuses[rank] == -signal.SIGABRT and "Error" in told[rank]:
+                continue  # gloo's threads have aborted it as it left; it had told its error, and its status says so, too
             if attempt.statuses[rank] not in (0, 1):
                 return f"killed in {one.place!r}; rank {rank} ended with {attempt.statuses[rank]}\n{told[rank][-1500:]}"
         return ""
