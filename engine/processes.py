@@ -124,8 +124,7 @@ class Together(Processes):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        with bounded(timeout, f"rank {self.rank} of {self.size}"):
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # What a process of an earlier attempt has left under the same names is never read.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
@@ -200,7 +199,7 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
     Args:
         backend: of torch.distributed; by default gloo for the CPU, and NCCL besides it if there are GPUs.
         timeout: after how many seconds a process that does not come to what all do together counts as lost. While they come
-            together at first, which has several steps, it may take three times as long and a few seconds more.
+            together at first, it may take a few seconds more.
 
     Example:
         >>> together().size
@@ -209,5 +208,6 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
     if not _joined or not dist.is_initialized():
         if not launched() and not dist.is_initialized():
             return ALONE
-        _joined[:] = [Together(join(backend=backend, timeout=timeout), timeout)]
+        with bounded(timeout, f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"):
+            _joined[:] = [Together(join(backend=backend, timeout=timeout), timeout)]
     return _joined[0]

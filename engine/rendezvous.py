@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["GRACE", "agree", "bounded", "join", "launched", "note_failure"]
+__all__ = ["agree", "bounded", "join", "launched", "note_failure"]
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1
@@ -84,25 +84,22 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        with bounded(timeout, f"rank {rank} of {size}"):
-            base = _connect(rank, timeout)
-        store = agree(base, rank, size, timeout=max(0.0, deadline - time.monotonic()))
+        store = agree(_connect(rank, timeout), rank, size, timeout=max(0.0, deadline - time.monotonic()))
     except dist.DistError as error:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} holds. Has it ended, or not started yet?"
         ) from error
-    with bounded(timeout, f"rank {rank} of {size}"):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     atexit.register(_leave, os.getpid())
     return store
 
 
 @contextlib.contextmanager
 def bounded(timeout: float, who: str) -> Iterator[None]:
-    """Leave the process if the connections of a group are not made in time.
+    """Leave the process if it has not come together with the others in time, and a few seconds more.
 
-    For one that dies while they are made, gloo may wait without an end, where no exception reaches it.
+    For one that dies while connections are made, gloo may wait without an end, where no exception reaches it.
     """
 
     def leave() -> None:
@@ -245,7 +242,7 @@ def _leave(pid: int) -> None:
     with contextlib.suppress(Exception):  # the others may have gone, and this process has done its work
         _barrier(LEAVING)
     gc.collect()  # what holds the group and is not needed any more, such as the wrappers of models
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # likewise: what is not destroyed ends with the process
         dist.destroy_process_group()
 
 

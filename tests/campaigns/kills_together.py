@@ -84,7 +84,6 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers.generations import Files
-from signalfire.rendezvous import GRACE
 from signalfire.testing import fingerprint
 
 RESULT = Path(__file__).parent / "results" / "kills_together.json"
@@ -584,8 +583,7 @@ class Job:
                     continue
                 os.kill(pids[kill.rank], signal.SIGKILL)
                 killed_at = now
-            # Coming together has several steps, each of which may wait for one that is gone.
-            latest = (killed_at or began) + (3 * (timeout + GRACE) if killed_at else 2 * TIMEOUT) + LATE
+            latest = (killed_at or began) + (timeout if killed_at else 2 * TIMEOUT) + LATE
             if running and now > latest:
                 found.late = sorted(running)
                 for pid in running.values():
@@ -804,8 +802,6 @@ class Campaign:
         for rank in others:
             if attempt.statuses[rank] == 0 and one.main not in ENDING:
                 return f"killed in {one.place!r}; rank {rank} ended well all the same"
-            if attempt.statuses[rank] == -signal.SIGABRT and "Error" in told[rank]:
-                continue  # gloo's threads have aborted it as it left; it had told its error, and its status says so, too
             if attempt.statuses[rank] not in (0, 1):
                 return f"killed in {one.place!r}; rank {rank} ended with {attempt.statuses[rank]}\n{told[rank][-1500:]}"
         return ""
