@@ -6,7 +6,7 @@ if __name__ != "signalfire":
         "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
     )
 
-from .batches import map_leaves, parts, rebuilt, tensors_in
+from .batches import map_leaves, parts, rebuilt, samples_in, tensors_in
 from .bus import Phase, Signal
 from .checks import check_bool, check_choice, check_int, check_number
 from .combined import CombinedData, ReloadedData
@@ -90,6 +90,7 @@ __all__ = [
     "parts",
     "rebuilt",
     "reshard",
+    "samples_in",
     "seed_everything",
     "sha256_of",
     "split_shards",

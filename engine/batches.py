@@ -22,7 +22,10 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def samples_in(batch: Any) -> int:
-    """The length of the first tensor in a batch; 1 if it has none, or a scalar."""
+    """The number of samples: the length of the first tensor in a batch; 1 for a batch without tensors or a scalar."""
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
+        first: Tensor = batch[0]
+        return first.shape[0] if first.dim() else 1
     tensors = tensors_in(batch)
     return len(tensors[0]) if tensors and tensors[0].dim() else 1
 

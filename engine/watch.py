@@ -248,7 +248,7 @@ class Watch:
             elif not (self._explained or self._failed):
                 if not cut and time.monotonic() - found >= self.interval:
                     cut = True
-                    with contextlib.suppress(Exception):
+                    with contextlib.suppress(Exception):  # then the process is left after the grace, see below
                         if cut_connections() and not _nccl():
                             found = float("inf")  # gloo raises in the main thread
                 if cut and time.monotonic() - max(found, self._since) > self.grace:

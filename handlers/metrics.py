@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, as_number, check_number, on, tensors_in
+from signalfire import Engine, Events, Handler, Phase, as_number, check_number, on, samples_in
 
 from .updates import only_update
 
@@ -68,7 +68,7 @@ class Average:
 
     def update(self, *inputs: Any) -> None:
         assert self.function is not None
-        self.add(self.function(*inputs), batch_size(inputs))
+        self.add(self.function(*inputs), samples_in(inputs))
 
     def compute(self) -> float:
         """The mean so far; NaN if there was nothing."""
@@ -288,7 +288,7 @@ class Metrics(Handler):
         if self.update not in (None, update.name) or update.more:
             return
         if self._of_loss and (loss := update.loss) is not None:
-            size = batch_size(engine.state.batch)
+            size = samples_in(engine.state.batch)
             for metric in self._of_loss:
                 metric.add(loss, size)
         if self._of_output and update.output is not None:
@@ -379,12 +379,3 @@ def _load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
             vars(part).update(state[path].get("own", {}))
     elif hasattr(metric, "load_state_dict"):
         metric.load_state_dict(state)
-
-
-def batch_size(batch: Any) -> int:
-    """The number of samples: the length of the first tensor in a batch; 1 for a batch without tensors or a scalar."""
-    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
-        first: Tensor = batch[0]
-        return first.shape[0] if first.dim() else 1
-    tensors = tensors_in(batch)
-    return tensors[0].shape[0] if tensors and tensors[0].dim() else 1
