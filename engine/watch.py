@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -93,14 +94,14 @@ class Watch:
     def start(self) -> None:
         if self.others:
             self._thread.start()
+            atexit.register(self._end)
 
     def stop(self) -> None:
         """The run has ended here, and well: who waits for this rank from now on waits in vain, and is told so."""
         if self._thread.is_alive():
             self._own["left"] = True
-            self._stopped = True
-            self._ask(2.0)
-            self._thread.join(2.0)
+            self._end()
+        atexit.unregister(self._end)
 
     def failed(self, error: BaseException) -> None:
         """This rank leaves its run with an error: tell the others at once, for they will wait for it."""
@@ -221,6 +222,13 @@ class Watch:
             self._asked.notify_all()
             self._asked.wait_for(lambda: self._answers >= mine or self.gone is not None, timeout)
             return self._answers >= mine and self.gone is None
+
+    def _end(self) -> None:
+        """End the thread: one that comes back from the store while the interpreter is torn down aborts the process."""
+        if self._thread.is_alive():
+            self._stopped = True
+            self._ask(2.0)
+            self._thread.join(2.0)
 
     def _run(self) -> None:
         found: float | None = None  # when a failure or a death was noticed

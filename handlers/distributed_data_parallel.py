@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from signalfire import Engine, Events, Phase, UpdateState, check_bool, check_choice, check_int, on
 
 from .distribution import Distribution, Shares, broadcast
-from .ranks import SAME_BUFFERS
 
 __all__ = ["DistributedDataParallel"]
 
@@ -93,12 +92,12 @@ class DistributedDataParallel(Distribution):
             "bucket_cap_mb": check_int(self, "bucket_cap_mb", bucket_cap_mb),
             "gradient_as_bucket_view": check_bool(self, "gradient_as_bucket_view", gradient_as_bucket_view),
         }
+        self._at_work = False
         self._bare: Any = None  # engine.model as it was before the run
         self._wrapped: dict[str, TorchDDP] = {}  # by the names of the modules
         self._trained: dict[str, list[nn.Parameter]] = {}  # what each wrapper reduces
         self._of_update: dict[str, list[TorchDDP]] = {}
         self._free: dict[str, list[Tensor]] = {}  # parameters of updates that are in no module
-        self._buffers: list[Tensor] = []
         self._replaced: list[
             tuple[nn.Module, str, nn.Module]
         ] = []  # BatchNorm layers: their parents, names and themselves
@@ -108,15 +107,13 @@ class DistributedDataParallel(Distribution):
 
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
-        if self.processes.several and engine.training:
+        self._at_work = self.processes.several and engine.training
+        self.choosing = Events.FORWARD_STARTED if self._at_work else None
+        self.noting = Events.BACKWARD_COMPLETED if self._at_work else None
+        if self._at_work:
             engine.replace("reduction", self.reduce, by=self)
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
-
-    @property
-    def _at_work(self) -> bool:
-        engine = self.engine
-        return self.processes.several and engine is not None and engine.training
 
     @on(Events.MODEL_SETUP)
     def begin_alike(self, engine: Engine) -> None:
@@ -236,7 +233,7 @@ class DistributedDataParallel(Distribution):
 
     # ---- in every iteration ---------------------------------------------------------------------------------------
 
-    @on(Events.FORWARD_STARTED, phase=Phase.PREPARE)
+    @on("choosing", phase=Phase.PREPARE)
     def choose(self, engine: Engine) -> None:
         """Reduce in the backward that completes a window, and only what is this update's."""
         update = engine.state.update
@@ -247,14 +244,7 @@ class DistributedDataParallel(Distribution):
             if wrapper.require_backward_grad_sync is not wanted:
                 wrapper.require_backward_grad_sync = wanted
 
-    @on(Events.LOSS_COMPUTED, phase=Phase.PREPARE)
-    def weigh(self, engine: Engine) -> None:
-        """Let a batch count by its samples where those of the other processes have more or fewer."""
-        update = engine.state.update
-        if self._wrapped and update.share != 1:
-            update.weight = update.weight * update.share
-
-    @on(Events.BACKWARD_COMPLETED, phase=Phase.PREPARE)
+    @on("noting", phase=Phase.PREPARE)
     def note(self, engine: Engine) -> None:
         """What was called for a backward that reduces is reduced now."""
         for wrapper in self._of_update.get(engine.state.update.name, ()):
@@ -281,14 +271,6 @@ class DistributedDataParallel(Distribution):
             for parameter, gradient in zip(free, gradients, strict=True):
                 dist.all_reduce(gradient)
                 parameter.grad = gradient.div_(self.processes.size)
-
-    @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=SAME_BUFFERS)
-    @on(Events.EVALUATION_STARTED, phase=Phase.PREPARE, rank=SAME_BUFFERS)
-    def share_buffers(self, engine: Engine) -> None:
-        """Give all processes the buffers of rank 0."""
-        if self._buffers:
-            with torch.no_grad():
-                broadcast(self._buffers)
 
     @on(Events.ENDED, phase=Phase.FINALIZE)
     def unwrap(self, engine: Engine) -> None:

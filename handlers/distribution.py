@@ -27,7 +27,7 @@ from signalfire import (
     together,
 )
 
-from .ranks import NOTE_EVENT
+from .ranks import NOTE_EVENT, SAME_BUFFERS
 
 __all__ = ["Distribution", "Shares", "broadcast"]
 
@@ -70,10 +70,14 @@ class Distribution(Handler):
         self._last = ""  # the event that was told last
         self._failed_at: str | None = None
         self._noting: list[Attachment] = []
+        self._buffers: list[Tensor] = []  # of which every process is to have the values of rank 0
 
     def attached(self, engine: Engine) -> None:
         self.processes = together(backend=self.backend, timeout=self.timeout)
         engine.join(self.processes, by=self, shares=self.shares)
+        several = self.processes.several  # alone, nothing is done in an iteration
+        self.weighing = Events.LOSS_COMPUTED if several else None
+        self.sharing = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
 
     def detached(self, engine: Engine) -> None:
         self.processes = ALONE
@@ -96,6 +100,20 @@ class Distribution(Handler):
 
     def _note(self, event: str, engine: Engine) -> None:
         self._last = event
+
+    @on("weighing", phase=Phase.PREPARE)
+    def weigh(self, engine: Engine) -> None:
+        """Let a batch count by its samples where those of the other processes have more or fewer."""
+        update = engine.state.update
+        if update.share != 1:
+            update.weight = update.weight * update.share
+
+    @on("sharing", phase=Phase.PREPARE, rank=SAME_BUFFERS)
+    def share_buffers(self, engine: Engine) -> None:
+        """Give all processes the buffers of rank 0."""
+        if self._buffers:
+            with torch.no_grad():
+                broadcast(self._buffers)
 
     @on(Events.EXCEPTION_RAISED | Events.INTERRUPTED, phase=Phase.PREPARE, rank=NOTE_EVENT)
     def explain(self, engine: Engine) -> None:

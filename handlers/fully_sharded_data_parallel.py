@@ -27,7 +27,7 @@ from signalfire import (
 )
 
 from .distribution import Distribution, Shares, broadcast
-from .ranks import PUT_TOGETHER, SAME_BUFFERS
+from .ranks import PUT_TOGETHER
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -113,7 +113,6 @@ class FullyShardedDataParallel(Distribution):
         self.reduce_every_batch = check_bool(self, "reduce_every_batch", reduce_every_batch)
         self.gather_to_evaluate = check_bool(self, "gather_to_evaluate", gather_to_evaluate)
         self._roots: list[FSDPModule] = []
-        self._buffers: list[Tensor] = []
         self._hooks: list[Any] = []
         self._syncs = True  # whether the next backward reduces
         self._unreduced = False  # whether modules hold gradients that no backward has reduced
@@ -143,9 +142,7 @@ class FullyShardedDataParallel(Distribution):
         self.beginning = Events.UPDATE_STARTED if several else None
         self.forwarding = Events.FORWARD_STARTED if several else None
         self.learning = Events.BACKWARD_COMPLETED if several else None
-        self.weighing = Events.LOSS_COMPUTED if several else None
         self.completing = Events.UPDATE_COMPLETED if several else None
-        self.sharing = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
         self.gathering = Events.EVALUATION_STARTED if several and self.gather_to_evaluate else None
         if several:
             engine.replace("reduction", self.reduce, by=self)
@@ -279,12 +276,6 @@ class FullyShardedDataParallel(Distribution):
             root.set_requires_gradient_sync(syncs)
         self._syncs = syncs
 
-    @on("weighing", phase=Phase.PREPARE)
-    def weigh(self, engine: Engine) -> None:
-        """Let a batch count by its samples where those of the other processes have more or fewer."""
-        if (share := engine.share()) != 1:
-            engine.state.update.weight = engine.state.update.weight * share
-
     @on("learning", phase=Phase.PREPARE)
     def note_backward(self, engine: Engine) -> None:
         """This process took part."""
@@ -355,13 +346,6 @@ class FullyShardedDataParallel(Distribution):
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._outputs += [one for one in tensors_in(output) if one.requires_grad]
-
-    @on("sharing", phase=Phase.PREPARE, rank=SAME_BUFFERS)
-    def share_buffers(self, engine: Engine) -> None:
-        """Give all processes the buffers of rank 0, which no process has a part of."""
-        if self._buffers:
-            with torch.no_grad():
-                broadcast(self._buffers)
 
     # ---- evaluating, and ending -----------------------------------------------------------------------------------
 

@@ -289,6 +289,26 @@ def test_a_process_alone_has_nobody_to_watch() -> None:
     watch.stop()
 
 
+LEAVES = """
+import time
+from torch.distributed import TCPStore
+from signalfire import Watch
+
+watch = Watch(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 2, timeout=5, interval=0, where=str)
+watch.start()
+time.sleep(0.2)
+watch.failed(ValueError("the labels are out of range"))
+raise SystemExit(1)
+"""
+
+
+def test_a_process_that_leaves_with_an_error_is_not_aborted() -> None:
+    """Its thread, which the others may still ask, uses the store without a pause, and is in it when the interpreter ends."""
+    for _ in range(3):
+        left = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
+        assert left.returncode == 1, left.stderr
+
+
 def test_nothing_is_cut_where_there_is_no_group() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))):
         assert cut_connections() == 0

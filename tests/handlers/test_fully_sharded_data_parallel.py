@@ -491,6 +491,20 @@ def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
         assert steps == 3 * math.ceil(math.ceil(7 / number) / window)
 
 
+def test_a_window_computed_again_counts_each_batch_by_the_samples_of_its_own_turn() -> None:
+    """22 samples are turns of 4 + 4, 4 + 4 and 4 + 2, which make one window."""
+
+    def handlers() -> list[Handler]:
+        return [GradientAccumulation(3), SharpnessAwareMinimization(0.1)]
+
+    joined = [tuple(tensor[i : i + 8] for tensor in dataset(22).tensors) for i in range(0, 22, 8)]
+    one = make(*handlers())
+    one.run(joined, max_epochs=4)
+    for weights, _, steps in together(2, trained, 4, handlers, {"max_epochs": 4}, 22):
+        assert_close(weights, full(one))
+        assert steps == 4
+
+
 class Dropping(Model):
     def __init__(self) -> None:
         super().__init__()
