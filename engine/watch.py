@@ -239,9 +239,7 @@ class Watch:
             try:
                 self._report()
                 self._read(everything=requests > self._answers)
-            except (
-                Exception
-            ) as error:  # the host of the store has ended, and in an ending process there are many kinds of it
+            except Exception as error:  # the store's host has ended; in an ending process, that has many kinds
                 with self._asked:
                     self.gone = str(error) or type(error).__name__
                     self._asked.notify_all()

@@ -184,13 +184,10 @@ class Checkpoint(Handler):
         self.failing = Events.EXCEPTION_RAISED | Events.INTERRUPTED if on_exception else None
         self._decided: list[Entry] = []  # what is kept once everything that was decided on is written
         self._written: list[Entry] = []  # what is kept as the disk has it
-        self._names: dict[
-            int, str
-        ] = {}  # what these are called on the disk, by iteration; no saved state depends on it
+        self._names: dict[int, str] = {}  # what these are called on the disk, by iteration; no saved state has it
         self._due: Entry | None = None  # what was decided on in CONTROL and is written in PERSIST
-        self._superseded: list[
-            str
-        ] = []  # what could not be removed yet, or was left by the run that this one goes on from
+        # What could not be removed yet, or was left by the run that this one goes on from.
+        self._superseded: list[str] = []
         self._write: _Write | None = None  # what a thread is writing
         self._held: dict[str, Any] | None = None  # for an error
         self._ownership: Ownership | None = None

@@ -98,9 +98,7 @@ class DistributedDataParallel(Distribution):
         self._trained: dict[str, list[nn.Parameter]] = {}  # what each wrapper reduces
         self._of_update: dict[str, list[TorchDDP]] = {}
         self._free: dict[str, list[Tensor]] = {}  # parameters of updates that are in no module
-        self._replaced: list[
-            tuple[nn.Module, str, nn.Module]
-        ] = []  # BatchNorm layers: their parents, names and themselves
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # BatchNorm layers, with their parents and names
         self._powersgd: dict[str, Any] = {}
         self._powersgd_of: dict[str, list[list[int]]] = {}  # the shapes of what was trained when it was filled
         self._powersgd_loaded: Mapping[str, Any] = {}
@@ -316,9 +314,8 @@ class _Called(nn.Module):
         self.module = module
         reduced = set(trained)
         self._ddp_params_and_buffers_to_ignore = [key for key, p in self.named_parameters() if p not in reduced]
-        self.__dict__.update(
-            called=False, reduced=False, trained=trained
-        )  # not through nn.Module, which would look for parameters
+        # Not through nn.Module, which would look for parameters.
+        self.__dict__.update(called=False, reduced=False, trained=trained)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if inputs and inputs[0] is _NOTHING:

@@ -234,9 +234,8 @@ class Metrics(Handler):
         """The names under which the values appear."""
         names = []
         for key, metric in self.metrics.items():
-            parts = (
-                metric.keys() if isinstance(metric, torch.nn.ModuleDict) else None
-            )  # a torchmetrics MetricCollection
+            collection = isinstance(metric, torch.nn.ModuleDict)  # of torchmetrics
+            parts = metric.keys() if collection else None
             names += [key] if parts is None else [f"{key}/{part}" for part in parts]
         return names
 

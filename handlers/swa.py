@@ -109,9 +109,7 @@ class SWA(AveragedWeights):
         self.scheduler: SWALR | None = None
         self.averaging = Events.EPOCH_COMPLETED(after=self.start - 1) if self.start > 1 else Events.EPOCH_COMPLETED
         self.annealing = None if lr is None else self.averaging
-        self._frozen: set[tuple[str, str]] = (
-            set()
-        )  # the BatchNorm layers that were in eval mode when the run was complete
+        self._frozen: set[tuple[str, str]] = set()  # BatchNorm layers in eval mode when the run was complete
         self._statistics_of = 0  # the count of the average for which BatchNorm statistics were gathered
 
     def attached(self, engine: Engine) -> None:
