@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
 
+from torch.utils.data import default_collate, default_convert
+
 from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
 from .processes import ALONE, Processes
 from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
@@ -106,6 +108,8 @@ class Source:
         self.number = 0
         self.saved: dict[str, Any] = {}
         self.turn_shares: dict[int, float] = {}  # how much the batches of a turn count, of those that are dealt
+        # Called with the pass and the batch before each batch but the first, so that draws do not go on from the model's.
+        self.reseed: Callable[[int, int], None] | None = None
 
     def load(self, epoch: int) -> None:
         """Take the data of this epoch, counted from 0: the same for all, unless it is made anew every few epochs."""
@@ -192,12 +196,27 @@ class Source:
         elif self.epoch_length is None or _keeps_position(_inner(self.data)) or alike:
             own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data)) or alike
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
-            self.iterator = Streamed(self.data, seed, lambda: self._batches(self.data, start))
+            self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start))
             if start and self.skips and (place := self.saved.get("place")) is not None:
                 self.iterator.streams = place["streams"]
         else:
-            self.iterator = self._batches(self.data, start)
+            self.iterator = self._reseeded(start)
         return self.iterator
+
+    def _reseeded(self, start: int) -> Iterator[Any]:
+        """The batches; with `reseed`, each of what may draw as it is read is drawn from a stream of its own."""
+        batches = self._batches(self.data, start)
+        return batches if self.reseed is None or not may_draw(_inner(self.data)) else self._reseeding(batches, start)
+
+    def _reseeding(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
+        assert self.reseed is not None
+        for taken in count(start if self.skips else 0):
+            if taken:  # the first is drawn as the pass begins
+                self.reseed(self.number, taken)
+            batch = next(batches, END)
+            if batch is END:
+                return
+            yield batch
 
     def _batches(self, data: Any, start: int, limit: int | None = None) -> Iterator[Any]:
         """The batches from one of them on; where they cannot be skipped, all of them, and `skips` becomes False."""
@@ -377,6 +396,15 @@ class Streamed:
             result = act()
             self.streams = random_state()
         return result
+
+
+def may_draw(data: Any) -> bool:
+    """Whether data may draw from the global generators between its batches: what a plain DataLoader fetches does not."""
+    return not (
+        data is None
+        or type(data) in (list, tuple)
+        or (skippable(data) and data.collate_fn in (default_collate, default_convert))
+    )
 
 
 def _inner(data: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from .randomness import derived_seed
+from .randomness import derived_seed, mixed, reseed
 
 __all__ = ["SkippingLoader", "generators_of", "note_share", "set_epochs", "skippable"]
 
@@ -314,18 +314,7 @@ class _UnchangedStates:
 
 
 def _seed(key: int, index: Any) -> None:
-    seed = _mixed(key, index) if isinstance(index, int) else derived_seed(key, index)
-    torch.default_generator.manual_seed(seed)  # 1 us, where torch.manual_seed takes 270
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-def _mixed(key: int, index: int) -> int:
-    """A number of 63 bits from two: the finaliser of SplitMix64, in which every bit depends on every other."""
-    z = (key + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (z ^ (z >> 31)) >> 1
+    reseed(mixed(key, index) if isinstance(index, int) else derived_seed(key, index))
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-__all__ = ["derived_seed", "random_state", "seed_everything", "set_random_state", "unchanged_random_state"]
+__all__ = [
+    "cuda_generators",
+    "derived_seed",
+    "mixed",
+    "random_state",
+    "reseed",
+    "seed_everything",
+    "set_random_state",
+    "unchanged_random_state",
+]
 
 
 def derived_seed(*parts: object) -> int:
@@ -23,6 +32,39 @@ def derived_seed(*parts: object) -> int:
     """
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def mixed(key: int, number: int) -> int:
+    """A number of 63 bits from two, for what is done in every iteration: the finaliser of SplitMix64.
+
+    Example:
+        >>> mixed(0, 1) != mixed(0, 2) and mixed(0, 1) == mixed(0, 1)
+        True
+    """
+    z = (key + number * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) >> 1
+
+
+def reseed(seed: int, others: Iterable[torch.Generator] = ()) -> None:
+    """Seed the global generators of Python, NumPy and torch on the CPU, and these others, at the least cost.
+
+    Args:
+        seed: a number of up to 63 bits.
+        others: such as those that `cuda_generators` gives.
+    """
+    torch.default_generator.manual_seed(seed)  # 1 us, where torch.manual_seed takes 270
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    for generator in others:
+        generator.manual_seed(seed)
+
+
+def cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The global generators of the CUDA devices among these."""
+    places = {device.index for device in devices if device.type == "cuda"}
+    return [torch.cuda.default_generators[torch.cuda.current_device() if n is None else n] for n in places]
 
 
 def seed_everything(seed: int) -> None:

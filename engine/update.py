@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .batches import tensors_in
 from .bus import Bus, SignalGroup
 from .events import Events
+from .randomness import cuda_generators, derived_seed, mixed, reseed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -290,6 +291,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     state, signals, regions = engine.state, engine.update_signals, engine.regions
     one_update = len(engine.updates) == 1
     several = engine.processes.several
+    begin_stream = _model_streams(engine) if engine.streams == "separate" else None
 
     def run_update(update: UpdateState, iteration: int) -> None:
         """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
@@ -411,6 +413,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         assert update.optimizer is not None
         update.optimizer.zero_grad()
         update.evaluation += 1
+        if begin_stream is not None:
+            begin_stream(update, iteration)
         losses = []
         with signals.without_recording():
             listened = signals.due <= iteration
@@ -439,7 +443,39 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden = seen
         return _mean_loss(losses, engine.processes)
 
-    return run_update
+    if begin_stream is None:
+        return run_update
+
+    def run_update_with_its_stream(update: UpdateState, iteration: int) -> None:
+        begin_stream(update, iteration)
+        run_update(update, iteration)
+
+    return run_update_with_its_stream
+
+
+def _model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
+    """What lets a would-be step, and each further evaluation of it, draw from a stream of its own.
+
+    The stream depends on the run's seed, the update's name, the iteration and the rank; then on which would-be step of the
+    update in this iteration it is (time chunks), and on which evaluation. However much is drawn from one, the others stay.
+    """
+    keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.processes.rank) for one in engine.updates}
+    turns = dict.fromkeys(keys, (0, 0))  # of each update the last iteration, and which would-be step of it was the last
+    devices = {p.device for module in engine.modules.values() for p in module.parameters()}
+    on_devices = cuda_generators(devices)
+
+    def begin_stream(update: UpdateState, iteration: int) -> None:
+        name = update.name
+        last, turn = turns[name]
+        if update.evaluation == 0:
+            turn = turn + 1 if last == iteration else 0
+            turns[name] = iteration, turn
+        seed = mixed(keys[name], iteration)
+        if turn or update.evaluation:
+            seed = mixed(mixed(seed, turn), update.evaluation)
+        reseed(seed, on_devices)
+
+    return begin_stream
 
 
 def _special_step(engine: Engine, update: UpdateState, compute_again: Callable[[], Tensor]) -> None:
