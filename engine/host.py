@@ -273,6 +273,11 @@ class HandlerHost:
         if other != by.name:
             raise ValueError(f"both {other!r} and {by.name!r} would be in charge of {what}; detach one of the two")
 
+    def claimed_by(self, handler: Handler | str) -> list[str]:
+        """What a handler alone is in charge of; see `claim`, and `Engine.replace`, which claims the act."""
+        name = self._find(handler).name
+        return [what for what, owner in self._claims.items() if owner == name]
+
     def _find(self, handler: Handler | str) -> Handler:
         name = handler if isinstance(handler, str) else handler.name
         found = self.handlers.get(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import signalfire
+import signalfire.ablation
 import signalfire.handlers
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +38,8 @@ SHARED = (
 
 
 def modules() -> list[str]:
-    found = ["signalfire", "signalfire.handlers"]
-    for package in (signalfire, signalfire.handlers):
+    found = ["signalfire", "signalfire.handlers", "signalfire.ablation"]
+    for package in (signalfire, signalfire.handlers, signalfire.ablation):
         found += [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
     return sorted(set(found))
 
@@ -76,6 +77,9 @@ def test_the_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"signalfire/{file.name}" for file in (ROOT / "engine").iterdir() if file.suffix == ".py"}
     expected |= {f"signalfire/handlers/{file.name}" for file in (ROOT / "handlers").iterdir() if file.suffix == ".py"}
+    expected |= {
+        f"signalfire/ablation/{file.name}" for file in (ROOT / "engine" / "ablation").iterdir() if file.suffix == ".py"
+    }
     assert inside == expected | {"signalfire/py.typed"}
 
 

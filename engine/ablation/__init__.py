@@ -1,0 +1,64 @@
+"""Ablation studies: what each part of a composition contributes, over the same seeds, with honest statistics.
+
+The report and the statistics need SciPy, the pictures matplotlib: ``pip install signalfire[ablation]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
+from .divergence import Divergence, divergence
+from .results import BASELINE, Result, Variant
+from .store import StoreError
+from .study import Plan, PlannedRun, Study
+
+if TYPE_CHECKING:
+    from .report import Report, Row
+    from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
+
+__all__ = [
+    "BASELINE",
+    "Comparison",
+    "Design",
+    "Divergence",
+    "Effect",
+    "Factorial",
+    "LeaveOneOut",
+    "OneAtATime",
+    "Plan",
+    "PlannedRun",
+    "Report",
+    "Result",
+    "Row",
+    "StoreError",
+    "Study",
+    "Swap",
+    "Variant",
+    "compare",
+    "divergence",
+    "effects",
+    "exact",
+    "fewest_seeds",
+    "holm",
+]
+
+_LATER = {
+    "Comparison": "statistics",
+    "Effect": "statistics",
+    "Report": "report",
+    "Row": "report",
+    "compare": "statistics",
+    "effects": "statistics",
+    "exact": "statistics",
+    "fewest_seeds": "statistics",
+    "holm": "statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs SciPy is imported when it is used; worker processes do without it."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)

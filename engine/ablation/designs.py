@@ -1,0 +1,218 @@
+"""Designs of ablation studies: which variants of a composition are compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from signalfire import Handler, check_int
+
+from .results import BASELINE, Variant
+
+__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap"]
+
+Factory = Callable[[], Handler]
+Groups = Mapping[str, Iterable[str]]
+
+
+class Design:
+    """Says which variants a study compares; write your own by overriding `variants`.
+
+    One of the variants is named "baseline": the others are compared with it.
+
+    Attributes:
+        factories: for each handler that is exchanged, what builds its alternatives, by their names.
+    """
+
+    factories: Mapping[str, Mapping[str, Factory]] = {}
+
+    def variants(self, candidates: Sequence[str]) -> list[Variant]:
+        """The variants to compare.
+
+        Args:
+            candidates: the names of the handlers that are switched unless the design names its own.
+        """
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class _Switches(Design):
+    """A design that switches handlers, or groups of them, off and on."""
+
+    def __init__(self, handlers: Iterable[str] | None = None, *, groups: Groups | None = None) -> None:
+        self.handlers = None if handlers is None else _names(self, "handlers", handlers)
+        self.groups = _groups(self, "groups", groups or {})
+
+    def switches(self, candidates: Sequence[str]) -> dict[str, frozenset[str]]:
+        """What is switched together, by the name of the handler or group; no handler may be in two."""
+        grouped = set().union(*self.groups.values())
+        single = self.handlers
+        if single is None:
+            single = tuple(name for name in candidates if name not in grouped)
+        return _disjoint(self, {name: frozenset([name]) for name in single}, self.groups)
+
+
+class LeaveOneOut(_Switches):
+    """The baseline has everything on; in each other variant one handler, or group of handlers, is off.
+
+    Args:
+        handlers: the names of the handlers; by default all candidates of the study that are in no group.
+        groups: handlers that are switched off together, by the name of the group.
+
+    Example:
+        >>> [variant.name for variant in LeaveOneOut(["ema", "mixup"]).variants([])]
+        ['baseline', '- ema', '- mixup']
+        >>> LeaveOneOut([], groups={"averaging": ["ema", "swa"]}).variants([])[1].name
+        '- averaging'
+    """
+
+    def variants(self, candidates: Sequence[str]) -> list[Variant]:
+        switches = self.switches(candidates)
+        return [Variant(BASELINE), *(Variant(f"- {name}", off) for name, off in switches.items())]
+
+
+class OneAtATime(_Switches):
+    """The baseline has all of the handlers off; in each other variant one of them, or one group, is on.
+
+    Args:
+        handlers: the names of the handlers; by default all candidates of the study that are in no group.
+        groups: handlers that are switched on together, by the name of the group.
+
+    Example:
+        >>> [(variant.name, sorted(variant.off)) for variant in OneAtATime(["ema", "mixup"]).variants([])]
+        [('baseline', ['ema', 'mixup']), ('+ ema', ['mixup']), ('+ mixup', ['ema'])]
+    """
+
+    def variants(self, candidates: Sequence[str]) -> list[Variant]:
+        switches = self.switches(candidates)
+        every = frozenset().union(*switches.values())
+        return [Variant(BASELINE, every), *(Variant(f"+ {name}", every - on) for name, on in switches.items())]
+
+
+class Factorial(Design):
+    """Every combination of the factors being on and off: main effects and interactions can be told apart.
+
+    The baseline has all of them on. With k factors there are 2**k variants.
+
+    Args:
+        factors: the names of handlers, or groups of handlers by the name of the factor.
+        limit: the most runs for each seed; more are refused.
+
+    Errors:
+        ValueError: if there would be more than ``limit`` runs for each seed.
+
+    Example:
+        >>> for variant in Factorial(["ema", "mixup"]).variants([]):
+        ...     print(variant.name, dict(variant.level))
+        baseline {'ema': True, 'mixup': True}
+        - mixup {'ema': True, 'mixup': False}
+        - ema {'ema': False, 'mixup': True}
+        - ema - mixup {'ema': False, 'mixup': False}
+    """
+
+    def __init__(self, factors: Iterable[str] | Groups, *, limit: int = 64) -> None:
+        if isinstance(factors, Mapping):
+            self.factors = _disjoint(self, _groups(self, "factors", factors))
+        else:
+            self.factors = {name: frozenset([name]) for name in _names(self, "factors", factors)}
+        if not self.factors:
+            raise ValueError("Factorial(factors=[]): give at least one factor")
+        self.limit = check_int(self, "limit", limit)
+        if (runs := 2 ** len(self.factors)) > self.limit:
+            raise ValueError(
+                f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs for each seed, more than limit={limit}; "
+                "take fewer factors, put some into one group, raise the limit, or use LeaveOneOut"
+            )
+
+    def variants(self, candidates: Sequence[str]) -> list[Variant]:
+        made = []
+        for levels in itertools.product((True, False), repeat=len(self.factors)):
+            level = tuple(zip(self.factors, levels, strict=True))
+            without = [name for name, on in level if not on]
+            off = frozenset().union(*(self.factors[name] for name in without))
+            made.append(Variant(" ".join(f"- {name}" for name in without) or BASELINE, off, level=level))
+        return made
+
+
+class Swap(Design):
+    """The baseline is the composition as it is; in each other variant one handler is exchanged for an alternative.
+
+    The alternative is attached last, under the name that its factory gives it.
+
+    Args:
+        alternatives: for each handler, by name, what builds its alternatives, by names for them. For several processes the
+            factories have to be picklable: a class, a function of a module, or ``functools.partial`` of one.
+
+    Example:
+        >>> from functools import partial
+        >>> from signalfire.handlers import CutMix
+        >>> design = Swap({"mix_up": {"cutmix": CutMix, "cutmix 0.2": partial(CutMix, alpha=0.2)}})
+        >>> [variant.name for variant in design.variants([])]
+        ['baseline', 'mix_up = cutmix', 'mix_up = cutmix 0.2']
+    """
+
+    def __init__(self, alternatives: Mapping[str, Mapping[str, Factory]]) -> None:
+        if not isinstance(alternatives, Mapping) or not alternatives:
+            raise TypeError(f"Swap(alternatives={alternatives!r}): give them as {{'mix_up': {{'cutmix': CutMix}}}}")
+        for name, factories in alternatives.items():
+            if not isinstance(factories, Mapping) or not factories:
+                raise TypeError(
+                    f"Swap(alternatives={{{name!r}: {factories!r}}}): give its alternatives by name, as in "
+                    f"{{{name!r}: {{'cutmix': CutMix}}}}"
+                )
+            for alternative, factory in factories.items():
+                if not callable(factory) or isinstance(factory, Handler):
+                    raise TypeError(
+                        f"Swap(alternatives={{{name!r}: {{{alternative!r}: {factory!r}}}}}): it has to be called for a new "
+                        "handler in each run; give a class, or functools.partial of one"
+                    )
+        self.factories = {name: dict(factories) for name, factories in alternatives.items()}
+
+    def variants(self, candidates: Sequence[str]) -> list[Variant]:
+        pairs = [(name, alternative) for name, factories in self.factories.items() for alternative in factories]
+        swaps = [Variant(f"{name} = {alternative}", swapped=((name, alternative),)) for name, alternative in pairs]
+        return [Variant(BASELINE), *swaps]
+
+
+def _names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    kind = type(owner).__name__
+    if isinstance(names, str):
+        raise TypeError(f"{kind}({argument}={names!r}): give a list of names: [{names!r}]")
+    found = tuple(names)
+    for name in found:
+        if not isinstance(name, str):
+            raise TypeError(f"{kind}({argument}=[{name!r}]): give the names of handlers, such as 'ema'")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{kind}({argument}={list(found)}): each name may be there once")
+    return found
+
+
+def _groups(owner: object, argument: str, groups: Groups) -> dict[str, frozenset[str]]:
+    kind = type(owner).__name__
+    if not isinstance(groups, Mapping):
+        raise TypeError(f"{kind}({argument}={groups!r}): give names of handlers by the name of the group")
+    made = {group: frozenset(_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
+    for group, names in made.items():
+        if not names:
+            raise ValueError(f"{kind}({argument}={{{group!r}: []}}): a group has at least one handler")
+    return made
+
+
+def _disjoint(owner: object, *several: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """All of them in one mapping; an error if a handler is in two, or two have the same name."""
+    kind = type(owner).__name__
+    made: dict[str, frozenset[str]] = {}
+    seen: dict[str, str] = {}
+    for switches in several:
+        for switch, names in switches.items():
+            if switch in made:
+                raise ValueError(f"{kind}: both a handler and a group are named {switch!r}; rename the group")
+            made[switch] = names
+            for name in sorted(names):
+                if (other := seen.setdefault(name, switch)) != switch:
+                    raise ValueError(
+                        f"{kind}: {name!r} is in both {other!r} and {switch!r}; a handler is switched once"
+                    )
+    return made

@@ -1,0 +1,574 @@
+"""A study: the same training with some of its handlers off, or others in their place, over the same seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tqdm import tqdm
+
+from signalfire import (
+    Engine,
+    Events,
+    Handler,
+    Monitor,
+    Phase,
+    check_bool,
+    check_choice,
+    check_int,
+    unchanged_random_state,
+)
+
+from .designs import Design
+from .results import BASELINE, Result, Variant
+from .runs import Build, Outcome, Run, Task, compose, exchange, outcomes
+from .store import Store
+
+if TYPE_CHECKING:
+    from .report import Report
+
+__all__ = ["Plan", "PlannedRun", "Study"]
+
+_VERSION = 1  # of what a line of the store means
+_CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a plan.
+
+    Attributes:
+        variant, seed: which run.
+        key: by which the store knows it.
+        status: whether it is to be made ("missing"), or what the store has of it.
+        make: whether `Study.run` makes it.
+        seconds: what it took, or what it will take, by the finished runs of its variant or else of all; None if there are none.
+    """
+
+    variant: Variant
+    seed: int
+    key: str
+    status: Literal["finished", "failed", "missing"]
+    make: bool
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a study: those that are in the store, and those that are to be made; ``print`` it.
+
+    Attributes:
+        variants, seeds: what is compared, and over which seeds.
+        runs: for each seed, one of each variant: so that what is there can be compared when a study is stopped half-way.
+    """
+
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def to_make(self) -> tuple[PlannedRun, ...]:
+        """The runs that `Study.run` makes."""
+        return tuple(run for run in self.runs if run.make)
+
+    @property
+    def seconds(self) -> float | None:
+        """What they cost, one after the other; None if there is nothing to tell it by."""
+        costs = [run.seconds for run in self.to_make if run.seconds is not None]
+        return sum(costs) if len(costs) == len(self.to_make) else None
+
+    def __str__(self) -> str:
+        width = max(len("variant"), *(len(variant.name) for variant in self.variants))
+        lines = [f"{'variant':<{width}}  finished  failed  to make  off or exchanged"]
+        for variant in self.variants:
+            runs = [run for run in self.runs if run.variant is variant]
+            finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
+            swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
+            what = ", ".join([*sorted(variant.off), *swaps]) or "-"
+            lines.append(
+                f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
+            )
+        cost = "unknown" if self.seconds is None else duration(self.seconds)
+        lines.append(
+            f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
+            f"cost one after the other: {cost}"
+        )
+        return "\n".join(lines)
+
+
+class Study:
+    """Compares variants of one composition, run for run with the same seeds, and keeps every finished run.
+
+    The runs of one seed share their random numbers: global generators are seeded before ``build``, and the engines have
+    ``streams="separate"``, so that switching a handler off shifts no other draw. Each run has one thread; so results do not
+    depend on how many are made at a time, nor where.
+
+    Args:
+        build: called as ``build(seed)`` in each run; returns a new engine, made with ``Engine(..., seed=seed)`` and everything
+            attached, and a function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
+        metric: the metric that is compared; its last value in ``engine.state.metrics``.
+        mode: "max" if greater is better, "min" if smaller is.
+        seeds: different ints of 0 or more.
+        store: the file that finished runs are kept in, such as "runs/ablation.jsonl"; other studies may be in it, too. None keeps
+            them in this object.
+        handlers: the names of the handlers that designs switch unless they name their own. By default those that are switched on
+            and take part in the training: that have receivers in the phases CHANGE, FINALIZE or CONTROL, or replace an act. What
+            writes or shows something, sets the model up (devices, precision, processes), or announces metrics is left out.
+        run: runs the engine, if ``build`` returns an engine alone.
+        config: what else tells these runs from others in the store, such as ``{"width": 64}``: plain values by name. The
+            name of ``build``, and the plain arguments of a ``functools.partial`` of one, are told by themselves; what is inside
+            ``build`` is not: change something there, and give another ``config`` or another store.
+        streams: what ``engine.streams`` is set to; None leaves it as it was built.
+
+    Errors:
+        ValueError: from `plan` and `run`, for a variant that cannot work, or runs in the store that had other handlers.
+        StoreError: if another study writes the store.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.ablation import LeaveOneOut, Study
+        >>> from signalfire.handlers import Average, GradientClipping, Metrics
+        >>> def build(seed):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
+        ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
+        ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
+        >>> study = Study(build, metric="loss", mode="min", seeds=range(3))
+        >>> print(study.plan(LeaveOneOut()))
+        variant              finished  failed  to make  off or exchanged
+        baseline                    0       0        3  -
+        - gradient_clipping         0       0        3  gradient_clipping
+        2 variants x 3 seeds: 6 of 6 runs to make, cost one after the other: unknown
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        *,
+        metric: str,
+        mode: Literal["min", "max"] = "max",
+        seeds: Iterable[int] = range(8),
+        store: str | os.PathLike[str] | None = None,
+        handlers: Iterable[str] | None = None,
+        run: Run | None = None,
+        config: Mapping[str, Any] | None = None,
+        streams: Literal["shared", "separate"] | None = "separate",
+    ) -> None:
+        if isinstance(build, Engine) or not callable(build):
+            raise TypeError(f"Study(build={build!r}): it has to be a function of a seed that returns a new engine")
+        if run is not None and not callable(run):
+            raise TypeError(f"Study(run={run!r}): it has to be a function that is called with the engine")
+        if not isinstance(metric, str) or not metric:
+            raise TypeError(f"Study(metric={metric!r}): it has to be a name, such as 'accuracy'")
+        self.build = build
+        self.metric = metric
+        self.mode: Literal["min", "max"] = "min" if check_choice(self, "mode", mode, ("min", "max")) == "min" else "max"
+        self.seeds = _seeds(seeds)
+        self.store = Store(store)
+        if isinstance(handlers, str):
+            raise TypeError(f"Study(handlers={handlers!r}): give a list of names: [{handlers!r}]")
+        self.handlers = None if handlers is None else tuple(handlers)
+        self.own_run = run
+        if streams is not None:
+            check_choice(self, "streams", streams, ("shared", "separate"))
+        self.streams: Literal["shared", "separate"] | None = streams
+        self.config = dict(config or {})
+        try:
+            told = [_VERSION, _identity(build), self.config, streams]
+            self._configuration = hashlib.sha256(json.dumps(told, sort_keys=True, allow_nan=False).encode()).hexdigest()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Study(config={config!r}): it has to hold plain values by name ({error})") from None
+
+    def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
+        """What `run` would do, and what it would cost. Nothing is trained.
+
+        The composition is built once, and each variant of it is started without files, up to STARTED: one that cannot
+        work is refused here.
+
+        Raises:
+            ValueError: for names of handlers that are not attached, and variants that cannot work: in which a handler needs what
+                another gives, or nobody measures the metric.
+        """
+        check_bool("plan", "retry_failed", retry_failed)
+        with self._composed() as (engine, run):
+            reference = self._started(engine, run, "the composition as it is built")
+            candidates = self._candidates(engine, reference)
+            variants = _variants(designs, candidates)
+            factories = _factories(designs)
+            taking_part = {}
+            problems = []
+            for variant in variants:
+                try:
+                    taking_part[variant.name] = self._try_out(engine, run, variant, factories, reference)
+                except Exception as error:
+                    problems.append((variant.name, error))
+        if problems:
+            told = "\n".join(f"- {name!r}: {_message(error)}" for name, error in problems)
+            raise ValueError(
+                f"these variants cannot work; leave them out, or switch what belongs together as one group:\n{told}"
+            ) from problems[0][1]
+        lines = self.store.read()
+        for variant in variants:
+            for seed in self.seeds:
+                self._check_handlers(lines.get(self._key(variant, seed)), variant, taking_part[variant.name])
+        return self._planned(variants, lines, retry_failed)
+
+    def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
+        """Make the runs that are not in the store, and report on all.
+
+        Each finished run is in the store at once: killed or interrupted and called again, the study goes on. A run that
+        fails is kept with its traceback and counts as one that failed; it is made again only if asked for.
+
+        Args:
+            designs: one or more; together they may have each name of a variant once.
+            workers: how many processes make runs at a time; or an ``Executor``, such as Dask's ``client.get_executor()``, whose
+                workers can import ``build``; or 0 to make them in this process, which a notebook needs. For processes,
+                ``build`` and the factories of alternatives have to be functions of a module.
+            retry_failed: whether to make runs again that failed.
+
+        Raises:
+            KeyError: if a run ends without the metric, nobody announced it, and no other run has it.
+        """
+        if not callable(getattr(workers, "submit", None)):
+            workers = check_int("run", "workers", workers, least=0)
+        with self.store.writing():
+            plan = self.plan(*designs, retry_failed=retry_failed)
+            try:
+                self._make(plan, _factories(designs), workers)
+            finally:
+                self.store.settle()
+        return self.report(*designs, plan=plan)
+
+    def report(self, *designs: Design, plan: Plan | None = None) -> Report:
+        """The report on the runs that are in the store already.
+
+        Args:
+            designs: as for `run`.
+            plan: what `plan` returned for them, if it is at hand.
+        """
+        from .report import Report
+
+        plan = plan or self.plan(*designs)
+        return Report(self.results(plan), plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
+
+    def results(self, plan: Plan) -> list[Result]:
+        """What the store has of the runs of a plan, variant by variant."""
+        lines = self.store.read()
+        found = []
+        for variant in plan.variants:
+            for run in plan.runs:
+                if run.variant is variant and (line := lines.get(run.key)) is not None:
+                    found.append(self._result(variant, line))
+        return found
+
+    # ---- what there is to do --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _composed(self) -> Iterator[tuple[Engine, Run]]:
+        with unchanged_random_state():
+            yield compose(self.build, self.own_run, self.streams, self.seeds[0])
+
+    def _started(self, engine: Engine, run: Run, what: str) -> dict[str, str]:
+        """Run the engine up to STARTED, without files; who announces which metric."""
+        announced: dict[str, str] = {}
+
+        def stop(engine: Engine) -> None:
+            announced.update(engine.state.metrics.owners)
+            raise _Started
+
+        was_dry, engine.dry_run = engine.dry_run, True
+        try:
+            with engine.connect(Events.STARTED, stop, phase=Phase.PERSIST, rank=sys.maxsize):
+                run(engine)
+        except _Started:
+            return announced
+        except Exception as error:
+            error.add_note(f"when {what} was tried out, up to STARTED")
+            raise
+        finally:
+            engine.dry_run = was_dry
+            engine.reset()
+        raise RuntimeError(f"{run!r} did not run the engine that build({engine.seed}) returned")
+
+    def _try_out(
+        self,
+        engine: Engine,
+        run: Run,
+        variant: Variant,
+        factories: Mapping[tuple[str, str], Callable[[], Handler]],
+        reference: Mapping[str, str],
+    ) -> list[str]:
+        """Start a variant; the names of the handlers that take part in it."""
+        for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
+            _check_attached(engine, name)
+            if not engine.handlers[name].enabled:
+                raise ValueError(f"the handler {name!r} is switched off by build already")
+        originals = [engine.handlers[name] for name, _ in variant.swapped]
+        others: list[Handler] = []
+        try:
+            with engine.without(*sorted(variant.off)):
+                for swap in variant.swapped:
+                    others.append(exchange(engine, swap[0], factories[swap]))
+                announced = self._started(engine, run, f"the variant {variant.name!r}")
+                on = [handler for handler in engine.handlers.values() if handler.enabled]
+                monitored = {
+                    one.metric: f"{handler.name!r} monitors"
+                    for handler in on
+                    for one in vars(handler).values()
+                    if isinstance(one, Monitor)
+                }
+                for metric, needed in {**monitored, self.metric: "the study compares"}.items():
+                    if metric in reference and metric not in announced:
+                        raise ValueError(f"the metric {metric!r}, which {needed}, is measured by {reference[metric]!r}")
+                return sorted(handler.name for handler in on)
+        finally:
+            for handler in others:
+                engine.detach(handler)
+            for handler in originals:
+                if handler.engine is None:
+                    engine.attach(handler)
+
+    def _candidates(self, engine: Engine, announced: Mapping[str, str]) -> list[str]:
+        if self.handlers is not None:
+            for name in self.handlers:
+                _check_attached(engine, name)
+            return list(self.handlers)
+        measuring = set(announced.values())
+        found = []
+        for name, handler in engine.handlers.items():
+            phases = {subscription.phase for subscription in handler.subscriptions}
+            sets_up = engine.has(name, Events.MODEL_SETUP)
+            acts = any(what.startswith("the act ") for what in engine.claimed_by(name))
+            left_out = handler.writes or handler.rank_zero_only or sets_up or name in measuring
+            if handler.enabled and not left_out and (acts or not phases.isdisjoint(_CHANGING)):
+                found.append(name)
+        return found
+
+    def _key(self, variant: Variant, seed: int) -> str:
+        told = [self._configuration, sorted(variant.off), sorted(variant.swapped), seed]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def _check_handlers(self, line: Mapping[str, Any] | None, variant: Variant, taking_part: list[str]) -> None:
+        if line is None or line["error"] is not None or line["handlers"] == taking_part:
+            return
+        differing = sorted({*line["handlers"]} ^ {*taking_part})
+        raise ValueError(
+            f"the store's run of {variant.name!r} with seed {line['seed']} was made with other handlers than build attaches now: "
+            f"they differ in {', '.join(differing)}; give config= something that tells the two compositions apart, or another "
+            "store"
+        )
+
+    def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
+        took: dict[str, list[float]] = {}
+        statuses: dict[tuple[str, int], Literal["finished", "failed", "missing"]] = {}
+        for variant in variants:
+            for seed in self.seeds:
+                line = lines.get(self._key(variant, seed))
+                result = None if line is None else self._result(variant, line)
+                statuses[variant.name, seed] = (
+                    "missing" if result is None else "finished" if result.value is not None else "failed"
+                )
+                if result is not None and result.error is None:
+                    took.setdefault(variant.name, []).append(result.seconds)
+        every = [
+            line["timing"]["seconds"]
+            for line in lines.values()
+            if line["configuration"] == self._configuration and line["error"] is None
+        ]
+        runs = []
+        for seed in self.seeds:
+            for variant in variants:
+                status = statuses[variant.name, seed]
+                known = took.get(variant.name, every)
+                runs.append(
+                    PlannedRun(
+                        variant,
+                        seed,
+                        self._key(variant, seed),
+                        status,
+                        status == "missing" or (retry_failed and status == "failed"),
+                        sum(known) / len(known) if known else None,
+                    )
+                )
+        return Plan(tuple(variants), self.seeds, tuple(runs))
+
+    # ---- doing it -------------------------------------------------------------------------------------------------
+
+    def _make(
+        self, plan: Plan, factories: Mapping[tuple[str, str], Callable[[], Handler]], workers: int | Executor
+    ) -> None:
+        runs = plan.to_make
+        nonce = secrets.token_hex(8)
+        tasks = [
+            Task(
+                self.build,
+                self.own_run,
+                self.streams,
+                run.seed,
+                tuple(sorted(run.variant.off)),
+                tuple((name, factories[name, alternative]) for name, alternative in run.variant.swapped),
+                nonce,
+            )
+            for run in runs
+        ]
+        has_metric = any(run.status == "finished" for run in plan.runs)
+        made = outcomes(tasks, workers)
+        # A bar without a terminal would be noise in a log. What is in the store counts, but not for the speed.
+        with tqdm(
+            total=len(plan.runs),
+            initial=len(plan.runs) - len(runs),
+            desc="study",
+            unit="run",
+            disable=None,
+            smoothing=0,
+        ) as bar:
+            try:
+                for place, outcome in made:
+                    has_metric |= self.metric in outcome.metrics
+                    if outcome.error is None and not has_metric and self.metric not in outcome.announced:
+                        raise KeyError(self._no_metric(runs[place].variant.name, outcome.announced))
+                    self.store.append(self._line(runs[place], outcome))
+                    bar.update()
+            finally:
+                if (close := getattr(made, "close", None)) is not None:
+                    close()
+
+    def _line(self, run: PlannedRun, outcome: Outcome) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "configuration": self._configuration,
+            "error": outcome.error,
+            "handlers": list(outcome.handlers),
+            "key": run.key,
+            "metrics": outcome.metrics,
+            "off": sorted(run.variant.off),
+            "seed": run.seed,
+            "steps": outcome.steps,
+            "swapped": dict(run.variant.swapped),
+            "timing": {"memory": outcome.memory, "seconds": outcome.seconds},
+        }
+
+    def _result(self, variant: Variant, line: Mapping[str, Any]) -> Result:
+        metrics = {name: float(value) for name, value in line["metrics"].items()}
+        error = line["error"]
+        if error is None and self.metric not in metrics:
+            error = f"KeyError: {self._no_metric(variant.name, metrics)}"
+        return Result(
+            variant.name,
+            line["seed"],
+            None if error is not None else metrics[self.metric],
+            metrics,
+            line["steps"],
+            line["timing"]["seconds"],
+            line["timing"]["memory"],
+            error,
+        )
+
+    def _no_metric(self, variant: str, there: Iterable[str]) -> str:
+        names = sorted(there)
+        return (
+            f"the run of {variant!r} ended without the metric {self.metric!r}, or it is not one number. "
+            f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{_hint(self.metric, names)}"
+        )
+
+
+class _Started(BaseException):
+    """Ends a run that was only to be started; no code that catches errors is to take it for one."""
+
+
+def duration(seconds: float) -> str:
+    """A time in words, such as "2 h 5 min".
+
+    Example:
+        >>> duration(7500), duration(75), duration(0.5)
+        ('2 h 5 min', '1 min 15 s', '0.5 s')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
+    if not found:
+        raise ValueError("Study(seeds=[]): give at least one seed; 8 tell five comparisons apart")
+    if len(set(found)) < len(found) or max(found) >= 2**32:
+        raise ValueError(f"Study(seeds={list(found)}): they have to differ, and to be smaller than 2**32")
+    return found
+
+
+def _identity(build: object) -> Any:
+    """The name of a function, with the arguments of a partial of it that are plain values."""
+    if isinstance(build, functools.partial):
+        arguments = [*enumerate(build.args), *build.keywords.items()]
+        plain = {
+            str(key): value for key, value in arguments if value is None or isinstance(value, str | int | float | bool)
+        }
+        return [_identity(build.func), plain]
+    return getattr(build, "__qualname__", type(build).__qualname__)
+
+
+def _variants(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:
+    if not designs:
+        raise TypeError("give a design, such as LeaveOneOut()")
+    found: dict[str, Variant] = {}
+    for design in designs:
+        if not isinstance(design, Design):
+            hint = f"give an instance: {design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
+            raise TypeError(f"{design!r} is no design; {hint}")
+        for variant in design.variants(candidates):
+            other = found.setdefault(variant.name, variant)
+            if (other.off, other.swapped) != (variant.off, variant.swapped):
+                raise ValueError(
+                    f"the designs have different variants named {variant.name!r}; make a study of each, which may share the store"
+                )
+    if BASELINE not in found:
+        raise ValueError(
+            f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
+        )
+    if len(found) == 1:
+        raise ValueError(
+            "there is nothing to compare with the baseline: the design has no other variant. Handlers that take part in the "
+            f"training: {', '.join(candidates) or 'none'}; name some with Study(handlers=[...])"
+        )
+    return list(found.values())
+
+
+def _factories(designs: Sequence[Design]) -> dict[tuple[str, str], Callable[[], Handler]]:
+    return {
+        (name, alternative): factory
+        for design in designs
+        for name, factories in design.factories.items()
+        for alternative, factory in factories.items()
+    }
+
+
+def _check_attached(engine: Engine, name: str) -> None:
+    if name not in engine.handlers:
+        raise ValueError(
+            f"no handler {name!r} is attached to what build returns; there are: {', '.join(engine.handlers) or 'none'}"
+            f"{_hint(name, list(engine.handlers))}"
+        )
+
+
+def _hint(name: str, there: list[str]) -> str:
+    close = difflib.get_close_matches(name, there, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _message(error: Exception) -> str:
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else f"{error}"

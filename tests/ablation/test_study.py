@@ -1,0 +1,530 @@
+"""Studies of real trainings in real processes: what is made, what is kept, and that it never depends on how."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from signalfire import Engine, Events
+from signalfire.ablation import Design, Factorial, LeaveOneOut, OneAtATime, Study, Swap, Variant
+from signalfire.handlers import (
+    EMA,
+    Average,
+    CSVLogger,
+    GradientClipping,
+    GradientNoise,
+    History,
+    Metrics,
+    Preemption,
+    ProgressBar,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # for this process and those that it starts: they import what studies are made of
+    sys.path.insert(0, str(ROOT))
+
+from tests.ablation import builds  # noqa: E402
+
+DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
+
+
+def make_study(build: Any = builds.build, **options: Any) -> Study:
+    return Study(build, **{"metric": "val_loss", "mode": "min", "seeds": range(2)} | options)
+
+
+def apart_from_timings(store: Path) -> bytes:
+    """The store's bytes, without what differs from time to time."""
+    return re.sub(rb'"timing": \{[^}]*\}', b"", store.read_bytes())
+
+
+def made(folder: Path) -> list[str]:
+    path = folder / "made.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of a study by two processes."""
+    path = tmp_path_factory.mktemp("two") / "store.jsonl"
+    make_study(store=path, seeds=range(3)).run(DESIGN, workers=2)
+    return path
+
+
+# ---- the same results, however they were made -----------------------------------------------------------------------
+
+
+def test_one_worker_and_two_leave_the_same_store(two_workers: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.jsonl"
+    make_study(store=one, seeds=range(3)).run(DESIGN, workers=1)
+    assert apart_from_timings(one) == apart_from_timings(two_workers)
+    lines = [json.loads(line) for line in one.read_text().splitlines()]
+    assert len(lines) == 12
+    assert all(line["error"] is None and line["steps"] == 6 for line in lines)
+    assert all(line["timing"]["seconds"] > 0 and line["timing"]["memory"] > 1e6 for line in lines)
+    assert len({line["metrics"]["val_loss"] for line in lines}) == 12  # every variant and seed makes a difference
+
+
+def test_runs_in_this_process_leave_the_same_store_and_no_trace(two_workers: Path, tmp_path: Path) -> None:
+    zero = tmp_path / "zero.jsonl"
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    make_study(store=zero, seeds=range(3)).run(DESIGN, workers=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert apart_from_timings(zero) == apart_from_timings(two_workers)
+
+
+def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers: Path, tmp_path: Path) -> None:
+    path = tmp_path / "threads.jsonl"
+    with ThreadPoolExecutor(3) as executor:
+        make_study(store=path, seeds=range(3)).run(DESIGN, workers=executor)
+    assert apart_from_timings(path) == apart_from_timings(two_workers)
+
+
+@pytest.mark.filterwarnings("default")  # Dask's own threads and sockets are not ours to mend
+def test_dasks_executor_leaves_the_same_store(two_workers: Path, tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed", reason="the extra dev brings it")
+    path = tmp_path / "dask.jsonl"
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        client.run(sys.path.insert, 0, str(ROOT))
+        make_study(store=path, seeds=range(3)).run(DESIGN, workers=client.get_executor())
+    assert apart_from_timings(path) == apart_from_timings(two_workers)
+
+
+def test_a_run_of_the_baseline_is_the_training_by_itself() -> None:
+    study = make_study()
+    study.run(DESIGN, workers=0)
+    results = {result.variant: result for result in study.results(study.plan(DESIGN)) if result.seed == 1}
+    torch.manual_seed(1)
+    for name, without in (("baseline", []), ("- ema", ["ema"])):
+        torch.manual_seed(1)
+        engine = builds.composed(1)
+        engine.streams = "separate"
+        with engine.without(*without):
+            builds.train(engine)
+        assert results[name].value == engine.state.metrics["val_loss"]
+        assert results[name].steps == engine.updates[0].steps == 6
+
+
+def test_streams_are_separate_unless_told_otherwise() -> None:
+    found: list[str] = []
+
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+
+        def run(engine: Engine) -> None:
+            found.append(engine.streams)
+            builds.train(engine)
+
+        return engine, run
+
+    make_study(build, seeds=[0]).plan(DESIGN)
+    assert set(found) == {"separate"}
+    found.clear()
+    make_study(build, seeds=[0], streams=None).plan(DESIGN)
+    assert set(found) == {"shared"}
+
+
+# ---- killed, interrupted, continued ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_at_random_moments_it_ends_with_the_same_store(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    monkeypatch.chdir(whole)
+    builds.study_of(".", 0.2).run(LeaveOneOut(), workers=0)
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.2"]
+        return subprocess.Popen(command, cwd=killed, stderr=subprocess.PIPE)
+
+    draws = random.Random(workers)
+    kills = 2 if workers else 4  # new processes take their time
+    for _ in range(kills):
+        before = len(made(killed))
+        study = start()
+        while len(made(killed)) == before and study.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draws.uniform(0, 0.6))
+        study.send_signal(signal.SIGKILL)
+        study.communicate()
+        assert study.returncode == -signal.SIGKILL
+        time.sleep(0.5)  # its workers end by themselves
+        seen = len(made(killed))
+        time.sleep(0.4)
+        assert len(made(killed)) == seen
+    assert kills <= len(made(killed)) < 12 + kills
+    study = start()
+    _, said = study.communicate(timeout=300)
+    assert study.returncode == 0, said.decode()
+    assert said == b""  # no terminal, no bar
+    assert apart_from_timings(killed / "store.jsonl") == apart_from_timings(whole / "store.jsonl")
+    assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were going on
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.5"]
+    study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
+    while len(made(tmp_path)) < 2 + workers and study.poll() is None:
+        time.sleep(0.01)
+    os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
+    began = time.monotonic()
+    _, said = study.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert b"\nKeyboardInterrupt\n" in said
+    assert said.count(b"Traceback") == 1, said.decode()
+    lines = (tmp_path / "store.jsonl").read_text().splitlines()
+    assert 1 <= len(lines) < 12
+    assert all(json.loads(line)["error"] is None for line in lines)
+
+
+def test_more_seeds_and_other_variants_run_only_what_is_missing(tmp_path: Path) -> None:
+    build = partial(builds.noted, folder=str(tmp_path))
+    options = {"store": tmp_path / "store.jsonl"}
+    make_study(build, **options).run(DESIGN, workers=0)
+    assert len(made(tmp_path)) == 8
+    make_study(build, **options).run(DESIGN, workers=0)
+    assert len(made(tmp_path)) == 8
+    plan = make_study(build, **options, seeds=range(3)).plan(DESIGN)
+    assert [(run.variant.name, run.seed) for run in plan.to_make] == [
+        ("baseline", 2), ("- ema", 2), ("- gradient_clipping", 2), ("- gradient_noise", 2),
+    ]  # fmt: skip
+    make_study(build, **options, seeds=range(3)).run(DESIGN, workers=0)
+    assert made(tmp_path)[8:] == ["2 ", "2 ema", "2 gradient_clipping", "2 gradient_noise"]
+    # A factorial has two of its four variants in common with it.
+    make_study(build, **options, seeds=[0]).run(Factorial(["ema", "gradient_noise"]), workers=0)
+    assert made(tmp_path)[12:] == ["0 ema gradient_noise"]
+    before = (tmp_path / "store.jsonl").read_bytes().splitlines()
+    make_study(build, **options, seeds=[0], config={"lr": 0.1}).run(DESIGN, workers=0)
+    assert len(made(tmp_path)) == 17
+    after = (tmp_path / "store.jsonl").read_bytes().splitlines()
+    assert len(after) == len(before) + 4
+    assert set(before) <= set(after)
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_for(tmp_path: Path) -> None:
+    build = partial(builds.failing, folder=str(tmp_path))
+    study = make_study(build, seeds=range(3), store=tmp_path / "store.jsonl")
+    study.run(DESIGN, workers=1)
+    plan = study.plan(DESIGN)
+    by_run = {(result.variant, result.seed): result for result in study.results(plan)}
+    assert len(by_run) == 12
+    failed = [run for run, result in by_run.items() if result.value is None]
+    assert failed == [("- gradient_noise", 1)]
+    error = by_run["- gradient_noise", 1].error or ""
+    assert error.startswith("Traceback")
+    assert "no luck with <object object at 0x...>" in error
+    assert "raised by fail at Events.ITERATION_COMPLETED, epoch 1, iteration 2" in error
+    assert re.search(r"- gradient_noise +2 +1 +0 ", str(plan))
+    before = (tmp_path / "store.jsonl").read_bytes()
+    (tmp_path / "mended").touch()
+    study.run(DESIGN, workers=0)
+    assert (tmp_path / "store.jsonl").read_bytes() == before
+    assert [run.seed for run in study.plan(DESIGN, retry_failed=True).to_make] == [1]
+    study.run(DESIGN, workers=0, retry_failed=True)
+    results = study.results(study.plan(DESIGN))
+    assert len(results) == 12
+    assert all(result.error is None for result in results)
+    assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 12
+
+
+def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
+    study = make_study(builds.dying, seeds=range(3), store=tmp_path / "store.jsonl")
+    study.run(LeaveOneOut(["ema"]), workers=2)
+    results = study.results(study.plan(LeaveOneOut(["ema"])))
+    assert len(results) == 6
+    assert {result.seed for result in results if result.value is None} == {1}
+    assert all("the process that made this run died" in (result.error or "") for result in results if result.seed == 1)
+
+
+def test_a_metric_that_nobody_has_ends_the_study_and_names_those_there_are(tmp_path: Path) -> None:
+    study = make_study(metric="val_los", store=tmp_path / "store.jsonl")
+    with pytest.raises(KeyError, match=r"without the metric 'val_los'.*There are: val_loss; did you mean 'val_loss'\?"):
+        study.run(DESIGN, workers=0)
+    assert (tmp_path / "store.jsonl").read_bytes() == b""
+
+
+def test_a_metric_that_one_run_lacks_makes_it_a_failed_one() -> None:
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+
+        @engine.on(Events.EPOCH_COMPLETED)
+        def write(engine: Engine) -> None:
+            engine.state.metrics["table"] = torch.zeros(2, 2)
+            if engine.handlers["ema"].enabled or seed == 0:
+                engine.state.metrics["mine"] = float("nan") if seed else 2
+
+        return engine, builds.train
+
+    study = make_study(build, metric="mine")
+    study.run(LeaveOneOut(["ema"]), workers=0)
+    results = {(result.variant, result.seed): result for result in study.results(study.plan(LeaveOneOut(["ema"])))}
+    assert results["baseline", 0].value == results["- ema", 0].value == 2.0
+    assert str(results["baseline", 1].value) == "nan"
+    assert results["- ema", 1].value is None
+    assert "ended without the metric 'mine'" in (results["- ema", 1].error or "")
+    assert sorted(results["baseline", 0].metrics) == ["mine", "val_loss"]
+
+
+def test_what_an_executor_cannot_do_leaves_the_study() -> None:
+    class Broken(Executor):
+        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(OSError("no connection"))
+            return future
+
+    with pytest.raises(OSError, match="no connection") as caught:
+        make_study().run(DESIGN, workers=Broken())
+    assert "could not make a run of the study" in caught.value.__notes__[0]
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_is_to_be_made_and_what_it_costs(tmp_path: Path) -> None:
+    store = tmp_path / "store.jsonl"
+    plan = make_study(store=store).plan(DESIGN)
+    assert plan.seconds is None
+    assert str(plan).endswith("4 variants x 2 seeds: 8 of 8 runs to make, cost one after the other: unknown")
+    assert not store.exists()
+    make_study(store=store, seeds=[0]).run(LeaveOneOut(["ema"]), workers=0)
+    plan = make_study(store=store).plan(DESIGN)
+    lines = {tuple(line["off"]): line["timing"]["seconds"] for line in map(json.loads, store.read_text().splitlines())}
+    mean = sum(lines.values()) / 2
+    assert plan.seconds == pytest.approx(lines[()] + lines["ema",] + 4 * mean)
+    assert [run.status for run in plan.runs] == ["finished"] * 2 + ["missing"] * 6
+
+
+def test_candidates_take_part_in_the_training(tmp_path: Path) -> None:
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+        off = GradientClipping(max_norm=1.0, name="off")
+        off.enabled = False
+        engine.attach(History(), ProgressBar(), CSVLogger(tmp_path / "log.csv"), Preemption(), off)
+        return engine, builds.train
+
+    variants = make_study(build).plan(LeaveOneOut()).variants
+    assert [variant.name for variant in variants] == ["baseline", "- gradient_clipping", "- gradient_noise", "- ema"]
+    assert not os.listdir(tmp_path)  # nothing is written to plan
+    own = make_study(build, handlers=["preemption"]).plan(LeaveOneOut()).variants
+    assert [variant.name for variant in own] == ["baseline", "- preemption"]
+
+
+def test_nothing_is_trained_to_plan() -> None:
+    fired: list[Any] = []
+    dry: list[bool] = []
+
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+        engine.connect(Events.EPOCH_STARTED, fired.append)
+        engine.connect(Events.STARTED, lambda engine: dry.append(engine.dry_run))
+        return engine, builds.train
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    make_study(build).plan(LeaveOneOut(), Swap({"ema": {"slower": partial(EMA, 0.9)}}))
+    assert fired == []
+    assert dry == [True] * 6  # so nothing is written either: as it is built, and each of the five variants
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("build", "design", "message"),
+    [
+        (builds.build, LeaveOneOut(["emma"]), r"'- emma': no handler 'emma' is attached .* did you mean 'ema'\?"),
+        (builds.build, LeaveOneOut(["validation"]), "'- validation': the metric 'val_loss', which the study compares"),
+        (
+            builds.stopping,
+            LeaveOneOut(["validation", "ema"]),
+            "'- validation': the metric 'val_loss', which",
+        ),
+        (
+            builds.build,
+            Swap({"ema": {"noise": partial(GradientNoise, 0.2)}}),
+            "'ema = noise': .*'gradient_noise'",
+        ),
+        (builds.build, Swap({"ema": {"nothing": cast(Any, dict)}}), "'ema = nothing': .*it has to be a Handler"),
+        (builds.build, Swap({"emma": {"other": EMA}}), "no handler 'emma'"),
+    ],
+)
+def test_variants_that_cannot_work_are_refused_together(build: Any, design: Design, message: str) -> None:
+    with pytest.raises(ValueError, match="these variants cannot work") as caught:
+        make_study(build).plan(design)
+    assert re.search(message, str(caught.value), re.DOTALL)
+
+
+def test_a_monitor_whose_metric_is_gone_is_refused() -> None:
+    def build(seed: int) -> Any:
+        engine, run = builds.stopping(seed)
+        engine.attach(Metrics(loss=Average()))
+        return engine, run
+
+    with pytest.raises(ValueError, match=r"'val_loss', which 'early_stopping' monitors, is measured by 'validation'"):
+        make_study(build, metric="loss").plan(LeaveOneOut(["validation"]))
+
+
+def test_a_variant_that_fails_at_its_start_is_refused_before_anything_is_trained() -> None:
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+
+        @engine.on(Events.STARTED)
+        def check(engine: Engine) -> None:
+            if not engine.handlers["ema"].enabled:
+                raise ValueError("needs averages")
+
+        return engine, builds.train
+
+    with pytest.raises(ValueError, match=r"- '- ema': needs averages$"):
+        make_study(build).plan(LeaveOneOut())
+
+
+def test_a_swap_takes_the_place_of_a_handler_and_is_undone_in_the_plan() -> None:
+    study = make_study(seeds=[0])
+    design = Swap({"ema": {"slow": partial(EMA, 0.9), "same": partial(EMA, 0.5)}})
+    study.run(design, LeaveOneOut(["ema"]), workers=0)
+    value = {result.variant: result.value for result in study.results(study.plan(design, LeaveOneOut(["ema"])))}
+    assert value["ema = same"] == value["baseline"] != value["ema = slow"]
+    assert len(set(value.values())) == 3
+
+
+def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> None:
+    extra: list[Any] = []
+
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+        engine.attach(*(make() for make in extra))
+        return engine, builds.train
+
+    options = {"store": tmp_path / "store.jsonl", "seeds": [0]}
+    make_study(build, **options).run(LeaveOneOut(["ema"]), workers=0)
+    extra.append(partial(History, name="second"))
+    with pytest.raises(ValueError, match=r"they differ in second; give config="):
+        make_study(build, **options).plan(LeaveOneOut(["ema"]))
+    make_study(build, **options, config={"second": True}).plan(LeaveOneOut(["ema"]))
+
+
+def test_designs_with_different_variants_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="different variants named 'baseline'"):
+        make_study().plan(LeaveOneOut(), OneAtATime())
+
+
+def test_a_design_without_a_baseline_is_refused() -> None:
+    class Mine(Design):
+        def variants(self, candidates: Any) -> list[Variant]:
+            return [Variant("all"), Variant("none", frozenset(candidates))]
+
+    with pytest.raises(ValueError, match=r"no variant is named 'baseline'.* there are: all, none"):
+        make_study().plan(Mine())
+
+
+# ---- what is wrong with what is given -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"build": 3}, "Study(build=3)"),
+        ({"metric": ""}, "Study(metric='')"),
+        ({"mode": "most"}, "Study(mode='most')"),
+        ({"seeds": []}, "Study(seeds=[])"),
+        ({"seeds": [1, 1]}, "Study(seeds=[1, 1])"),
+        ({"seeds": [-1]}, "Study(seeds=-1)"),
+        ({"seeds": [2**32]}, "smaller than 2**32"),
+        ({"handlers": "ema"}, "give a list of names: ['ema']"),
+        ({"streams": "own"}, "Study(streams='own')"),
+        ({"run": 3}, "Study(run=3)"),
+        ({"config": {"a": object()}}, "plain values"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        make_study(**options)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda seed: None, "returned None; it has to be an Engine"),
+        (lambda seed: builds.composed(seed), "returned an engine alone"),
+        (lambda seed: (builds.composed(seed), 3), "it has to be an Engine, or an Engine and a function"),
+        (lambda seed: (builds.composed(9), builds.train), "whose seed is 9: give it Engine(..., seed=seed)"),
+        (lambda seed: (builds.composed(seed), lambda engine: None), "did not run the engine"),
+    ],
+)
+def test_a_build_that_is_no_use_is_refused(build: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(message)):
+        make_study(build).plan(DESIGN)
+
+
+def test_the_study_may_bring_the_run() -> None:
+    study = make_study(lambda seed: builds.composed(seed), run=builds.train, seeds=[0])
+    study.run(LeaveOneOut(["ema"]), workers=0)
+    assert len(study.results(study.plan(LeaveOneOut(["ema"])))) == 2
+
+
+def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"build is .*lambda.*cannot be pickled.*workers=0"):
+        make_study(lambda seed: builds.build(seed)).run(DESIGN, workers=2)
+    with pytest.raises(TypeError, match=r"the alternative to 'ema' is .*cannot be pickled"):
+        make_study().run(Swap({"ema": {"other": lambda: EMA(0.9)}}), workers=2)
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(builds.build, "__module__", "__main__")
+    main.build = builds.build  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="written in an interactive session"):
+        make_study().run(DESIGN, workers=2)
+
+
+def test_a_script_without_its_main_guard_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from signalfire.ablation import LeaveOneOut, Study\nfrom tests.ablation.builds import build\n"
+        "Study(build, metric='val_loss', mode='min', seeds=[0]).run(LeaveOneOut(['ema']), workers=1)\n"
+    )
+    finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 1
+    assert 'needs the line `if __name__ == "__main__":`' in finished.stderr
+
+
+@pytest.mark.parametrize("workers", [-1, 1.5, "two", None])
+def test_workers_are_a_number_or_an_executor(workers: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"run\(workers="):
+        make_study().run(DESIGN, workers=workers)
+
+
+def test_the_bar_is_quiet_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    make_study(seeds=[0]).run(LeaveOneOut(["ema"]), workers=0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_are_left() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads
