@@ -92,6 +92,14 @@ def check_distributed(folder: Path) -> None:
     assert (left / "log.csv").exists()
 
 
+def check_ablation(folder: Path) -> None:
+    output = run("ablation.py", "--seeds", "2", "--epochs", "1", folder=folder)
+    assert "12 of 12 runs to make" in output
+    for handler in ("gradient_clipping", "lr_scheduling", "ema", "mix_up", "label_smoothing"):
+        assert re.search(rf"^Without {handler}, accuracy ", output, re.MULTILINE), output
+    assert is_picture(folder / "runs" / "ablation" / "ablation.png")
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
@@ -99,6 +107,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "fine_tuning.py": check_fine_tuning,
     "lbfgs.py": check_lbfgs,
     "distributed.py": check_distributed,
+    "ablation.py": check_ablation,
 }
 
 

@@ -410,6 +410,51 @@ ROWS: dict[str, dict[str, list[str]]] = {
     "O8 rank-aware print": {
         "handlers/test_distributed_data_parallel.py": ["test_what_is_written_is_written_by_rank_0_alone"],
     },
+    "X1 separate streams": {
+        "engine/test_streams.py": [
+            "test_switching_a_handler_off_moves_no_mask_no_order_and_no_other_handlers_draw",
+            "test_with_shared_streams_the_same_handlers_shift_masks_and_order",
+            "test_a_run_is_that_of_a_plain_loop_that_draws_alike",
+            "test_a_run_resumed_at_any_cut_ends_as_if_it_had_not_been_stopped",
+        ],
+    },
+    "X2 ablation studies": {
+        "ablation/test_designs.py": [
+            "test_leave_one_out_switches_each_candidate_off_once",
+            "test_one_at_a_time_starts_from_nothing",
+            "test_a_factorial_has_every_combination_once_and_tells_the_levels",
+            "test_a_swap_has_one_variant_for_each_alternative",
+            "test_a_group_is_switched_together_and_its_handlers_not_alone",
+        ],
+        "ablation/test_study.py": [
+            "test_one_worker_and_two_leave_the_same_store",
+            "test_dasks_executor_leaves_the_same_store",
+            "test_killed_at_random_moments_it_ends_with_the_same_store",
+            "test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_for",
+            "test_more_seeds_and_other_variants_run_only_what_is_missing",
+            "test_the_plan_says_what_is_to_be_made_and_what_it_costs",
+            "test_variants_that_cannot_work_are_refused_together",
+        ],
+        "ablation/test_statistics.py": [
+            "test_the_interval_covers_the_truth_as_often_as_it_says",
+            "test_the_test_keeps_its_level_alone_and_in_a_family",
+            "test_holm_is_the_closed_test_of_bonferroni",
+            "test_p_is_the_share_of_all_sign_patterns",
+        ],
+        "ablation/test_report.py": [
+            "test_a_failed_run_is_shown_and_named_in_every_form",
+            "test_too_few_seeds_are_said_with_how_many_it_takes",
+            "test_the_picture_shows_each_seed",
+        ],
+    },
+    "X3 where two runs part": {
+        "ablation/test_divergence.py": [
+            "test_runs_that_are_built_alike_never_part",
+            "test_clipping_parts_the_gradients_when_they_are_ready",
+            "test_an_extra_draw_parts_the_random_states",
+            "test_another_seed_parts_the_runs_at_the_start",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

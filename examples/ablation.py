@@ -1,0 +1,118 @@
+"""What does each handler contribute? A leave-one-out study of a network on MNIST-1D, over eight seeds.
+
+    python examples/ablation.py                      # 48 runs of 1,200 steps in two processes: a few minutes
+    python examples/ablation.py --seeds 3 --epochs 2
+    python examples/ablation.py --seeds 12           # later: makes the runs of the four new seeds only
+
+A one-cycle learning rate, an average of the weights, mixed samples, smoothed labels and clipped gradients are switched off one
+after the other. All runs of one seed share initial weights, the order of the data and every draw that they have in common.
+Finished runs are kept in the folder: a study that was stopped goes on.
+
+Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from mnist1d.data import get_dataset_args, make_dataset
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Update, seed_everything
+from signalfire.ablation import LeaveOneOut, Study
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    GradientClipping,
+    LabelSmoothing,
+    LRScheduling,
+    Metrics,
+    MixUp,
+    Validation,
+)
+
+SEEDS, EPOCHS, BATCH, RATE = 8, 30, 100, 1e-2
+
+
+@cache
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """4,000 training samples and 1,000 test samples; made once in each process."""
+    data = make_dataset(get_dataset_args())
+    train = TensorDataset(torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"]))
+    return train, TensorDataset(torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"]))
+
+
+def build_model() -> nn.Module:
+    """The paper's convolutional network."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 40)),
+        nn.Conv1d(1, 25, 5, stride=2, padding=1), nn.ReLU(),
+        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(125, 10),
+    )  # fmt: skip
+
+
+def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], object]]:
+    """The whole composition for one seed, and how it is run. A study calls it for each of its runs, in another process."""
+    train_data, test_data = load_data()
+    seed_everything(seed)
+    model = build_model()
+    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
+
+    evaluator = Engine(update.evaluation(), model=model)
+    evaluator.attach(Metrics(accuracy=Accuracy()))
+
+    trainer = Engine(update, model=model, seed=seed)
+    trainer.attach(
+        Validation(evaluator, DataLoader(test_data, batch_size=1000), every=f"{epochs}ep"),  # once, at the end
+        LRScheduling(partial(OneCycleLR, max_lr=RATE)),
+        EMA(0.99),
+        MixUp(0.2),
+        LabelSmoothing(0.1),
+        GradientClipping(max_norm=1.0),
+    )
+    loader = DataLoader(train_data, batch_size=BATCH, shuffle=True)
+    return trainer, lambda engine: engine.run(loader, max_epochs=epochs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Find out what each handler contributes, by leaving one out at a time."
+    )
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="with how many seeds each variant is trained")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of 40 steps (default: {EPOCHS})")
+    parser.add_argument("--workers", type=int, default=2, help="how many processes train at a time")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "ablation", help="where results go")
+    arguments = parser.parse_args()
+    for name in ("seeds", "epochs", "workers"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} {getattr(arguments, name)}: it has to be 1 or more")
+
+    study = Study(
+        partial(build, epochs=arguments.epochs),
+        metric="accuracy",
+        mode="max",
+        seeds=range(arguments.seeds),
+        store=arguments.folder / "runs.jsonl",
+    )
+    design = LeaveOneOut()
+    print(study.plan(design))
+
+    report = study.run(design, workers=arguments.workers)
+    print(f"\n{report}\n")
+    print(*report.sentences(), sep="\n")
+    picture = arguments.folder / "ablation.png"
+    report.plot(picture)
+    print(f"\n  {picture}")
+
+
+if __name__ == "__main__":
+    main()
