@@ -135,6 +135,9 @@ def divergence(
         )
     if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
         raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
+    for name, build in (("build_a", build_a), ("build_b", build_b)):
+        if not callable(build):
+            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
     state = random_state()
     a = _Side("a", build_a, run, state)
     b = _Side("b", build_b, run, state, beside=a)

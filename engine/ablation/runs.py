@@ -31,7 +31,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from signalfire import Engine, Handler, as_number, seed_everything, unchanged_random_state
+from signalfire import Engine, Events, Handler, as_number, seed_everything, unchanged_random_state
 
 __all__ = ["Build", "Outcome", "Run", "Task", "compose", "exchange", "make", "outcomes"]
 
@@ -52,7 +52,7 @@ class Task:
     """What a run is made from; it travels to other processes.
 
     Attributes:
-        build, run, streams: those of the study.
+        build, run, streams, files: those of the study.
         seed: of the run.
         off: the names of the handlers that are off.
         swaps: for each handler that is exchanged, what builds the other.
@@ -62,6 +62,7 @@ class Task:
     build: Build
     run: Run | None
     streams: Literal["shared", "separate"] | None
+    files: bool
     seed: int
     off: tuple[str, ...] = ()
     swaps: tuple[tuple[str, Callable[[], Handler]], ...] = ()
@@ -90,9 +91,9 @@ class Outcome:
 
 
 def compose(
-    build: Build, run: Run | None, streams: Literal["shared", "separate"] | None, seed: int
+    build: Build, run: Run | None, streams: Literal["shared", "separate"] | None, files: bool, seed: int
 ) -> tuple[Engine, Run]:
-    """Build an engine, and what runs it, with the global generators seeded.
+    """Build an engine, and what runs it, with the global generators seeded; without files, nobody writes or shows anything.
 
     Raises:
         TypeError: if that is not what the function returns.
@@ -117,7 +118,17 @@ def compose(
         )
     if streams is not None:
         engine.streams = streams
+    if not files:
+        engine.dry_run = True  # which evaluations in it are, too
+        for handler in engine.handlers.values():
+            if writes_or_shows(handler):
+                handler.enabled = False
     return engine, run
+
+
+def writes_or_shows(handler: Handler) -> bool:
+    """Whether it is for files or the screen, and no part of the training."""
+    return handler.writes or handler.rank_zero_only
 
 
 def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handler:
@@ -139,11 +150,13 @@ def make(task: Task) -> Outcome:
         began: float | None = None
         error: str | None = None
         try:
-            engine, run = compose(task.build, task.run, task.streams, task.seed)
+            engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
             for name in task.off:
                 engine.handlers[name].enabled = False
             for name, factory in task.swaps:
                 exchange(engine, name, factory)
+            if not engine.has_loaded_state:  # otherwise it was built so, for all variants alike
+                engine.connect(Events.STARTED, _begin_anew)
             began = time.perf_counter()
             run(engine)
         except (Exception, SystemExit):
@@ -162,6 +175,14 @@ def make(task: Task) -> Outcome:
             engine.updates[0].steps,
             seconds,
             memory.peak(),
+        )
+
+
+def _begin_anew(engine: Engine) -> None:
+    if engine.has_loaded_state:
+        raise RuntimeError(
+            "the run would go on from what another had saved, and those of a study begin anew: leave Checkpoint(resume=True) "
+            "out of build, or do without Study(files=True)"
         )
 
 

@@ -31,7 +31,7 @@ from signalfire import (
 
 from .designs import Design
 from .results import BASELINE, Result, Variant
-from .runs import Build, Outcome, Run, Task, compose, exchange, outcomes
+from .runs import Build, Outcome, Run, Task, compose, exchange, outcomes, writes_or_shows
 from .store import Store
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class Study:
             name of ``build``, and the plain arguments of a ``functools.partial`` of one, are told by themselves; what is inside
             ``build`` is not: change something there, and give another ``config`` or another store.
         streams: what ``engine.streams`` is set to; None leaves it as it was built.
+        files: whether handlers that write files, such as `Checkpoint`, or show something take part. All variants are built alike,
+            so that those of one seed have the same names for their files.
 
     Errors:
         ValueError: from `plan` and `run`, for a variant that cannot work, or runs in the store that had other handlers.
@@ -165,6 +167,7 @@ class Study:
         run: Run | None = None,
         config: Mapping[str, Any] | None = None,
         streams: Literal["shared", "separate"] | None = "separate",
+        files: bool = False,
     ) -> None:
         if isinstance(build, Engine) or not callable(build):
             raise TypeError(f"Study(build={build!r}): it has to be a function of a seed that returns a new engine")
@@ -184,6 +187,7 @@ class Study:
         if streams is not None:
             check_choice(self, "streams", streams, ("shared", "separate"))
         self.streams: Literal["shared", "separate"] | None = streams
+        self.files = check_bool(self, "files", files)
         self.config = dict(config or {})
         try:
             told = [_VERSION, _identity(build), self.config, streams]
@@ -278,7 +282,7 @@ class Study:
     @contextlib.contextmanager
     def _composed(self) -> Iterator[tuple[Engine, Run]]:
         with unchanged_random_state():
-            yield compose(self.build, self.own_run, self.streams, self.seeds[0])
+            yield compose(self.build, self.own_run, self.streams, self.files, self.seeds[0])
 
     def _started(self, engine: Engine, run: Run, what: str) -> dict[str, str]:
         """Run the engine up to STARTED, without files; who announces which metric."""
@@ -314,7 +318,8 @@ class Study:
         for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
             _check_attached(engine, name)
             if not engine.handlers[name].enabled:
-                raise ValueError(f"the handler {name!r} is switched off by build already")
+                who = "a study, unless it is given files=True" if writes_or_shows(engine.handlers[name]) else "build"
+                raise ValueError(f"the handler {name!r} is switched off already, by {who}")
         originals = [engine.handlers[name] for name, _ in variant.swapped]
         others: list[Handler] = []
         try:
@@ -351,7 +356,7 @@ class Study:
             phases = {subscription.phase for subscription in handler.subscriptions}
             sets_up = engine.has(name, Events.MODEL_SETUP)
             acts = any(what.startswith("the act ") for what in engine.claimed_by(name))
-            left_out = handler.writes or handler.rank_zero_only or sets_up or name in measuring
+            left_out = writes_or_shows(handler) or sets_up or name in measuring
             if handler.enabled and not left_out and (acts or not phases.isdisjoint(_CHANGING)):
                 found.append(name)
         return found
@@ -416,6 +421,7 @@ class Study:
                 self.build,
                 self.own_run,
                 self.streams,
+                self.files,
                 run.seed,
                 tuple(sorted(run.variant.off)),
                 tuple((name, factories[name, alternative]) for name, alternative in run.variant.swapped),
@@ -503,6 +509,8 @@ def duration(seconds: float) -> str:
 
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(seeds, int) or not isinstance(seeds, Iterable):
+        raise TypeError(f"Study(seeds={seeds!r}): give several, such as range(8)")
     found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
     if not found:
         raise ValueError("Study(seeds=[]): give at least one seed; 8 tell five comparisons apart")

@@ -384,6 +384,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         divergence(shared, shared, run=train)
     with pytest.raises(RuntimeError, match=r"'preemption': Python hands signals to the main thread only"):
         found(Preemption())
+    with pytest.raises(TypeError, match=r"divergence\(build_a=5\): give a function"):
+        divergence(5, found)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"divergence\(watch=\('weights',\)\): give some of parameters, gradients"):
         found(watch="weights")
     with pytest.raises(ValueError, match=r"divergence\(rtol=-1\): it has to be a number with 0 <= rtol < 1"):

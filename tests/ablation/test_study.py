@@ -25,6 +25,7 @@ from signalfire.ablation import Design, Factorial, LeaveOneOut, OneAtATime, Stud
 from signalfire.handlers import (
     EMA,
     Average,
+    Checkpoint,
     CSVLogger,
     GradientClipping,
     GradientNoise,
@@ -335,6 +336,37 @@ def test_candidates_take_part_in_the_training(tmp_path: Path) -> None:
     assert [variant.name for variant in own] == ["baseline", "- preemption"]
 
 
+def writing(folder: Path, resume: bool, seed: int) -> Any:
+    engine = builds.composed(seed)
+    engine.attach(Checkpoint(folder / "saved", resume=resume), CSVLogger(folder / "log.csv"), ProgressBar())
+    return engine, builds.train
+
+
+def test_nothing_is_written_or_shown_unless_files_are_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = partial(writing, tmp_path, True)
+    report = make_study(build).run(DESIGN, workers=0)
+    assert [row.finished for row in report.rows] == [2] * 4
+    assert not os.listdir(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ValueError, match=r"'checkpoint' is switched off already, by a study, unless .* files=True"):
+        make_study(build).plan(LeaveOneOut(["checkpoint"]))
+
+    make_study(partial(writing, tmp_path, False), seeds=[0], files=True).run(DESIGN, workers=0)
+    assert len(list((tmp_path / "saved").glob("checkpoint-epoch0002*"))) == 4  # one of each run
+    assert (tmp_path / "log.csv").exists()
+    assert "epoch 2/2" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_from_that_of_another_variant_has_failed(tmp_path: Path) -> None:
+    report = make_study(partial(writing, tmp_path, True), seeds=[0], files=True).run(DESIGN, workers=0)
+    baseline, *others = report.rows
+    assert baseline.finished == 1
+    for row in others:
+        assert "the run would go on from what another had saved" in row.failed[0]
+
+
 def test_nothing_is_trained_to_plan() -> None:
     fired: list[Any] = []
     dry: list[bool] = []
@@ -454,6 +486,8 @@ def test_a_design_without_a_baseline_is_refused() -> None:
         ({"seeds": []}, "Study(seeds=[])"),
         ({"seeds": [1, 1]}, "Study(seeds=[1, 1])"),
         ({"seeds": [-1]}, "Study(seeds=-1)"),
+        ({"seeds": 3}, "Study(seeds=3): give several, such as range(8)"),
+        ({"files": 1}, "Study(files=1)"),
         ({"seeds": [2**32]}, "smaller than 2**32"),
         ({"handlers": "ema"}, "give a list of names: ['ema']"),
         ({"streams": "own"}, "Study(streams='own')"),
