@@ -56,4 +56,6 @@ def test_the_last_result_of_the_long_form_is_printed() -> None:
     for size, one in last["processes"].items():
         assert f"{size} processes: {one['kills']} kills " in finished.stdout
         assert f"  {one['failures']} failures" in finished.stdout
+        assert one["failures"] == 0
+        assert one["kills"] >= 300
     assert all(one["failures"] > 0 for one in last["controls"].values())
