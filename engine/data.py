@@ -293,10 +293,18 @@ class Source:
                 )
         return iterator
 
+    @property
+    def batch_size(self) -> int | None:
+        """The samples of a batch of a DataLoader; None if it does not say."""
+        inner = _inner(self.data)
+        size = getattr(inner, "batch_size", None) or getattr(getattr(inner, "batch_sampler", None), "batch_size", None)
+        return size if isinstance(size, int) else None
+
     def state_dict(self) -> dict[str, Any]:
         now = {
             "generators_now": [generator.get_state() for generator in generators_of(self.data)],
             "epochs_now": epochs_of(self.data),
+            "batch_size_now": self.batch_size,
             "first": self.first,
         }
         if not self.saved:

@@ -23,7 +23,7 @@ from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
 from .loading import generators_of
-from .processes import ALONE, Processes
+from .processes import ALONE, Processes, lost_another
 from .randomness import (
     check_seed,
     cuda_generators,
@@ -560,7 +560,15 @@ class Engine(HandlerHost):
         if self.processes.several:
             self._agreed_stops = {}
             first = self.run_id, self.seed, time.monotonic()
-            self.run_id, self.seed, self._agreed_time = self.processes.broadcast(first)
+            try:
+                self.run_id, self.seed, self._agreed_time = self.processes.broadcast(first)
+            except Exception as error:
+                if lost_another(error):
+                    error.add_note(
+                        "the processes could not begin a run together: one of them has ended, or an error of the run before has "
+                        "cut their connections; start the script again"
+                    )
+                raise
             self.asks_to_skip = True
 
     def _agree(self) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .batches import map_leaves, tensors_in
-from .rendezvous import bounded, join, launched
+from .rendezvous import bounded, join, launched, launched_in_part
 from .watch import Watch
 
 __all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
@@ -31,6 +31,7 @@ class Processes:
         local_rank: which one it is on its machine.
         several: whether there is more than one.
         first: whether this is the one of rank 0, which writes what is written once.
+        timeout: after how many seconds one that does not come to what all do together counts as lost.
 
     Example:
         >>> ALONE.gather("here"), ALONE.sum(1, 2.5), ALONE.first
@@ -38,6 +39,7 @@ class Processes:
     """
 
     rank = 0
+    timeout = 300.0
     size = 1
     local_rank = 0
 
@@ -201,12 +203,15 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
         timeout: after how many seconds a process that does not come to what all do together counts as lost. While they come
             together at first, it may take a few seconds more.
 
+    Errors:
+        RuntimeError: the environment tells of several processes, but not of all that it takes to join them.
+
     Example:
         >>> together().size
         1
     """
     if not _joined or not dist.is_initialized():
-        if not launched() and not dist.is_initialized():
+        if not dist.is_initialized() and not launched() and not launched_in_part():
             return ALONE
         with bounded(timeout, f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"):
             _joined[:] = [Together(join(backend=backend, timeout=timeout), timeout)]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["agree", "bounded", "join", "launched", "note_failure"]
+__all__ = ["agree", "bounded", "join", "launched", "launched_in_part", "note_failure"]
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1
@@ -34,6 +34,11 @@ _failed = False
 def launched() -> bool:
     """Whether torchrun, or what sets the same environment, has started this process."""
     return all(name in os.environ for name in ENVIRONMENT)
+
+
+def launched_in_part() -> bool:
+    """Whether the environment tells of other processes, but not where they are: alone, each would train on all of the data."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("RANK", "0") != "0"
 
 
 def note_failure() -> None:
@@ -69,8 +74,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     if not launched():
         missing = ", ".join(name for name in ENVIRONMENT if name not in os.environ)
         raise RuntimeError(
-            f"join(): {missing} not set in the environment. Start the script with torchrun, "
-            "or call torch.distributed.init_process_group first"
+            f"join(): {missing} not set in the environment. Start the script with torchrun, set them (LOCAL_RANK is 0 where a "
+            "machine has one process), or call torch.distributed.init_process_group first"
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT[:3])
     if not 0 <= rank < size:

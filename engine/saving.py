@@ -163,14 +163,17 @@ def _check_alike(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
-    """A state for another number of processes: dealt batches that were taken count as so many turns of these."""
+    """A state for another number of processes: the dealt samples that were taken count as so many turns of these."""
     processes = engine.processes
     position, data = dict(saved["engine"]), saved["data"]
     if data is not None and engine._source is not None and engine._source.manner != "own":
         iteration: int = position["iteration"]
+        then, now = data.get("batch_size_now"), engine._source.batch_size
+        if then is None or now is None:
+            then = now = 1  # whatever the batches are, they are the same ones
 
         def moved(start: int) -> int:
-            turns: int = (iteration - start) * before // processes.size
+            turns: int = (iteration - start) * before * then // (processes.size * now)
             return iteration - turns
 
         position["epoch_start"] = moved(position["epoch_start"])

@@ -239,10 +239,10 @@ class ShardFiles:
     process makes one at the same time.
 
     Args:
-        timeout: the seconds after which a process that does not answer counts as lost.
+        timeout: the seconds after which a process that does not answer counts as lost; the others write their parts meanwhile.
     """
 
-    def __init__(self, timeout: float = 3600.0) -> None:
+    def __init__(self, timeout: float) -> None:
         from datetime import timedelta
 
         import torch.distributed as dist
@@ -282,7 +282,11 @@ class ShardFiles:
         try:
             save(dict(shards), storage_writer=FileSystemWriter(folder), process_group=self.group)
         except CheckpointException as error:  # all of them get it, and it is no Exception
-            told = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+            failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+            own_failure = failures.get(dist.get_rank(self.group))
+            if own_failure is not None and not isinstance(own_failure, Exception):
+                raise own_failure from None  # Ctrl-C
+            told = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items())
             raise OSError(f"the shards could not be written to {str(folder)!r}: {told}") from None
         rank = dist.get_rank(self.group)
         own: dict[str, Any] = {}

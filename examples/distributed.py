@@ -89,14 +89,16 @@ def main() -> None:
     together = FullyShardedDataParallel(timeout=60) if options.sharded else DistributedDataParallel(timeout=60)
     trainer.attach(together)
     train_data, test_data = load_data(max(1, STEP // together.processes.size))
+    # Started again it goes on from what is there, with as many processes as before.
+    folder = options.folder / f"{together.processes.size}{'-sharded' if options.sharded else ''}"
     trainer.attach(
         Seeding(),
         DeviceTransfer(),
         GradientClipping(max_norm=1.0),
         LRScheduling(partial(OneCycleLR, max_lr=1e-2)),
         Validation(evaluator, test_data, every="1ep"),
-        Checkpoint(options.folder, every="10it", keep=2, resume=True),
-        CSVLogger(options.folder / "log.csv"),
+        Checkpoint(folder, every="10it", keep=2, resume=True),
+        CSVLogger(folder / "log.csv"),
         ProgressBar(),
     )
     trainer.run(train_data, max_epochs=options.epochs)

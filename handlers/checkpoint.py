@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
+import shutil
 import string
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -272,7 +273,7 @@ class Checkpoint(Handler):
 
     def _next_to_try(self) -> str | None:
         """The name of the newest good one that has not failed too often."""
-        given_up = [name for name, runs in self._failures().items() if len(runs) >= TRIES]
+        given_up = sorted(name for name, runs in self._failures().items() if runs >= TRIES)
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
         try:
             path, *_ = open_generation(self.folder, name=self.name, where=where, files=self.files, without=given_up)
@@ -281,7 +282,7 @@ class Checkpoint(Handler):
                 return None
             raise FileNotFoundError(
                 f"{where}: {TRIES} runs that went on from {', '.join(given_up)} failed before the next was written, and "
-                f"there is no other; remove {self._failures_file.name!r} from the folder to try again"
+                f"there is no other; remove {self._failures_folder.name!r} from the folder to try again"
             ) from None
         if given_up:
             warnings.warn(
@@ -298,21 +299,19 @@ class Checkpoint(Handler):
         error = engine.state.exception
         if self._resumed_from is None or error is None or lost_another(error):
             return
-        failures = self._failures()
-        runs = failures.setdefault(self._resumed_from, [])
-        failures[self._resumed_from] = sorted({*runs, engine.run_id})
-        self._failures_file.write_text(json.dumps(failures))
+        # All processes of a run may do so at once, and make the same empty file.
+        self._failures_folder.mkdir(exist_ok=True)
+        (self._failures_folder / f"{self._resumed_from}@{engine.run_id}").touch()
 
     @property
-    def _failures_file(self) -> Path:
+    def _failures_folder(self) -> Path:
         return self.folder / f".{self.name}.failures"
 
-    def _failures(self) -> dict[str, list[str]]:
-        try:
-            failures = json.loads(self._failures_file.read_text())
-        except (FileNotFoundError, ValueError):  # cut off by a crash: it is only a count
-            return {}
-        return failures if isinstance(failures, dict) else {}
+    def _failures(self) -> Counter[str]:
+        """How many runs have failed, by the name of the checkpoint that they went on from."""
+        if not self._failures_folder.is_dir():
+            return Counter()
+        return Counter(path.name.rpartition("@")[0] for path in self._failures_folder.iterdir())
 
     # ---- deciding -------------------------------------------------------------------------------------------------
 
@@ -540,7 +539,7 @@ class Checkpoint(Handler):
         else:
             state, shards = split_shards(state)
         if shards and self._shard_files is None:
-            self._shard_files = ShardFiles()
+            self._shard_files = ShardFiles(engine.processes.timeout)
         return _Write(
             self.folder, self.files, entry, state, about, ownership, decided, gone, taken, shards, self._shard_files,
             engine.processes.first,
@@ -553,6 +552,9 @@ class Checkpoint(Handler):
         write.join()
         self._write = None
         if engine.processes.several and not alone:
+            if write.interrupted:
+                assert write.error is not None
+                raise write.error
             write.take_over(engine.processes.broadcast(write.outcome()))
         if write.name is None:
             self._due = None
@@ -571,7 +573,7 @@ class Checkpoint(Handler):
         if self._resumed_from is not None:
             self._resumed_from = None  # the run has got further
             if engine.processes.first:
-                self._failures_file.unlink(missing_ok=True)
+                shutil.rmtree(self._failures_folder, ignore_errors=True)  # what stays is only a count
         engine.tell_saved()
         for problem in write.problems if engine.processes.first else ():
             warnings.warn(
@@ -620,6 +622,11 @@ class _Write:
     def going_on(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, say: the others may be anywhere, and learn of it as of any failure of this process."""
+        return self.error is not None and not isinstance(self.error, Exception)
+
     def start(self) -> None:
         self.thread = threading.Thread(target=self.run, name="signalfire checkpoint")
         self.thread.start()
@@ -648,7 +655,8 @@ class _Write:
             assert self.shard_files is not None
             if self.first:
                 self._run()
-                self.shard_files.done(None)
+                if not self.interrupted:
+                    self.shard_files.done(None)
             else:
                 self.shard_files.assist(self.shards)
         except BaseException as error:

@@ -87,7 +87,7 @@ def check_distributed(folder: Path) -> None:
     found = re.fullmatch(r"1 process\(es\), 88 steps: accuracy ([\d.]+) %, loss [\d.]+, weights [0-9a-f]{12}\n", output)
     assert found is not None, output
     assert float(found[1]) >= 90
-    left = folder / "runs" / "distributed"
+    left = folder / "runs" / "distributed" / "1"
     assert Checkpoint.load(left)["engine"]["iteration"] == 80
     assert (left / "log.csv").exists()
 

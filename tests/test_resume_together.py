@@ -8,7 +8,8 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
@@ -111,9 +112,10 @@ class Setting:
     distributed: type[Distributed] = Distributed
     epochs: int = EPOCHS
     patience: int = 20
+    batch: int = BATCH
 
     def loader(self) -> DataLoader[Any]:
-        return DataLoader(Augmented(), BATCH, shuffle=True, num_workers=self.workers)
+        return DataLoader(Augmented(), self.batch, shuffle=True, num_workers=self.workers)
 
     def build(self, folder: Path) -> Engine:
         torch.manual_seed(0)
@@ -437,6 +439,26 @@ def test_with_another_number_of_processes_no_batch_is_left_out(before: int, afte
             assert sorted(chain.from_iterable(batches)) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_with_another_number_of_processes_and_steps_of_the_same_size_no_sample_is_left_out(
+    before: int, after: int
+) -> None:
+    setting = Setting(before, batch=BATCH // before)
+    ranks, folder = whole(setting)
+    steps, cut = BATCHES, BATCHES + 5  # five steps into the second epoch
+    (left,) = zip(
+        *resumed_as(replace(setting, size=after, batch=BATCH // after), [folder / f"every-epoch0002-iter{cut:08d}"]),
+        strict=True,
+    )
+
+    def order(of: Sequence[Left], first: int) -> list[int]:
+        return [index for at in range(first, EPOCHS * steps + 1) for one in of for index in one.seen[at][1]]
+
+    assert [one.iteration for one in left] == [EPOCHS * steps] * after
+    assert order(left, cut + 1) == order(ranks, cut + 1)
+    assert len(order(left, cut + 1)) == SAMPLES - 5 * BATCH
+
+
 def resumed_as(setting: Setting, paths: list[Path]) -> list[list[Left]]:
     """As `resumed`, in another number of processes than the run that was cut."""
     return run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, None, timeout=200)
@@ -467,6 +489,54 @@ def with_a_state_of_rank_1(folder: Path) -> None:
     other = setting.build(folder)
     other.load_state_dict(states[1])
     other.run(setting.loader(), max_epochs=EPOCHS)
+
+
+def fails_alike(folder: Path, fails: bool) -> list[int]:
+    """Where a script begins that goes on from what is there; all of its processes fail at the same place."""
+    torch.manual_seed(0)
+    engine = Engine(
+        Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(2, 1), seed=0
+    )
+    engine.attach(DistributedDataParallel(timeout=30), Checkpoint(folder, every="2it", keep=3, resume=True))
+    begun: list[int] = []
+    engine.connect(Events.CHECKPOINT_LOADED, lambda engine: begun.append(engine.state.iteration))
+
+    @engine.on(Events.BACKWARD_COMPLETED(once=5))
+    def fail(engine: Engine) -> None:
+        if fails:
+            raise ValueError("this sample is broken")
+
+    with suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on from an older one
+        engine.run([(torch.ones(2, 2), torch.ones(2, 1))] * 12, max_epochs=1)
+    return begun
+
+
+def test_a_start_of_which_all_processes_fail_alike_counts_as_one_run() -> None:
+    folder = a_folder()
+    begun = [run_together(fails_alike, 2, folder, True)[0] for _ in range(5)]
+    assert begun == [[], [4], [4], [4], [2]], (
+        "three runs failed from the fourth iteration on, and the next passes it over"
+    )
+
+
+def ends_early() -> str:
+    engine = Engine(
+        Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(2, 1), seed=0
+    )
+    engine.attach(DistributedDataParallel(timeout=20))
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+    engine.run(data, max_epochs=1)
+    if engine.processes.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as raised:
+        engine.run(data, max_epochs=2)
+    return "\n".join(raised.value.__notes__)
+
+
+def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
+    told, _ = run_together(ends_early, 2)
+    assert "could not begin a run together: one of them has ended" in told
 
 
 def test_the_state_of_rank_1_alone_is_refused_by_rank_0() -> None:

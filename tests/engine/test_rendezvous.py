@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from signalfire import together
 from signalfire.rendezvous import agree, join, launched
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -61,7 +62,7 @@ for step in range(5):
     if moment == "raise" and rank == 1 and step == 3:
         raise ValueError("no more")
     if moment == "orphan":
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # at once: the other one writes there, too
         time.sleep(60)
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -334,6 +335,30 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
         join(timeout=1.0)
 
 
+@pytest.mark.parametrize(
+    "told", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}]
+)
+def test_a_launch_of_several_that_does_not_tell_where_they_are_is_no_process_alone(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    assert not together().several
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"MASTER_ADDR, MASTER_PORT not set in the environment\. Start .* torchrun"):
+        together(timeout=1.0)
+
+
+@pytest.mark.parametrize("told", [{"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}])
+def test_a_launch_of_one_is_a_process_alone(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert not together(timeout=1.0).several
+
+
 def test_a_group_of_the_user_is_left_as_it_is() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -365,9 +390,12 @@ def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() -> None:
     script = (
         "import time\nfrom signalfire import rendezvous\nrendezvous.GRACE = 0.1\n"
-        "with rendezvous.bounded(5.0, 'rank 1 of 2'):\n    pass\n"
+        "with rendezvous.bounded(0.2, 'rank 0 of 2'):\n    pass\n"
+        "time.sleep(1)\nprint('goes on', flush=True)\n"
         "with rendezvous.bounded(0.2, 'rank 1 of 2'):\n    time.sleep(60)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
+    assert ended.stdout == "goes on\n"
     assert "rank 1 of 2 was not connected with the others within 0.2 s" in ended.stderr
+    assert "rank 0 of 2" not in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -1200,7 +1201,7 @@ def test_when_there_is_none_left_to_try_it_says_how_to_try_again(tmp_path: Path)
             restarted(tmp_path, fails_at=3).run(few_batches(), max_iters=9)
     with pytest.raises(FileNotFoundError, match=r"remove '\.checkpoint\.failures' from the folder to try again"):
         restarted(tmp_path).run(few_batches(), max_iters=9)
-    (tmp_path / ".checkpoint.failures").unlink()
+    shutil.rmtree(tmp_path / ".checkpoint.failures")
     assert restarted(tmp_path).run(few_batches(), max_iters=9).iteration == 9
 
 

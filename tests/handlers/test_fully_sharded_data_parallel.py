@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import signalfire.sharded as sharded
 from signalfire import Engine, Events, Handler, Phase, Update, is_sharded, on, whole_tensor
 from signalfire.handlers import (
     EMA,
@@ -489,6 +491,35 @@ def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
         assert_close(weights, expected)
         assert metrics["gradient_norm"] > 0
         assert steps == 3 * math.ceil(math.ceil(7 / number) / window)
+
+
+def interrupted(folder: Path) -> Any:
+    """Ctrl-C comes in rank 0 while each process looks at what it has written."""
+    engine = make(FullyShardedDataParallel(timeout=15), Checkpoint(folder, every="2it"))
+
+    def interrupt(path: Path) -> str:
+        raise KeyboardInterrupt
+
+    if engine.processes.first:
+        sharded.sha256_of = interrupt
+    began = time.monotonic()
+    try:
+        engine.run(loader(6), max_epochs=2)
+    except BaseException as error:
+        seconds = time.monotonic() - began
+        if engine.processes.first:
+            time.sleep(5)  # it has the store, and lives on, as a notebook does
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), seconds
+    return None
+
+
+def test_an_interrupt_while_shards_are_written_ends_all_processes(tmp_path: Path) -> None:
+    (first, _, _), (second, told, seconds) = together(2, interrupted, tmp_path)
+    assert first == "KeyboardInterrupt"
+    assert second == "RuntimeError"
+    assert "rank 0 " in told
+    assert "failed with KeyboardInterrupt at ITERATION_COMPLETED, epoch 1, iteration 2" in told
+    assert seconds < 10
 
 
 def test_a_window_computed_again_counts_each_batch_by_the_samples_of_its_own_turn() -> None:
