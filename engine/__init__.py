@@ -7,7 +7,7 @@ if __name__ != "signalfire":
     )
 
 from .batches import map_leaves, parts, rebuilt, samples_in, tensors_in
-from .bus import Phase, Signal
+from .bus import Connection, Phase, Signal
 from .checks import check_bool, check_choice, check_int, check_number
 from .combined import CombinedData, ReloadedData
 from .data import DataError, FirstBatches, RereadingWarning
@@ -48,6 +48,7 @@ __all__ = [
     "AnyEvent",
     "Attachment",
     "CombinedData",
+    "Connection",
     "DataError",
     "Engine",
     "EventEnum",

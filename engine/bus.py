@@ -95,11 +95,17 @@ class Plan(list[Receiver]):
     to four times that.
     """
 
-    __slots__ = ("__weakref__", "connections")
+    __slots__ = ("__weakref__", "calls", "connections")
 
-    def __init__(self, connections: list[Connection]) -> None:
-        super().__init__([connection.call for connection in connections])
+    def __init__(self, connections: list[Connection], calls: list[Receiver]) -> None:
+        super().__init__(calls)
         self.connections = connections
+        self.calls = calls  # as they were: those of connections that are removed meanwhile are silenced
+
+    def connection(self, call: Receiver | None) -> Connection | None:
+        """Whose call it is."""
+        pairs = zip(self.connections, self.calls, strict=True)
+        return next((connection for connection, own in pairs if own is call), None)
 
     def silence(self, connected: tuple[Connection, ...]) -> None:
         for place, connection in enumerate(self.connections):
@@ -111,6 +117,9 @@ def _do_nothing(engine: Engine) -> None:
     pass
 
 
+Around = Callable[["Signal", Connection], Receiver]
+
+
 class Signal(blinker.NamedSignal):
     """One event of one engine: a blinker signal with phases, strong references and a cached plan.
 
@@ -120,6 +129,7 @@ class Signal(blinker.NamedSignal):
     Attributes:
         due: the smallest count at which a receiver may have to run; `NEVER` while nobody listens.
         fired: how often the event was fired, for events that are counted by that.
+        around: what `Bus.call_through` was given.
     """
 
     __slots__ = (
@@ -130,6 +140,7 @@ class Signal(blinker.NamedSignal):
         "_plan",
         "_plans",
         "_selected",
+        "around",
         "due",
         "event",
         "fired",
@@ -141,10 +152,11 @@ class Signal(blinker.NamedSignal):
         self.fired = 0
         self.due = NEVER
         self.group: weakref.ref[SignalGroup] | None = None
+        self.around: Around | None = None
         self._muted = False
         self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
-        self._plan = Plan([])  # of those whom no count filters
+        self._plan = Plan([], [])  # of those whom no count filters
         self._selected: Plan | None = None  # of the last count at which a filter may have passed
         self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
         self._filtered_due = NEVER
@@ -265,9 +277,13 @@ class Signal(blinker.NamedSignal):
         if self.group is not None and (group := self.group()) is not None:
             group.refresh()
 
+    def replan(self) -> None:
+        """Work out anew whom to call."""
+        self._replan(self._connections)
+
     def rewind(self, engine: Engine) -> None:
         """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
-        self._replan(self._connections)
+        self.replan()
         for connection in self._connections:
             connection.restart(engine)
 
@@ -282,7 +298,7 @@ class Signal(blinker.NamedSignal):
                 receiver(engine)
         except BaseException as error:
             # None if an interrupt came before the first receiver.
-            at_work = next((one for one in plan.connections if one.call is receiver), None)
+            at_work = plan.connection(receiver)
             if at_work is not None:
                 self._blame(error, at_work, engine)
             raise
@@ -345,7 +361,9 @@ class Signal(blinker.NamedSignal):
         return self._selected
 
     def _new_plan(self, connections: list[Connection]) -> Plan:
-        plan = Plan(connections)
+        around = self.around
+        calls = [one.call if around is None else around(self, one) for one in connections]
+        plan = Plan(connections, calls)
         self._plans = [reference for reference in self._plans if reference() is not None]
         self._plans.append(weakref.ref(plan))
         return plan
@@ -393,15 +411,25 @@ class SignalGroup:
 class Bus(blinker.Namespace):
     """The signals of one engine, by name; a blinker namespace."""
 
+    around: Around | None = None
+
     def of(self, event: EventEnum) -> Signal:
         """The signal of an event; it is made when it is first asked for."""
         name = f"{type(event).__name__}.{event.name}"
         signal = self.get(name)
         if not isinstance(signal, Signal):
             signal = self[name] = Signal(event)
+            signal.around = self.around
         if signal.event is not event:
             raise ValueError(f"{event}: there is another catalogue of this name; rename one of the two classes")
         return signal
+
+    def call_through(self, around: Around | None) -> None:
+        """Call every receiver through what ``around(signal, connection)`` makes of ``connection.call``; None: by itself again."""
+        self.around = around
+        for signal in self.all():
+            signal.around = around
+            signal.replan()
 
     def all(self) -> list[Signal]:
         """Every signal that was asked for so far."""

@@ -36,6 +36,7 @@ from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .predictions import Predictions
 from .preemption import Preemption
+from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
@@ -82,10 +83,12 @@ __all__ = [
     "ParameterScheduling",
     "Predictions",
     "Preemption",
+    "Profiler",
     "ProgressBar",
     "Seeding",
     "SharpnessAwareMinimization",
     "TensorBoardLogger",
+    "Timing",
     "TruePrecision",
     "TruncatedBPTT",
     "UpdateFrequency",

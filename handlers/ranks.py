@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BEFORE_ALL, AFTER_ALL = -(10**6), 10**6
+"""What is measured lies between the last receiver of one event and the first of another."""
+
 NOTE_EVENT = -1000
 """PREPARE: what a process does is noted before anything does it."""
 

@@ -407,6 +407,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_predictions_are_complete_and_in_the_order_of_the_data",
         ],
     },
+    "O6 profiler": {
+        "handlers/test_profiler.py": [
+            "test_what_waits_where_is_found_where_it_waits",
+            "test_the_trace_has_the_iterations_that_were_asked_for",
+            "test_torchs_profiler_has_the_operators_within_the_acts",
+            "test_weights_are_those_of_a_run_without_it_and_nothing_of_it_stays",
+        ],
+    },
     "O8 rank-aware print": {
         "handlers/test_distributed_data_parallel.py": ["test_what_is_written_is_written_by_rank_0_alone"],
     },
