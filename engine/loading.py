@@ -176,7 +176,8 @@ class _Drawing:
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
         """Draw what is skipped: now, since a sampler draws its order when it is first asked for some of it."""
         if self.drawn is None:
-            drawn = iter(self.sampler) if self.samples is None else _first(self.samples, self.sampler)
+            drawn = _to_the_end(self.sampler)
+            drawn = drawn if self.samples is None else _first(self.samples, drawn)
             drawn = drawn if self.limit is None else islice(drawn, self.limit)
             for _ in range(self.start * self.size):
                 next(drawn, None)
@@ -205,6 +206,23 @@ def note_share(shares: dict[int, float], turn: int, rank: int, sizes: list[int],
     """Note how much the batch of a turn counts: more than 1 if it has more samples than the others that are dealt with it."""
     if rank < len(sizes) and (len(set(sizes)) > 1 or len(sizes) < size) and (together := sum(sizes)):
         shares[turn] = sizes[rank] * size / together
+
+
+def _to_the_end(sampler: Any) -> Iterator[Any]:
+    """What a sampler draws; with the last one it is drawn to its end.
+
+    Some draw once more from their generator there, such as torch's RandomSampler. A loop over a DataLoader comes to that end,
+    with workers even before it has the last batch; who only counts would have another order in the next epoch.
+    """
+    drawn = iter(sampler)
+    try:
+        length = len(sampler)
+    except (TypeError, NotImplementedError):
+        length = None
+    for taken, one in enumerate(drawn, 1):
+        following = list(islice(drawn, 1)) if taken == length else []
+        yield one
+        yield from following
 
 
 def _first(samples: int, batches: Any) -> Iterator[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from signalfire import DataError, Engine, Events, Update
 from signalfire.handlers import GradientAccumulation
@@ -176,6 +176,40 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_loop_by_hand() -> None
 
 
 # ---- data that is empty or ends ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch", [3, 4])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_generator_of_its_own_gives_the_order_of_a_loop_by_hand_in_every_epoch(
+    workers: int, batch: int, sampled: bool
+) -> None:
+    """RandomSampler draws from it once more when it is exhausted."""
+
+    def loader() -> DataLoader[Any]:
+        samples, generator = TensorDataset(torch.arange(12)), torch.Generator().manual_seed(3)
+        sampler = RandomSampler(samples, generator=generator) if sampled else None
+        return DataLoader(
+            samples, batch, shuffle=None if sampled else True, sampler=sampler, num_workers=workers,
+            generator=None if sampled else generator,
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    by_hand = loader()
+    expected = [[x.tolist() for (x,) in by_hand] for _ in range(4)]
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    data, weight = loader(), nn.Parameter(torch.ones(()))
+
+    def train(engine: Engine, batch: Any) -> Tensor:
+        seen.append(batch[0].tolist())
+        return weight * 1.0
+
+    engine = Engine(Update.from_function(train, torch.optim.SGD([weight], lr=0.1)))
+    engine.run(data, max_epochs=2)
+    engine.run(data, max_epochs=4)
+    assert seen == [x for epoch in expected for x in epoch]
+    assert len({str(epoch) for epoch in expected}) == 4
 
 
 @pytest.mark.parametrize(
