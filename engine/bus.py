@@ -273,6 +273,8 @@ class Signal(blinker.NamedSignal):
         self._set_due(0 if active else NEVER)
 
     def _set_due(self, due: int) -> None:
+        if due == self.due:
+            return
         self.due = due
         if self.group is not None and (group := self.group()) is not None:
             group.refresh()

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate, default_convert
 
 from .loading import SkippingLoader, epochs_of, generators_of, set_epochs, skippable
 from .processes import ALONE, Processes
-from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 from .sharing import agreed, deal, draws_as_it_is_read, manner_of, padding_left_out, turns
 
 __all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
@@ -309,11 +309,12 @@ class Source:
         }
         if not self.saved:
             return now
+        saved = self.saved | {"random": packed(self.saved["random"])}
         iterator = self.iterator
         if not isinstance(iterator, Streamed) or not _keeps_position(_inner(self.data)):
-            return self.saved | now
+            return saved | now
         place = iterator.place()
-        return self.saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
+        return saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
 
     def go_on(self, saved: Mapping[str, Any], *, announced: bool) -> None:
         """Let the next `begin` draw what it would have drawn in the saved run.

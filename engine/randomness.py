@@ -15,6 +15,7 @@ __all__ = [
     "cuda_generators",
     "derived_seed",
     "mixed",
+    "packed",
     "random_state",
     "reseed",
     "seed_everything",
@@ -99,10 +100,16 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def packed(state: dict[str, Any]) -> dict[str, Any]:
+    """A random state for a file: the 625 words of Python's generator as one tensor, since what is saved is walked through."""
+    version, words, gauss = state["python"]
+    return state | {"python": [version, words if isinstance(words, torch.Tensor) else torch.tensor(words), gauss]}
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Put the global generators back to what `random_state` returned."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from .bus import Phase, Signal
 from .differences import for_rank, of_all
 from .events import Events
-from .randomness import derived_seed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .randomness import (
+    derived_seed,
+    packed,
+    random_state,
+    seed_everything,
+    set_random_state,
+    unchanged_random_state,
+)
 from .sharded import read_shards, spread_like
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ def gather(engine: Engine) -> dict[str, Any]:
             for name, handler in sorted(engine.handlers.items())
         },
         "data": copied(_position(engine)),
-        "random": random_state(),
+        "random": packed(random_state()),
     }
     return of_all(own, engine.processes)
 
@@ -324,8 +331,13 @@ def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
     return sorted((str(signal.event), signal) for signal in counted)
 
 
+_ATOMS = {bool, float, int, str}
+
+
 def copied(value: Any) -> Any:
     """A copy of a state that shares no tensor with what it was taken from."""
+    if value is None or type(value) in _ATOMS:
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
