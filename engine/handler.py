@@ -85,7 +85,7 @@ class Handler:
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
     trains: ClassVar[bool] = False
-    writes: ClassVar[bool] = False
+    writes: bool = False
     decides_alike: ClassVar[bool] = False
     rank_zero_only: ClassVar[bool] = False
     _name: str | None = None

@@ -64,7 +64,7 @@ class Predictions(Handler):
                 raise TypeError(f"Predictions({argument}={value!r}): it has to be a bool, or a function of the batch")
         self.folder = None if folder is None else check_folder(self, folder)
         # In memory there is nothing that a dry run would have to do without.
-        self.writes = self.folder is not None  # type: ignore[misc]
+        self.writes = self.folder is not None
         self.update = update
         self.files: list[Path] = []
         self._parts: dict[str, Callable[[Any], Any]] = {}

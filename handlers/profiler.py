@@ -110,7 +110,7 @@ class Profiler(Handler):
     ) -> None:
         super().__init__(name=name)
         self.folder = None if folder is None else check_folder(self, folder)
-        self.writes = self.folder is not None  # type: ignore[misc]
+        self.writes = self.folder is not None
         self.trace_after = check_int(self, "trace_after", trace_after, least=0)
         self.trace_iterations = check_int(self, "trace_iterations", trace_iterations)
         self.torch_profiler = check_bool(self, "torch_profiler", torch_profiler)
@@ -172,7 +172,6 @@ class Profiler(Handler):
             return call
         key = repr(connection), signal.event.name
         timing = self._timings.setdefault(key, Timing(*key))
-
         add = timing.add
 
         def timed(engine: Engine, **options: Any) -> Any:

@@ -504,7 +504,8 @@ class Report:
             rows.append(one)
         found = {"metric": self.metric, "mode": self.mode, "baseline": self.baseline, "level": self.level}
         found |= {"seeds": list(self.seeds), "comparisons": self.comparisons, "seeds_needed": self.needed, "rows": rows}
-        return _without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})  # type: ignore[no-any-return]
+        told: dict[str, Any] = _without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})
+        return told
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draws every seed's difference as a dot, their mean and interval, and the line of no difference.
