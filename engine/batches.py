@@ -21,11 +21,14 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [] if container is None else [tensor for part in container[0] for tensor in tensors_in(part)]
 
 
+_PAIRS = (tuple, list)
+
+
 def samples_in(batch: Any) -> int:
     """The number of samples: the length of the first tensor in a batch; 1 for a batch without tensors or a scalar."""
-    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
-        first: Tensor = batch[0]
-        return first.shape[0] if first.dim() else 1
+    if batch.__class__ in _PAIRS and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
+        shape = batch[0].shape
+        return shape[0] if shape else 1
     tensors = tensors_in(batch)
     return len(tensors[0]) if tensors and tensors[0].dim() else 1
 

@@ -134,9 +134,11 @@ class Signal(blinker.NamedSignal):
 
     __slots__ = (
         "_connections",
+        "_filtered",
         "_filtered_due",
         "_last_phase",
         "_muted",
+        "_passing",
         "_plan",
         "_plans",
         "_selected",
@@ -157,7 +159,9 @@ class Signal(blinker.NamedSignal):
         self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
         self._plan = Plan([], [])  # of those whom no count filters
-        self._selected: Plan | None = None  # of the last count at which a filter may have passed
+        self._filtered: list[Connection] = []  # the others
+        self._passing: list[Connection] = []  # of these, whose filters passed last
+        self._selected: Plan | None = None  # with those
         self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
         self._filtered_due = NEVER
         super().__init__(event.label)
@@ -265,11 +269,12 @@ class Signal(blinker.NamedSignal):
         for reference in self._plans:
             if (plan := reference()) is not None:
                 plan.silence(active)
-        self._selected = None
+        self._selected, self._passing = None, []
         self._connections = connections
-        self._plan = self._new_plan([one for one in active if one.filter is None or not one.filter.counts])
+        self._filtered = [one for one in active if one.filter is not None and one.filter.counts]
+        self._plan = self._new_plan([one for one in active if one not in self._filtered])
         # 0: whatever the next count is, `_select` looks at it and works out the following one.
-        self._filtered_due = 0 if len(active) > len(self._plan) else NEVER
+        self._filtered_due = 0 if self._filtered else NEVER
         self._set_due(0 if active else NEVER)
 
     def _set_due(self, due: int) -> None:
@@ -346,20 +351,23 @@ class Signal(blinker.NamedSignal):
 
     def _select(self, count: int) -> Plan:
         """Whom to call at this count; also works out when a filter passes next."""
-        chosen, following = [], NEVER
-        for connection in self._active(self._connections):
-            if connection.filter is not None and connection.filter.counts:
-                due = connection.filter.next_due(count)
-                # A count may be emitted more than once (micro-batches), so that one that passes stays due for itself.
-                following = min(following, due)
-                if due > count:
-                    continue
-            chosen.append(connection)
+        passing, following = [], NEVER
+        for connection in self._filtered:
+            assert connection.filter is not None
+            # A count may be emitted more than once (micro-batches), so that one that passes stays due for itself.
+            if (due := connection.filter.next_due(count)) <= count:
+                passing.append(connection)
+            if due < following:
+                following = due
         # A user's own counter may begin again at any time, so that nothing can be worked out from it.
         self._filtered_due = 0 if callable(self.event.counter) else following
         self._set_due(0 if self._plan else self._filtered_due)
-        if self._selected is None or self._selected.connections != chosen:
-            self._selected = self._new_plan(chosen)
+        if not passing:
+            return self._plan
+        if self._selected is None or self._passing != passing:  # most often the same ones pass as the last time
+            self._passing = passing
+            left_out = [one for one in self._filtered if one not in passing]
+            self._selected = self._new_plan([one for one in self._active(self._connections) if one not in left_out])
         return self._selected
 
     def _new_plan(self, connections: list[Connection]) -> Plan:

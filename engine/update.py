@@ -293,12 +293,11 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     several = engine.processes.several
     begin_stream = _model_streams(engine) if engine.streams == "separate" else None
 
-    def run_update(update: UpdateState, iteration: int) -> None:
+    def train(update: UpdateState, iteration: int) -> None:
         """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
         # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
         listened = signals.due <= iteration
         state.update = update
-        optimizer = update.optimizer
         outside = regions.depth
         try:
             if listened and signals.started.due <= iteration:
@@ -313,34 +312,33 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
             else:
                 compute = partial(compute_gradients, update, iteration, listened)
                 engine.replaced_gradients(engine, update, compute)
-            if optimizer is not None:
-                if update.skipped is not None:
-                    update.discard()
-                elif update.kept is not None:
-                    _keep(update, state.batch)
-                if window_complete:
-                    if several:
-                        _average_together(engine, update)
-                    elif update.held == 0:
-                        update.skip("the window holds no gradient")
-                    elif update.held != 1 or update.extra_weight is not ZERO:
-                        _average(update)
-                    if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
-                        signals.gradients_ready.emit(engine, iteration)
-                    if listened and signals.step_started.due <= iteration:
-                        signals.step_started.emit(engine, iteration)
-                    if several and engine.asks_to_skip and engine.processes.any(update.skipped is not None):
-                        _skip_together(engine, update)
-                    update.undecided = False
-                    if update.skipped is None:
-                        if engine.replaced_step is None and update.kept is None:
-                            optimizer.step()
-                        else:
-                            _special_step(engine, update, partial(compute_again, update, iteration))
-                        update.steps += 1
-                    if listened and signals.step_completed.due <= iteration:
-                        signals.step_completed.emit(engine, iteration)
-                    update.discard()
+            if update.skipped is not None:
+                update.discard()
+            elif update.kept is not None:
+                _keep(update, state.batch)
+            if window_complete:
+                if several:
+                    _average_together(engine, update)
+                elif update.held == 0:
+                    update.skip("the window holds no gradient")
+                elif update.held != 1 or update.extra_weight is not ZERO:
+                    _average(update)
+                if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
+                    signals.gradients_ready.emit(engine, iteration)
+                if listened and signals.step_started.due <= iteration:
+                    signals.step_started.emit(engine, iteration)
+                if several and engine.asks_to_skip and engine.processes.any(update.skipped is not None):
+                    _skip_together(engine, update)
+                update.undecided = False
+                if update.skipped is None:
+                    if engine.replaced_step is None and update.kept is None:
+                        update.optimizer.step()
+                    else:
+                        _special_step(engine, update, partial(compute_again, update, iteration))
+                    update.steps += 1
+                if listened and signals.step_completed.due <= iteration:
+                    signals.step_completed.emit(engine, iteration)
+                update.discard()
             if listened and signals.completed.due <= iteration:
                 signals.completed.emit(engine, iteration)
             if update.skipped is not None:
@@ -380,7 +378,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     signals.loss_computed.emit(engine, iteration)
             if regions.depth > outside:
                 regions.close(outside)
-            if loss is None or update.skipped is not None or update.optimizer is None:
+            if loss is None or update.skipped is not None:
                 update.weight = ONE
                 return
             act = "backward"
@@ -394,11 +392,63 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
             if listened and signals.backward_completed.due <= iteration:
                 signals.backward_completed.emit(engine, iteration)
         except BaseException as error:
-            regions.close(outside, error)
-            error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {iteration}")
+            leave(error, outside, update, act)
+            raise
+
+    def evaluate(update: UpdateState, iteration: int) -> None:
+        """Forward and loss of this batch for an engine that does not train: as part of `train` they cost a third more."""
+        listened = signals.due <= iteration
+        state.update = update
+        outside = inside = regions.depth
+        act = None
+        try:
+            if listened and signals.started.due <= iteration:
+                signals.started.emit(engine, iteration)
+                inside = regions.depth
+            batch = state.batch
+            if update.skipped is not None or (batch is None and engine.has_data):
+                update.output = update.raw_loss = None
+            else:
+                act = "forward"
+                if listened and signals.forward_started.due <= iteration:
+                    signals.forward_started.emit(engine, iteration)
+                if update.forward is None:
+                    loss = update.function(engine, batch)
+                else:
+                    update.output = output = update.forward(engine, batch)
+                    if listened and signals.forward_completed.due <= iteration:
+                        signals.forward_completed.emit(engine, iteration)
+                        output = update.output
+                    act = "loss"
+                    no_loss = output is None or update.loss_function is None
+                    loss = None if no_loss else update.loss_function(engine, output, batch)
+                update.raw_loss = loss
+                if loss is not None:
+                    update.backward_loss = loss
+                    if listened and signals.loss_computed.due <= iteration:
+                        signals.loss_computed.emit(engine, iteration)
+                        update.weight = ONE
+                if regions.depth > inside:
+                    regions.close(inside)
+            if listened:
+                act = None
+                if signals.completed.due <= iteration:
+                    signals.completed.emit(engine, iteration)
+                if regions.depth > outside:
+                    regions.close(outside)
+            if update.skipped is not None:
+                engine.attend_to_skips()
+        except BaseException as error:
+            leave(error, outside, update, act)
+            raise
+
+    def leave(error: BaseException, outside: int, update: UpdateState, act: str | None) -> None:
+        """Close what an error leaves open, and say in which act of the update it came."""
+        regions.close(outside, error)
+        if act is not None:
+            error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {state.iteration}")
             if isinstance(error, Exception):
                 _explain(error, act, engine, update)
-            raise
 
     def compute_again(update: UpdateState, iteration: int) -> Tensor:
         """The window's gradients at the weights as they are now, and its mean loss; the first evaluation stays what is seen."""
@@ -443,6 +493,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden = seen
         return _mean_loss(losses, engine.processes)
 
+    run_update = train if engine.training else evaluate
     if begin_stream is None:
         return run_update
 

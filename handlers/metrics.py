@@ -54,16 +54,21 @@ class Average:
         self.reset()
 
     def reset(self) -> None:
-        self._values: list[Any] = []
-        self._weights: list[float] = []
+        self._forget()
         self._sum = 0.0
         self._weight = 0.0
+
+    def _forget(self) -> None:
+        self._values: list[Any] = []
+        self._weights: list[float] = []
+        self._room = self._FOLD_AT
 
     def add(self, value: Any, weight: float) -> None:
         """Add a batch's mean with the batch's size."""
         self._values.append(value.detach() if isinstance(value, Tensor) else value)
         self._weights.append(weight)
-        if len(self._values) >= self._FOLD_AT:
+        self._room -= 1
+        if not self._room:
             self._fold()
 
     def update(self, *inputs: Any) -> None:
@@ -76,22 +81,24 @@ class Average:
         return self._sum / self._weight if self._weight else float("nan")
 
     def _pending(self) -> list[float]:
-        if any(isinstance(value, Tensor) for value in self._values):
-            shapes = {tuple(value.shape) for value in self._values if isinstance(value, Tensor)}
-            if any(len(shape) > 0 and shape != (1,) for shape in shapes):
-                raise ValueError(
-                    f"Average: a batch's value has shape {max(shapes)}; it has to be a scalar: take its mean"
-                )
-            stacked = torch.stack([torch.as_tensor(value).reshape(()).double() for value in self._values])
-            return stacked.tolist()
-        return [float(value) for value in self._values]
+        values = self._values
+        kinds = {(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values}
+        if kinds <= {None}:
+            return [float(value) for value in values]
+        for kind in kinds - {None}:
+            assert kind is not None
+            if (shape := tuple(kind[0])) not in ((), (1,)):
+                raise ValueError(f"Average: a batch's value has shape {shape}; it has to be a scalar: take its mean")
+        if len(kinds) > 1:  # otherwise one call does for all
+            values = [torch.as_tensor(value).reshape(()).double() for value in values]
+        return torch.stack(values).double().flatten().tolist()
 
     def _fold(self) -> None:
         # One value after the other, as `compute` does: where the folds fall does not change the sum.
         for value, weight in zip(self._pending(), self._weights, strict=True):
             self._sum += value * weight
             self._weight += weight
-        self._values, self._weights = [], []
+        self._forget()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over what several processes have added up, each as its `state_dict` tells it."""
@@ -286,10 +293,10 @@ class Metrics(Handler):
         update = engine.state.update
         if self.update not in (None, update.name) or update.more:
             return
-        if self._of_loss and (loss := update.loss) is not None:
+        if self._of_loss and update.raw_loss is not None:
             size = samples_in(engine.state.batch)
             for metric in self._of_loss:
-                metric.add(loss, size)
+                metric.add(update.raw_loss, size)
         if self._of_output and update.output is not None:
             self._measure_output(engine)
 

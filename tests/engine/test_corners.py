@@ -289,6 +289,26 @@ def test_a_stop_skips_the_step_that_was_not_made_yet(event: Events, steps: int, 
     assert torch.equal(by_hand.weight, engine.model.weight)
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_an_iteration_whose_batch_asked_for_a_stop_as_it_was_read_is_not_made(updates: int) -> None:
+    seen: list[int] = []
+
+    def see(engine: Engine, batch: Batch) -> None:
+        seen.append(engine.state.iteration)
+
+    engine = Engine([Update.from_function(see, name=f"update {number}") for number in range(updates)])
+
+    def batches() -> Iterator[int]:
+        for number in range(5):
+            if number == 2:
+                engine.terminate("the source has run dry")
+            yield number
+
+    state = engine.run(batches())
+    assert (state.iteration, state.stop_reason) == (2, "the source has run dry")
+    assert seen == [1] * updates + [2] * updates
+
+
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)

@@ -288,6 +288,92 @@ def test_regions_close_at_their_ends_last_in_first_out() -> None:
     ]  # fmt: skip
 
 
+def make_evaluator(forward_function: Any = None, loss_function: Any = None) -> Engine:
+    """An engine without an optimizer, whose updates are performed by a function of their own."""
+    return make_trainer(Update(forward_function or forward, loss_function or loss_of))
+
+
+def test_regions_of_an_evaluation_close_at_their_ends_too() -> None:
+    evaluator = make_evaluator()
+    log: list[str] = []
+    for event, name in (
+        (Events.UPDATE_STARTED, "update"),
+        (Events.FORWARD_STARTED, "forward"),
+        (Events.FORWARD_COMPLETED, "loss"),
+    ):
+        evaluator.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+    for event in (Events.LOSS_COMPUTED, Events.UPDATE_COMPLETED, Events.ITERATION_COMPLETED):
+        evaluator.connect(event, lambda engine, event=event: log.append(event.name))
+    evaluator.run(make_data(1))
+    assert log == [
+        "open update", "open forward", "open loss", "LOSS_COMPUTED", "close loss", "close forward", "UPDATE_COMPLETED",
+        "close update", "ITERATION_COMPLETED",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_an_evaluation_shows_output_and_loss_and_a_skip_holds_for_its_iteration_alone(listening: bool) -> None:
+    data = make_data(4)
+    model = make_trainer().model
+    seen: list[tuple[Any, ...]] = []
+
+    def skipping_forward(engine: Engine, batch: Batch) -> Tensor:
+        if engine.state.iteration == 2:
+            engine.state.update.skip("while nobody else listens")
+        return forward(engine, batch)
+
+    evaluator = make_evaluator(skipping_forward)
+    if listening:
+        evaluator.connect(Events.UPDATE_STARTED(once=3), lambda engine: engine.state.update.skip("before the forward"))
+
+    @evaluator.on(Events.ITERATION_COMPLETED)
+    def see(engine: Engine) -> None:
+        update = engine.state.update
+        seen.append((update.skipped, update.output, update.loss))
+
+    evaluator.run(data)
+    assert [reason for reason, _, _ in seen] == [
+        None, "while nobody else listens", "before the forward" if listening else None, None,
+    ]  # fmt: skip
+    for (x, y), (reason, output, loss) in zip(data, seen, strict=True):
+        if reason == "before the forward":
+            assert output is None
+            assert loss is None
+        else:
+            assert output.equal(model(x))
+            assert loss.equal(nn.functional.mse_loss(model(x), y))
+
+
+@pytest.mark.parametrize(
+    "where", ["forward", "loss", "UPDATE_STARTED", "FORWARD_STARTED", "LOSS_COMPUTED", "UPDATE_COMPLETED"]
+)
+def test_an_error_of_an_evaluation_closes_its_regions_and_says_where_it_came(where: str) -> None:
+    def fail(engine: Engine, place: str) -> None:
+        if place == where and engine.state.iteration == 2:
+            raise ArithmeticError("on purpose")
+
+    def failing_forward(engine: Engine, batch: Batch) -> Tensor:
+        fail(engine, "forward")
+        return forward(engine, batch)
+
+    def failing_loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
+        fail(engine, "loss")
+        return loss_of(engine, output, batch)
+
+    evaluator = make_evaluator(failing_forward, failing_loss)
+    log: list[str] = []
+    evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
+    if where in Events.__members__:
+        evaluator.connect(Events[where], lambda engine: fail(engine, where), phase=Phase.RECORD)
+    with pytest.raises(ArithmeticError) as caught:
+        evaluator.run(make_data(3))
+    assert log == ["open update", "close update by ArithmeticError"]
+    notes = "\n".join(caught.value.__notes__)
+    act = {"FORWARD_STARTED": "forward", "LOSS_COMPUTED": "loss"}.get(where, where)
+    assert (f"in the {act} of update" in notes) == (act in ("forward", "loss"))
+    assert where in Events.__members__ or "iteration 2" in notes
+
+
 def test_autocast_entered_at_the_forward_covers_the_loss_and_not_the_backward() -> None:
     trainer = make_trainer()
     seen: dict[str, bool] = {}
@@ -686,6 +772,17 @@ def test_an_act_that_does_not_exist_is_not_replaced() -> None:
     with pytest.raises(ValueError, match="'backward'; it has to be one of window, gradients, step"):
         trainer.attach(Wrong())
     assert trainer.handlers == {}
+
+
+def test_the_gradients_of_an_engine_that_computes_none_are_not_replaced() -> None:
+    class Wrong(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.replace("gradients", lambda engine, update, compute: compute(), by=self)
+
+    evaluator = make_evaluator()
+    with pytest.raises(ValueError, match="replaces 'gradients', but this engine only evaluates"):
+        evaluator.attach(Wrong())
+    assert evaluator.handlers == {}
 
 
 # ---- several updates ----------------------------------------------------------------------------------------------
