@@ -6,8 +6,8 @@
 The items (`adapters/items.py`): "empty", a step that does nothing; "tiny", a linear layer of 32 units; "full", the same with
 accumulation over 4 batches, clipping by norm, a rate that changes with every step, the running loss, early stopping and a
 checkpoint of the last epoch, and a row in a log for every 10 iterations; "real", the convolutional network of the MNIST-1D
-paper with a shuffled DataLoader. What is each framework's own on "full"; the rest is done there by hand,
-as a function or in a hook:
+paper with a shuffled DataLoader. The loop of accelerate is the user's own, so that "empty" is there the bare loop. What is each
+framework's own on "full"; the rest is done there by hand, as a function or in a hook:
 
     framework             accumulation  clipping  schedule  running loss  stopping  checkpoint  log
     signalfire            own           own       own       own           own       own         own

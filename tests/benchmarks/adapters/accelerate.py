@@ -1,6 +1,8 @@
 """Accelerate: the loop is the user's, and so are running loss and early stopping; it wraps model, optimizer, schedule and data.
 
+It wraps DataLoaders only: what it is given as ``Batches`` it leaves as it is, and the empty step is in the user's loop alone.
 Its trackers are for services; a tracker of one's own writes the CSV rows, as its documentation shows.
+Its optimizer looks for the package lomo_optim twice a step: where it is not there, in every folder of the import path.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from accelerate.tracking import GeneralTracker
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Item, Run, choose, decay
+from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Batches, Item, Run, choose, decay
 
 PACKAGE = "accelerate"
 
 
 def make(item: Item) -> Run | None:
-    return choose(item, plain=plain, full=full)
+    return choose(item, empty=empty, plain=plain, full=full)
 
 
 class Rows(GeneralTracker):
@@ -43,6 +45,16 @@ class Rows(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.writer.writerow([step, *values.values()])
+
+
+def nothing(batch: Any) -> None:
+    """The empty step."""
+
+
+def empty(iterations: int) -> list[Tensor]:
+    for batch in Accelerator(cpu=True).prepare(Batches(range(iterations))):
+        nothing(batch)
+    return []
 
 
 def plain(item: Item) -> Run:

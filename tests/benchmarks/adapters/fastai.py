@@ -1,7 +1,7 @@
 """fastai: a Learner with torch's optimizer; without its Recorder where nothing is to be recorded.
 
 Its schedules are functions of the share of the training that is done. Early stopping needs the Recorder's smoothed loss. A
-callback writes the rows.
+callback writes the rows. Its checkpoint of every epoch is kept: one that is replaced would be the best, and loaded at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastai.callback.core import Callback, TrainEvalCallback
+from fastai.callback.core import Callback, CancelBatchException, TrainEvalCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import EarlyStoppingCallback, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
@@ -21,13 +21,20 @@ from fastai.learner import Learner, Recorder
 from fastai.optimizer import OptimWrapper
 from torch import Tensor
 
-from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Batches, Item, Run, choose, decay
+from .items import ACCUMULATE, ITEMS, LOG_EVERY, MAX_NORM, PATIENCE, Batches, Item, Run, choose, decay
 
 PACKAGE = "fastai"
 
 
 def make(item: Item) -> Run | None:
-    return choose(item, plain=plain, full=full)
+    return choose(item, empty=empty, plain=plain, full=full)
+
+
+class Nothing(Callback):
+    """The empty step: the rest of the batch is left out."""
+
+    def before_batch(self) -> None:
+        raise CancelBatchException
 
 
 class Rows(Callback):
@@ -39,9 +46,8 @@ class Rows(Callback):
             self.writer.writerow([self.train_iter, self.loss.item(), self.opt.hypers[-1]["lr"]])
 
 
-def train(item: Item, iterations: int, callbacks: Any, **options: Any) -> list[Tensor]:
+def train(item: Item, batches: Any, epochs: int, callbacks: Any, **options: Any) -> list[Tensor]:
     model = item.model()
-    batches, epochs = item.data(iterations)
     rate = item.optimizer.keywords["lr"]  # type: ignore[attr-defined]
     learner = Learner(
         DataLoaders(batches, Batches([])),
@@ -59,8 +65,13 @@ def train(item: Item, iterations: int, callbacks: Any, **options: Any) -> list[T
     return list(model.parameters())
 
 
+def empty(iterations: int) -> list[Tensor]:
+    train(ITEMS["empty"], Batches([(0, 0)] * iterations), 1, [Nothing])
+    return []
+
+
 def plain(item: Item) -> Run:
-    return lambda iterations: train(item, iterations, [])
+    return lambda iterations: train(item, *item.data(iterations), [])
 
 
 def full(item: Item) -> Run:
@@ -76,6 +87,6 @@ def full(item: Item) -> Run:
                 SaveModelCallback("train_loss", fname="last", every_epoch=True, with_opt=True),
                 Rows(log),
             ]
-            return train(item, iterations, callbacks, path=Path(folder))
+            return train(item, *item.data(iterations), callbacks, path=Path(folder))
 
     return run

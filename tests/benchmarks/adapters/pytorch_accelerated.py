@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from pytorch_accelerated import Trainer
 from pytorch_accelerated.callbacks import EarlyStoppingCallback, TrainerCallback
 from torch import Tensor
@@ -23,7 +24,7 @@ PACKAGE = "pytorch-accelerated"
 
 
 def make(item: Item) -> Run | None:
-    return choose(item, plain=plain, full=full)
+    return choose(item, empty=empty, plain=plain, full=full)
 
 
 class OurTrainer(Trainer):
@@ -34,6 +35,24 @@ class OurTrainer(Trainer):
         if isinstance(self.train_dataset, Batches):
             self.train_dataset.batch_sampler = SimpleNamespace()  # where it leaves an option
         return self.train_dataset
+
+
+class NothingTrainer(OurTrainer):
+    """The empty step: all that it does is in methods to be overridden."""
+
+    output: ClassVar[dict[str, Any]] = {"loss": torch.zeros(()), "model_outputs": None, "batch_size": 1}
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        return self.output
+
+    def backward_step(self, loss: Tensor) -> None:
+        pass
+
+    def optimizer_step(self) -> None:
+        pass
+
+    def optimizer_zero_grad(self) -> None:
+        pass
 
 
 class FullTrainer(OurTrainer):
@@ -50,7 +69,7 @@ class Rows(TrainerCallback):
         self.iteration += 1
         if self.iteration % LOG_EVERY == 0:
             rate = trainer.scheduler.get_last_lr()[0]
-            self.writer.writerow([self.iteration, batch_output["loss"].item(), rate])
+            self.writer.writerow([self.iteration, batch_output["loss"].item() * ACCUMULATE, rate])
 
 
 class SaveLast(TrainerCallback):
@@ -68,6 +87,13 @@ class Quiet(EarlyStoppingCallback):
         trainer.print, shown = lambda *text: None, trainer.print
         super().on_training_run_epoch_end(trainer, **kwargs)
         trainer.print = shown
+
+
+def empty(iterations: int) -> list[Tensor]:
+    model = torch.nn.Linear(1, 1)
+    trainer = NothingTrainer(model, None, torch.optim.SGD(model.parameters()), callbacks=())
+    trainer.train(Batches(range(iterations)), 1)
+    return []
 
 
 def plain(item: Item) -> Run:

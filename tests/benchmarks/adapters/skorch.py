@@ -1,4 +1,4 @@
-"""skorch: a NeuralNet without its default callbacks.
+"""skorch: a NeuralNet, of whose default callbacks only the one is left that keeps the mean loss, where that is wanted.
 
 It has no accumulation: as its documentation says, `train_step` is overridden, and the schedule moves there, too, as its own would
 move with every batch. It keeps every batch's loss in its history; a callback writes the rows.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import Callback, Checkpoint, EarlyStopping, PassthroughScoring
+from skorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Item, Run, choose, decay
+from .items import ACCUMULATE, ITEMS, LOG_EVERY, MAX_NORM, PATIENCE, Batches, Item, Run, choose, decay
 
 PACKAGE = "skorch"
 
 
 def make(item: Item) -> Run | None:
-    return choose(item, plain=plain, full=full)
+    return choose(item, empty=empty, plain=plain, full=full)
 
 
 class Criterion(nn.Module):
@@ -35,13 +35,16 @@ class Criterion(nn.Module):
         return self.item.loss(output, target)
 
 
-class Net(NeuralNet):
-    @property
-    def _default_callbacks(self) -> list[Any]:
-        return []
+class Nothing(NeuralNet):
+    """The empty step. The loss of every batch is written into the history."""
+
+    step: ClassVar[dict[str, Tensor]] = {"loss": torch.zeros(()), "y_pred": torch.zeros(())}
+
+    def train_step(self, batch: Any, **parameters: Any) -> Any:
+        return self.step
 
 
-class FullNet(Net):
+class FullNet(NeuralNet):
     def on_train_begin(self, net: Any, **kwargs: Any) -> None:
         super().on_train_begin(net, **kwargs)
         self.seen, self.scheduler = 0, LambdaLR(self.optimizer_, decay)
@@ -71,11 +74,10 @@ class Rows(Callback):
     def on_batch_end(self, net: Any, **kwargs: Any) -> None:
         if net.seen % LOG_EVERY == 0:
             rate = net.optimizer_.param_groups[0]["lr"]
-            self.writer.writerow([net.seen, net.history[-1, "batches", -1, "train_loss"], rate])
+            self.writer.writerow([net.seen, net.history[-1, "batches", -1, "train_loss"] * ACCUMULATE, rate])
 
 
-def train(kind: type[Net], item: Item, iterations: int, callbacks: list[Any]) -> list[Tensor]:
-    batches, epochs = item.data(iterations)
+def train(kind: type[NeuralNet], item: Item, batches: Any, epochs: int, callbacks: Any, **options: Any) -> list[Tensor]:
     model = item.model()
     net = kind(
         model,
@@ -87,13 +89,20 @@ def train(kind: type[Net], item: Item, iterations: int, callbacks: list[Any]) ->
         train_split=None,
         callbacks=callbacks,
         verbose=0,
+        **options,
     )
     net.fit(torch.utils.data.TensorDataset(torch.zeros(1)), None)
     return list(model.parameters())
 
 
+def empty(iterations: int) -> list[Tensor]:
+    batch = ((0,), (0,))  # the length of its parts is taken
+    train(Nothing, ITEMS["empty"], Batches([batch] * iterations), 1, "disable")
+    return []
+
+
 def plain(item: Item) -> Run:
-    return lambda iterations: train(Net, item, iterations, [])
+    return lambda iterations: train(NeuralNet, item, *item.data(iterations), "disable")
 
 
 def full(item: Item) -> Run:
@@ -101,10 +110,12 @@ def full(item: Item) -> Run:
         with TemporaryDirectory() as folder, open(Path(folder, "log.csv"), "w", newline="") as log:
             callbacks = [
                 Rows(log),
-                ("running", PassthroughScoring("train_loss", on_train=True)),
                 EarlyStopping("train_loss", patience=PATIENCE, threshold=0.0, sink=lambda text: None),
                 Checkpoint(monitor=None, dirname=folder, sink=lambda text: None),
             ]
-            return train(FullNet, item, iterations, callbacks)
+            unwanted: dict[str, Any] = {
+                f"callbacks__{name}": None for name in ("epoch_timer", "valid_loss", "print_log")
+            }
+            return train(FullNet, item, *item.data(iterations), callbacks, **unwanted)
 
     return run

@@ -1,7 +1,8 @@
 """The Trainer of transformers, with `compute_loss` and `get_train_dataloader` of one's own, and its filter for NaN switched off.
 
 Its batches are dicts. It logs after optimizer steps, here after every third (12 batches), into its history in memory. Its early
-stopping follows evaluations only: a callback follows the mean training loss.
+stopping follows evaluations only: a callback follows the mean training loss. It takes the norm of the gradients in any case,
+and has to have an optimizer and a schedule: on "empty", an optimizer that does nothing and a constant rate.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Item, Run, choose, decay
+from .items import ACCUMULATE, LOG_EVERY, MAX_NORM, PATIENCE, Batches, Item, Run, choose, decay
 
 PACKAGE = "transformers"
 
@@ -26,7 +28,7 @@ PACKAGE = "transformers"
 def make(item: Item) -> Run | None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.set_verbosity_error()
-    return choose(item, plain=plain, full=full)
+    return choose(item, empty=empty, plain=plain, full=full)
 
 
 class Dicts:
@@ -57,6 +59,23 @@ class OurTrainer(Trainer):
         return loss
 
 
+class NothingTrainer(Trainer):
+    """The empty step."""
+
+    loss = torch.zeros(())
+
+    def get_train_dataloader(self) -> Any:
+        return self.train_dataset
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return self.loss
+
+
+class Still(Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 class EarlyStopping(TrainerCallback):
     """The Trainer gives its callbacks no way to itself: it is told of the losses."""
 
@@ -70,19 +89,38 @@ class EarlyStopping(TrainerCallback):
         control.should_training_stop = self.waited >= PATIENCE
 
 
-def train(item: Item, iterations: int, folder: str, **options: Any) -> list[Tensor]:
-    model = item.model()
-    optimizer = item.optimizer(model.parameters())
-    batches, epochs = item.data(iterations)
-    arguments = TrainingArguments(
+def options(folder: str, epochs: int, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
         folder,
         num_train_epochs=epochs,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         logging_nan_inf_filter=False,
-        **options,
+        **more,
     )
+
+
+BARE = {"max_grad_norm": 0.0, "logging_strategy": "no", "save_strategy": "no", "lr_scheduler_type": "constant"}
+
+
+def empty(iterations: int) -> list[Tensor]:
+    with TemporaryDirectory() as folder:
+        model = torch.nn.Linear(1, 1)
+        optimizer = Still(model.parameters(), {"lr": 0.0})
+        batches: Any = Batches([{}] * iterations)
+        arguments = options(folder, 1, **BARE)
+        trainer = NothingTrainer(model=model, args=arguments, train_dataset=batches, optimizers=(optimizer, None))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return []
+
+
+def train(item: Item, iterations: int, folder: str, **more: Any) -> list[Tensor]:
+    model = item.model()
+    optimizer = item.optimizer(model.parameters())
+    batches, epochs = item.data(iterations)
+    arguments = options(folder, epochs, **more)
     scheduler = LambdaLR(optimizer, decay) if item.full else None
     trainer = OurTrainer(item, batches, model=model, args=arguments, optimizers=(optimizer, scheduler))
     trainer.remove_callback(PrinterCallback)
@@ -97,8 +135,7 @@ def train(item: Item, iterations: int, folder: str, **options: Any) -> list[Tens
 def plain(item: Item) -> Run:
     def run(iterations: int) -> list[Tensor]:
         with TemporaryDirectory() as folder:
-            options = {"logging_strategy": "no", "save_strategy": "no", "lr_scheduler_type": "constant"}
-            return train(item, iterations, folder, max_grad_norm=0.0, **options)
+            return train(item, iterations, folder, **BARE)
 
     return run
 
