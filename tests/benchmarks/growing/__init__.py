@@ -1,0 +1,1 @@
+"""The curves of the benchmark of growth, and their picture."""
