@@ -117,6 +117,7 @@ class Engine(HandlerHost):
         "_streams",
         "asks_to_skip",
         "dry_run",
+        "epoch_end",
         "has_data",
         "model",
         "modules",
@@ -197,6 +198,7 @@ class Engine(HandlerHost):
         self._shares = "auto"  # how data comes to several processes; see `join`
         self._agreed_stops: dict[str, str] = {}
         self._agreed_time = 0.0
+        self.epoch_end = 0  # the epoch's last iteration; 0 where nobody knows it
         self.asks_to_skip = False  # whether several processes have to ask each other once the gradients are ready
         self._setting_up = False  # the events of a run have begun, and a state can still be loaded
         self._stopped_bounds: list[int | None] | None = None
@@ -466,11 +468,12 @@ class Engine(HandlerHost):
             iterator = source.begin(state.iteration, state.epoch - 1, ahead=ahead)
         else:
             iterator = source.iterator
+        self.epoch_end = 0 if source.epoch_length is None else state.epoch_start + source.epoch_length
         if (self._attention and self._attend()) or self._epoch_stop is not None:
             return iterator, state.iteration
         if self._bound_reached():  # only the epoch's end is to be told
             return iterator, state.iteration
-        ends = [state.epoch_start + source.epoch_length] if source.epoch_length is not None else []
+        ends = [self.epoch_end] if self.epoch_end else []
         if state.max_iters is not None:
             ends.append(state.max_iters)
         return iterator, min(ends, default=sys.maxsize - 1)
@@ -504,11 +507,10 @@ class Engine(HandlerHost):
 
     def on_last_batch(self) -> bool:
         """Whether the current batch is the epoch's last; for unsized data, one batch is read ahead to know."""
-        source = self._source
-        assert source is not None
-        if source.epoch_length is not None:
-            return self.state.epoch_iteration >= source.epoch_length
-        return source.last()
+        if self.epoch_end:
+            return self.state.iteration >= self.epoch_end
+        assert self._source is not None
+        return self._source.last()
 
     def _epoch_is_over(self, source: Source) -> bool:
         if self.state.stop_reason is not None:

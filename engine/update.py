@@ -227,10 +227,10 @@ class UpdateState:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def fill(self, engine: Engine) -> bool:
+    def fill(self, engine: Engine, iteration: int) -> bool:
         """Count one more would-be step; whether it completes the window, which is known before its forward."""
         self.filled += 1
-        if self.filled < self.window and (self.more or not engine.on_last_batch()):
+        if self.filled < self.window and (self.more or iteration < engine.epoch_end or not engine.on_last_batch()):
             return False
         self.filled = 0
         return True
@@ -302,7 +302,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
         try:
             if listened and signals.started.due <= iteration:
                 signals.started.emit(engine, iteration)
-            window_complete = update.window == 1 or update.fill(engine)
+            window_complete = update.window == 1 or update.fill(engine, iteration)
             if several:
                 update.completes, update.share = window_complete, ONE if state.batch is None else engine.share()
             if update.skipped is not None:
@@ -534,8 +534,7 @@ def _special_step(engine: Engine, update: UpdateState, compute_again: Callable[[
     assert update.optimizer is not None
     step: Callable[[], Any] = update.optimizer.step
     update.again = compute_again
-    if needs_closure(update.optimizer):
-        assert update.kept is not None
+    if update.kept is not None and needs_closure(update.optimizer):
         losses = [_mean_loss(update.kept, engine.processes)]
 
         def closure() -> Tensor:

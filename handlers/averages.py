@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, Phase, local_part, on, reshard, spread_like
+from signalfire import Engine, Events, Handler, Phase, is_sharded, local_part, on, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -97,6 +97,7 @@ class Averages:
         self._roots: list[nn.Module] = []
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
+        self._direct = False  # whether all can be followed as they are, which spares half of the time
 
     def bind(self, engine: Engine, owner: str) -> None:
         """Find the tensors to be averaged and those to be copied, and place loaded averages where these are."""
@@ -127,6 +128,7 @@ class Averages:
                     f"{owner!r}: its averages do not fit the modules: they differ in {', '.join(different)}"
                 )
             self.values = {name: spread_like(self.values[name].to(t.device), t) for name, t in live.items()}
+        self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in live.values())
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
@@ -137,14 +139,18 @@ class Averages:
             self.values |= {place[0]: t.detach().clone() for place, t in zip(self._copied, copied, strict=True)}
         else:
             if moving:
-                torch._foreach_lerp_(self._parts(self._moving), [local_part(_wide(t)) for t in moving], weight)
+                followed = moving if self._direct else [local_part(_wide(t)) for t in moving]
+                torch._foreach_lerp_(self._parts(self._moving), followed, weight)
             if copied:
-                torch._foreach_copy_(self._parts(self._copied), [local_part(t.detach()) for t in copied])
+                torch._foreach_copy_(self._parts(self._copied), [local_part(t) for t in copied])
         self.count += 1
         self.overruled = False
 
     def _parts(self, places: list[_Place]) -> list[Tensor]:
-        return [local_part(self.values[place[0]]) for place in places]
+        values = self.values
+        if self._direct:
+            return [values[place[0]] for place in places]
+        return [local_part(values[place[0]]) for place in places]
 
     @contextmanager
     def in_place(self, *, anyway: bool = False) -> Iterator[None]:
@@ -195,6 +201,9 @@ def _tensors(places: list[_Place]) -> list[Tensor]:
     return [holder[key] for _, holder, key in places]
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in _HALF else tensor

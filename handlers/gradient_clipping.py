@@ -74,8 +74,9 @@ class GradientClipping(Handler):
             self.total_norm = self._clip_norm(update, self.max_norm)
 
     def _clip_norm(self, update: UpdateState, max_norm: float) -> Tensor:
-        if not any_sharded(update.parameters):
-            return torch.nn.utils.clip_grad_norm_(update.parameters, max_norm, self.norm_type)
+        parameters = update.parameters
+        if not any_sharded(parameters):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, self.norm_type)
         gradients = gradients_of(update)  # the same arithmetic, on the parts that this process holds
         total = total_norm(gradients, self.norm_type)
         torch._foreach_mul_([local_part(g) for g in gradients], torch.clamp(max_norm / (total + 1e-6), max=1.0))

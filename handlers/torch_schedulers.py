@@ -56,9 +56,11 @@ def step(scheduler: Any) -> None:
 
 
 def _is_new(scheduler: Any) -> bool:
-    return getattr(scheduler, "_step_count", 2) <= 1 or any(
-        _is_new(inner) for inner in getattr(scheduler, "_schedulers", ())
-    )
+    """Whether it, or one of those that it consists of, has not made a step yet."""
+    if getattr(scheduler, "_step_count", 2) <= 1:
+        return True
+    inner = getattr(scheduler, "_schedulers", None)
+    return inner is not None and any(map(_is_new, inner))
 
 
 def restore_rates(optimizer: Optimizer) -> None:

@@ -35,4 +35,5 @@ def only_update(engine: Engine, name: str | None, *, by: Handler, does: str) -> 
 def made_step(engine: Engine, name: str | None, every: Interval) -> bool:
     """Whether the update at work is the one of this name, or for None the first, and made the last of so many steps."""
     update = engine.state.update
-    return update is engine.find_update(name) and update.skipped is None and update.steps % int(every.value) == 0
+    meant = update is engine.updates[0] if name is None else update.name == name
+    return meant and update.skipped is None and update.steps % int(every.value) == 0
