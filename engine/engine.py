@@ -672,6 +672,7 @@ class Engine(HandlerHost):
     def _discard_windows(self) -> None:
         for update in self.updates:
             update.discard()
+            update.forget_questions()
             update.skipped = None
             update.filled = update.evaluation = 0
             update.hidden, update.more = None, False

@@ -181,9 +181,9 @@ class UpdateState:
     """
 
     __slots__ = (
-        "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight", "filled", "forward",
-        "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output", "raw_loss",
-        "regular", "share", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
+        "_asked", "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight",
+        "filled", "forward", "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output",
+        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -202,6 +202,7 @@ class UpdateState:
         self.share: float = ONE
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
+        self._asked: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -263,6 +264,33 @@ class UpdateState:
         """
         if self.skipped is None and self.undecided:
             self.skipped = reason
+
+    def ask(self, then: Callable[..., None], *flags: Tensor) -> None:
+        """Have flags that are on a device read with those of others: the next `look` calls ``then(*values)``.
+
+        Each reading waits for the device. Those who ask at GRADIENTS_READY, in Phase.FINALIZE, wait for it once together.
+
+        Args:
+            then: called with a bool for each flag; after those who asked before.
+            flags: tensors of one element; true where it is not zero.
+        """
+        self._asked.append((then, flags))
+
+    def look(self) -> None:
+        """Read all flags that were asked for, in one synchronisation with the device, and tell their values."""
+        asked, self._asked = self._asked, []
+        flags = [flag for _, several in asked for flag in several]
+        values = []
+        if flags:
+            device = flags[0].device
+            values = torch.stack([flag.detach().reshape(()).to(device, torch.bool) for flag in flags]).tolist()
+        for then, several in asked:
+            then(*values[: len(several)])
+            del values[: len(several)]
+
+    def forget_questions(self) -> None:
+        """Ask for nothing any more: an error left questions that nobody answered."""
+        self._asked = []
 
     def __repr__(self) -> str:
         return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"

@@ -80,7 +80,8 @@ class Cutout(Handler):
         generator = self.generator(engine, of_rank=engine.processes.rank or None)
         covered: Tensor | None = None
         for size, length in zip(sizes, lengths, strict=True):
-            centres = torch.randint(size, (self.holes, len(inputs)), generator=generator).to(inputs.device)
+            centres = torch.randint(size, (self.holes, len(inputs)), generator=generator)
+            centres = centres.to(inputs.device, non_blocking=True)
             begin = (centres - length // 2).unsqueeze(-1)
             places = torch.arange(size, device=inputs.device)
             side = (places >= begin) & (places < begin + length)  # (holes, N, size)

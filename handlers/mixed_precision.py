@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, check_number, on
+
+from .ranks import LOOK
 
 __all__ = ["MixedPrecision"]
 
@@ -18,9 +21,9 @@ class MixedPrecision(Handler):
     """Runs the forward and the loss under autocast; with float16 the loss is scaled so that small gradients survive.
 
     Each update has a GradScaler of its own. Its scale moves once for each complete window, and a step whose gradients are
-    not finite is skipped, which costs one synchronisation with the device for each window. Clipping and measuring
-    happen on unscaled gradients. On an engine that evaluates there is only the autocast. The modules stay in their own type;
-    `TruePrecision` converts them.
+    not finite is skipped, which costs one synchronisation with the device for each window, together with `NonFiniteGuard`.
+    Clipping and measuring happen on unscaled gradients. On an engine that evaluates there is only the autocast. The modules
+    stay in their own type; `TruePrecision` converts them.
 
     The scaling cannot begin or end inside an accumulation window: what one holds that was left open between two runs is
     discarded when "fp16" is attached, detached or toggled there.
@@ -121,10 +124,14 @@ class MixedPrecision(Handler):
 
     @on("unscaling", phase=Phase.FINALIZE)
     def veto(self, engine: Engine) -> None:
-        """Skip a step whose gradients overflowed. This is the window's one synchronisation."""
+        """Skip a step whose gradients overflowed, once it is known."""
         update = engine.state.update
-        if self._overflowed(update):
-            update.skip("the scaled gradients are not finite")
+        update.ask(partial(_veto, update), *self._found(update).values())
+
+    @on("unscaling", phase=Phase.FINALIZE, rank=LOOK)
+    def look(self, engine: Engine) -> None:
+        """Read what was asked. This is the window's one synchronisation."""
+        engine.state.update.look()
 
     @on("updating", phase=Phase.PREPARE)
     def adapt(self, engine: Engine) -> None:
@@ -139,9 +146,6 @@ class MixedPrecision(Handler):
         assert update.optimizer is not None
         found: Mapping[Any, Any] = self.scalers[update.name]._found_inf_per_device(update.optimizer)
         return found
-
-    def _overflowed(self, update: UpdateState) -> bool:
-        return any(bool(found.item()) for found in self._found(update).values())
 
     @on(Events.ENDED)
     def finish(self, engine: Engine) -> None:
@@ -162,6 +166,11 @@ class MixedPrecision(Handler):
             )
         for name, saved in state.items():
             self.scalers[name].load_state_dict(dict(saved))
+
+
+def _veto(update: UpdateState, *overflowed: bool) -> None:
+    if any(overflowed):
+        update.skip("the scaled gradients are not finite")
 
 
 def _discard_windows(engine: Engine) -> None:

@@ -94,11 +94,11 @@ class SampleMixing(Handler):
         # Each process mixes otherwise; that of rank 0 as one alone would.
         generator = self.generator(engine, of_rank=engine.processes.rank or None)
         gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
-        partner = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+        partner = torch.randperm(len(inputs), generator=generator).to(inputs.device, non_blocking=True)
         mixed, self.lam = self.mixed(inputs, partner, gammas, generator)
         assert self._mixed is not None
         own = targets.view_as(targets)  # an object of its own, also if the data gives the same one again
-        self._mixed[own] = (self.lam, targets[partner.to(targets.device)])
+        self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
         engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
 
     @on(Events.LOSS_COMPUTED, rank=MIX_LOSS)

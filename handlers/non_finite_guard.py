@@ -12,7 +12,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, local_part, on
 
 from .parameters import gradients_of, named_parameters, norms
-from .ranks import GUARD, NOTE_LOSS
+from .ranks import GUARD, LOOK, NOTE_LOSS
 from .updates import updates_meant
 
 __all__ = ["NonFiniteGuard"]
@@ -23,9 +23,9 @@ _NAMED = 5  # so many parameters are named; one NaN often spreads to all of them
 class NonFiniteGuard(Handler):
     """Keeps NaN and infinity out of the weights: a step is skipped if its gradients, or a loss of its window, are not finite.
 
-    It looks once for each window, right before the step, which costs one synchronisation with the device. The whole
-    accumulation window is discarded, whichever batch of it was bad; the next begins clean. A skipped step is visible:
-    schedules, averages and step counters do not move.
+    It looks once for each window, right before the step, which costs one synchronisation with the device, together with that
+    of a gradient scaler. The whole accumulation window is discarded, whichever batch of it was bad; the next begins clean. A
+    skipped step is visible: schedules, averages and step counters do not move.
 
     Under `MixedPrecision("fp16")` the gradient scaler skips steps whose gradients overflow. Those are its own business, and are
     not counted here; ``check="both"`` sees a loss that is not finite all the same.
@@ -93,15 +93,31 @@ class NonFiniteGuard(Handler):
 
     @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=GUARD)
     def judge(self, engine: Engine) -> None:
-        """Skip the step if what it would be made from is not finite."""
+        """Ask whether what the step would be made from is finite."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
         losses = self._losses.pop(update.name, [])
-        suspects = [loss for _, loss in losses]
+        suspects = {"loss": [loss for _, loss in losses]}
         if update.skipped is None and self.check != "loss":
-            suspects += norms(gradients_of(update), math.inf)  # NaN or infinite if any element is, and no sum
-        finite = _all_finite(suspects)
+            suspects["gradients"] = norms(
+                gradients_of(update), math.inf
+            )  # NaN or infinite if any element is, and no sum
+        flags = {what: _any_not_finite(values) for what, values in suspects.items() if values}
+        update.ask(
+            lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
+        )
+
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=LOOK)
+    def look(self, engine: Engine) -> None:
+        """Read what was asked, here and by the gradient scaler."""
+        engine.state.update.look()
+
+    def _decide(
+        self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]], bad: Mapping[str, bool]
+    ) -> None:
+        """Skip the step if the loss, or the gradients, were found to be bad; those of a step that is skipped do not matter."""
+        finite = not bad.get("loss") and (update.skipped is not None or not bad.get("gradients"))
         if not engine.processes.any(not finite):  # gradients are the same in all processes, losses are not
             if update.skipped is None:
                 self._recover(engine, update)
@@ -136,7 +152,7 @@ class NonFiniteGuard(Handler):
             worst = [
                 names.get(id(parameter), f"parameter {place} of the optimizer")
                 for place, parameter in enumerate(update.parameters)
-                if parameter.grad is not None and not _all_finite(norms([local_part(parameter.grad)], math.inf))
+                if parameter.grad is not None and _any_not_finite(norms([local_part(parameter.grad)], math.inf)).item()
             ]
             if worst:
                 more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
@@ -161,8 +177,6 @@ class NonFiniteGuard(Handler):
         self._losses = {name: [(i, loss) for i, loss in several] for name, several in state["losses"].items()}
 
 
-def _all_finite(scalars: list[Tensor]) -> bool:
-    if not scalars:
-        return True
+def _any_not_finite(scalars: list[Tensor]) -> Tensor:
     device = scalars[0].device
-    return bool(torch.stack([one.reshape(()).to(device) for one in scalars]).isfinite().all())
+    return ~torch.stack([one.reshape(()).to(device) for one in scalars]).isfinite().all()

@@ -37,6 +37,9 @@ the clips by value and by global norm, which hold for all that was done before."
 GUARD = 10
 """GRADIENTS_READY / FINALIZE: the guard looks after the gradient scaler, whose overflows are its own to handle."""
 
+LOOK = 20
+"""GRADIENTS_READY / FINALIZE: what was asked of the device is read when all have asked, in one synchronisation."""
+
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
@@ -70,6 +73,7 @@ COMMUTING = {
     ("GET_BATCH_COMPLETED", "PREPARE"): "moving a batch and changing its dtype come to the same in either order",
     ("EXCEPTION_RAISED", "PREPARE"): "those that distribute the model refuse each other",
     ("INTERRUPTED", "PREPARE"): "those that distribute the model refuse each other",
+    ("GRADIENTS_READY", "FINALIZE"): "who looks first reads for all who asked, and leaves nothing to read",
     ("LOSS_COMPUTED", "CHANGE"): "MixUp and CutMix refuse each other",
     ("GET_BATCH_COMPLETED", "CHANGE"): "MixUp and CutMix refuse each other",
     ("UPDATE_COMPLETED", "PREPARE"): "TruncatedBPTT counts chunks; UpdateFrequency opens windows of its updates",

@@ -1158,3 +1158,61 @@ def test_an_error_discards_the_window_and_leaves_no_gradient() -> None:
         trainer.run(make_data(), max_epochs=1)
     assert all(p.grad is None for p in trainer.model.parameters())
     assert trainer.updates[0].filled == 0
+
+
+# ---- reading flags from a device ----------------------------------------------------------------------------------
+
+
+def test_flags_are_read_together_and_told_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    tolist = Tensor.tolist
+
+    def counted(self: Tensor) -> Any:
+        reads.append(self.numel())
+        return tolist(self)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    update = make_trainer().updates[0]
+    told: list[tuple[Any, ...]] = []
+    update.ask(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
+    update.ask(lambda *values: told.append(("none", *values)))
+    update.ask(lambda *values: told.append(("another", *values)), torch.tensor(True))
+    assert told == []
+    update.look()
+    assert told == [("one", False, True), ("none",), ("another", True)]
+    assert reads == [3]
+    update.look()
+    assert len(told) == 3, "each question is answered once"
+
+
+def test_who_asked_without_a_flag_is_told_without_reading() -> None:
+    update = make_trainer().updates[0]
+    told: list[str] = []
+    update.ask(lambda: told.append("done"))
+    update.look()
+    assert told == ["done"]
+
+
+def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> None:
+    trainer = make_trainer()
+    told: list[int] = []
+
+    @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE)
+    def ask(engine: Engine) -> None:
+        iteration = engine.state.iteration
+        engine.state.update.ask(lambda flag: told.append(iteration), torch.tensor(1))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    failing = trainer.connect(Events.GRADIENTS_READY(once=2), fail, phase=Phase.FINALIZE)
+
+    @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=1)
+    def look(engine: Engine) -> None:
+        engine.state.update.look()
+
+    with pytest.raises(ArithmeticError):
+        trainer.run(make_data(), max_epochs=1)
+    failing.detach()
+    trainer.run(make_data(), max_iters=3)
+    assert told == [1, 2, 3]

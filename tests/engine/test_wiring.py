@@ -37,6 +37,7 @@ def test_the_wiring_is_printed_by_event_and_phase_in_the_order_of_the_loop() -> 
         "  PREPARE   mixed_precision.unscale",
         "  CHANGE    gradient_clipping.clip",
         "  FINALIZE  mixed_precision.veto",
+        "  FINALIZE  mixed_precision.look",
         "OPTIMIZER_STEP_COMPLETED",
         "  PREPARE   mixed_precision.adapt",
         "ITERATION_COMPLETED",

@@ -247,6 +247,7 @@ def test_prefetch_of_copies_that_block_is_refused() -> None:
         DeviceTransfer("cpu", prefetch=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_prefetch_copies_on_a_stream_of_its_own_without_waiting_and_trains_the_same() -> None:
     samples = [(torch.randn(512, 64), torch.randn(512, 1)) for _ in range(20)]

@@ -357,7 +357,7 @@ def test_patience_counts_on_after_a_resume() -> None:
 
 def test_it_looks_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    for method in ("__bool__", "item", "__float__"):
+    for method in ("__bool__", "item", "__float__", "tolist"):
         original = getattr(Tensor, method)
 
         def counted(self: Tensor, original: Any = original) -> Any:
@@ -374,6 +374,8 @@ def test_it_looks_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(looks)
 
     assert run(NonFiniteGuard(check="both")) - run() == 3  # windows of 4, 4 and 2 batches
+    # A scaler, which does not overflow here, looks at the same time.
+    assert run(NonFiniteGuard(check="both"), MixedPrecision("fp16", init_scale=4.0)) - run() == 3
 
 
 def test_two_on_one_update_refuse_each_other() -> None:
