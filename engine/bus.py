@@ -280,9 +280,12 @@ class Signal(blinker.NamedSignal):
     def _set_due(self, due: int) -> None:
         if due == self.due:
             return
-        self.due = due
+        before, self.due = self.due, due
         if self.group is not None and (group := self.group()) is not None:
-            group.refresh()
+            if due < group.due:
+                group.due = due
+            elif before == group.due:  # otherwise another one is the next
+                group.refresh()
 
     def replan(self) -> None:
         """Work out anew whom to call."""

@@ -19,19 +19,25 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     StackDataset,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
 from .randomness import derived_seed, mixed, reseed
 
-__all__ = ["SkippingLoader", "generators_of", "note_share", "set_epochs", "skippable"]
+__all__ = ["SkippingLoader", "generators_of", "has_torchs_order", "note_share", "set_epochs", "skippable"]
 
 
 def skippable(data: Any) -> bool:
@@ -347,6 +353,8 @@ def _draws_nothing(dataset: Any) -> bool:
     return type(dataset) in (TensorDataset, list, tuple)
 
 
+_TORCHS_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
 # ---- samplers ---------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +391,13 @@ def set_epochs(data: Any, epochs: int | list[Any]) -> None:
     for part, epoch in zip(parts, [epochs] * len(parts) if isinstance(epochs, int) else epochs, strict=True):
         if epoch is not None:
             part.set_epoch(epoch)
+
+
+def has_torchs_order(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader's order comes from torch's own samplers, which draw from no other library's generators."""
+    batches = loader.batch_sampler
+    sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else batches or loader.sampler
+    return type(sampler) in _TORCHS_SAMPLERS
 
 
 def epochs_of(data: Any) -> list[Any]:

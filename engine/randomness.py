@@ -102,19 +102,24 @@ def random_state() -> dict[str, Any]:
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
     """A random state for a file: the 625 words of Python's generator as one tensor, since what is saved is walked through."""
+    if "python" not in state:
+        return state
     version, words, gauss = state["python"]
     return state | {"python": [version, words if isinstance(words, torch.Tensor) else torch.tensor(words), gauss]}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the global generators back to what `random_state` returned."""
+    """Put the global generators back to what `random_state` returned; those that are not in the state stay as they are."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "python" not in state:
+        return
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 @contextmanager

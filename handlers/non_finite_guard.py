@@ -100,9 +100,8 @@ class NonFiniteGuard(Handler):
         losses = self._losses.pop(update.name, [])
         suspects = {"loss": [loss for _, loss in losses]}
         if update.skipped is None and self.check != "loss":
-            suspects["gradients"] = norms(
-                gradients_of(update), math.inf
-            )  # NaN or infinite if any element is, and no sum
+            # The greatest of a tensor, which is NaN or infinite if any element is; a sum could be so without any.
+            suspects["gradients"] = norms(gradients_of(update), math.inf)
         flags = {what: _any_not_finite(values) for what, values in suspects.items() if values}
         update.ask(
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
