@@ -70,6 +70,37 @@ def test_a_supervised_update_is_the_plain_loop() -> None:
     assert trainer.updates[0].steps == 12
 
 
+@pytest.mark.parametrize("of", ["class", "object"])
+def test_an_optimizer_with_a_zero_grad_of_its_own_clears_its_gradients_itself(of: str) -> None:
+    cleared: list[int] = []
+
+    class Zeroing(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            cleared.append(1)
+            super().zero_grad(set_to_none=False)
+
+    def own(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        if of == "class":
+            return Zeroing(parameters, lr=0.1, momentum=0.9)
+        optimizer = SGD(parameters)
+        original = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            cleared.append(1)
+            original(set_to_none=False)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        return optimizer
+
+    trainer = make_trainer(Update(forward, loss_of, own))
+
+    data = make_data(3)
+    trainer.run(data, max_epochs=1)
+    assert len(cleared) >= 3
+    assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
+    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+
+
 # ---- skipping -----------------------------------------------------------------------------------------------------
 
 SKIPPABLE = [
