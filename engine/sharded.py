@@ -160,7 +160,7 @@ def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     A tensor of the same shape and type on the meta device stays in the place of each.
     """
     shards: dict[str, Tensor] = {}
-    if "torch.distributed.tensor" not in sys.modules:  # then there is none
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():  # then there is none
         return state, shards
 
     def split(value: Any, path: Place) -> Any:

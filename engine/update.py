@@ -371,6 +371,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                 update.undecided = False
                 if update.skipped is None:
                     if engine.replaced_step is None and update.kept is None:
+                        assert update.optimizer is not None
                         update.optimizer.step()
                     else:
                         _special_step(engine, update, partial(compute_again, update, iteration))

@@ -112,6 +112,8 @@ class Checkpoint(Handler):
         resume: go on from the newest good one of this handler in the folder when a run begins, if there is one: a script that is
             started again, as by ``torchrun --max-restarts``, goes on by itself. One after which three runs failed with an error
             before the next was written is passed over. A state that was loaded, and a run that goes on, come first.
+        sync_files: whether a checkpoint counts as saved only once the disk has it, which takes five syncs of some 1 ms each. If
+            not, a killed process loses nothing, but a power failure may damage the newest: keep 2.
         asynchronous: write in a thread while training goes on; only the copy of the state blocks, and the writing before, if it
             has not ended. Nothing is told as saved before the disk has it. An error of the thread leaves the run at the
             next completed iteration, or at its end, which waits for the thread.
@@ -145,6 +147,7 @@ class Checkpoint(Handler):
         hyperparameters: Mapping[str, Any] | None = None,
         on_exception: bool = False,
         resume: bool = False,
+        sync_files: bool = True,
         asynchronous: bool = False,
         name: str | None = None,
     ) -> None:
@@ -160,6 +163,7 @@ class Checkpoint(Handler):
         self.every = check_every(self, every or "1ep") if monitor is None else None
         self.filename = Template(filename, self.name)
         self.weights_only = check_bool(self, "weights_only", weights_only)
+        self.sync_files = check_bool(self, "sync_files", sync_files)
         self.asynchronous = check_bool(self, "asynchronous", asynchronous)
         if check_bool(self, "on_exception", on_exception) and weights_only:
             raise ValueError(
@@ -507,6 +511,9 @@ class Checkpoint(Handler):
         self._harvest(engine, alone=alone)
 
     def _prepare(self, engine: Engine, entry: Entry, state: Mapping[str, Any], decided: list[Entry] | None) -> _Write:
+        if self.sync_files and not self.weights_only:  # what the state tells of has to be there when the state is
+            for handler in engine.handlers.values():
+                handler.sync()
         ownership = (
             self._own(engine) if engine.processes.first else Ownership(self.name, engine.run_id, frozenset(), None)
         )
@@ -542,7 +549,7 @@ class Checkpoint(Handler):
             self._shard_files = ShardFiles(engine.processes.timeout)
         return _Write(
             self.folder, self.files, entry, state, about, ownership, decided, gone, taken, shards, self._shard_files,
-            engine.processes.first,
+            engine.processes.first, self.sync_files,
         )  # fmt: skip
 
     def _harvest(self, engine: Engine, *, alone: bool = False) -> None:
@@ -611,6 +618,7 @@ class _Write:
     shards: Mapping[str, Any]  # tensors of which each process writes its part
     shard_files: ShardFiles | None
     first: bool  # whether this process writes the rest
+    sync: bool  # whether it waits until the disk has it
     tried: list[str] = field(default_factory=list)  # the names that it was to have
     name: str | None = None  # what it is called on the disk, once it is there
     left: list[str] = field(default_factory=list)  # of those that are to go, what could not be removed
@@ -667,7 +675,7 @@ class _Write:
             self.left = self.gone
             self.name = self._commit()
             gone = [name for name in self.gone if name != self.name]
-            self.left, self.problems = prune(self.folder, gone, self.ownership, self.files)
+            self.left, self.problems = prune(self.folder, gone, self.ownership, self.files, sync=self.sync)
         except BaseException as error:
             self.error = error
 
@@ -682,7 +690,7 @@ class _Write:
             with suppress(Taken):  # another process was quicker
                 commit(
                     self.folder, name, content, self.about, files=self.files, may_replace=self._may_replace,
-                    more=self._write_shards if self.shards else None,
+                    sync=self.sync, more=self._write_shards if self.shards else None,
                 )  # fmt: skip
                 return name
         raise AssertionError("the numbers do not end")

@@ -243,6 +243,7 @@ def commit(
     *,
     files: Files,
     may_replace: Callable[[Path], bool],
+    sync: bool = True,
     more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> None:
     """Put a new generation into the folder: at any moment, also of a crash, it is either whole or not there.
@@ -257,6 +258,8 @@ def commit(
         about: the rest of the manifest.
         files: the operations to use.
         may_replace: asked about what has the name already.
+        sync: whether to wait until the disk has it. Without that, the operating system has it, and a crash of the process alone
+            does no harm.
         more: called with the folder under its hidden name; writes and syncs further files there, and says of what size and sha256
             they are, by their names.
 
@@ -273,13 +276,15 @@ def commit(
         written = {STATE: {"size": len(content), "sha256": digest}}
         files.make_folder(aside)
         files.write(aside / STATE, content)
-        files.sync(aside / STATE)
+        if sync:
+            files.sync(aside / STATE)
         if more is not None:
             written |= {file: dict(told) for file, told in more(aside).items()}
         manifest = {**about, "format": FORMAT, "name": name, "writer": owner(), "files": written}
         files.write(aside / MANIFEST, encode(manifest))
-        files.sync(aside / MANIFEST)
-        files.sync(aside)
+        if sync:
+            files.sync(aside / MANIFEST)
+            files.sync(aside)
         if files.exists(target):
             if not may_replace(target):
                 raise Taken(name)
@@ -292,7 +297,8 @@ def commit(
             if files.exists(target):  # it was put there in the meantime
                 raise Taken(name) from None
             raise
-        files.sync(folder)
+        if sync:
+            files.sync(folder)
     except BaseException as error:
         if not isinstance(error, Taken):
             error.add_note(f"while writing the checkpoint {str(target)!r}; the earlier ones are untouched")
@@ -311,7 +317,9 @@ def commit(
         _remove(replaced, files)
 
 
-def prune(folder: Path, names: Iterable[str], ownership: Ownership, files: Files) -> tuple[list[str], list[OSError]]:
+def prune(
+    folder: Path, names: Iterable[str], ownership: Ownership, files: Files, *, sync: bool = True
+) -> tuple[list[str], list[OSError]]:
     """Remove generations that were superseded; those of others, the run's own source and damaged ones stay.
 
     Removing a folder takes several operations: it is renamed to a hidden name first, so that no half of it is ever seen.
@@ -333,7 +341,7 @@ def prune(folder: Path, names: Iterable[str], ownership: Ownership, files: Files
         except OSError as problem:
             left.append(name)
             problems.append(problem)
-    if hidden:
+    if hidden and sync:
         try:
             files.sync(folder)
         except OSError as problem:

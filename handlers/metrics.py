@@ -82,16 +82,18 @@ class Average:
 
     def _pending(self) -> list[float]:
         values = self._values
-        kinds = {(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values}
-        if kinds <= {None}:
+        if not any(isinstance(value, Tensor) for value in values):
             return [float(value) for value in values]
-        for kind in kinds - {None}:
-            assert kind is not None
-            if (shape := tuple(kind[0])) not in ((), (1,)):
-                raise ValueError(f"Average: a batch's value has shape {shape}; it has to be a scalar: take its mean")
-        if len(kinds) > 1:  # otherwise one call does for all
-            values = [torch.as_tensor(value).reshape(()).double() for value in values]
-        return torch.stack(values).double().flatten().tolist()
+        if len({getattr(value, "dtype", None) for value in values}) > 1:
+            values = [torch.as_tensor(value).double() for value in values]
+        if any(value.dim() for value in values):
+            if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
+                raise ValueError(
+                    f"Average: a batch's value has shape {max(wrong)}; it has to be a scalar: take its mean"
+                )
+            values = [value.reshape(()) for value in values]
+        numbers: list[float] = torch.stack(values).double().tolist()
+        return numbers
 
     def _fold(self) -> None:
         # One value after the other, as `compute` does: where the folds fall does not change the sum.

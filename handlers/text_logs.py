@@ -24,8 +24,8 @@ _CHUNK = 2**20
 class TextLogger(ScalarLogger):
     """Appends lines to a file, and cuts it back to what a loaded checkpoint knows of.
 
-    Each record is handed to the operating system at once, so that a killed process loses none; `state_dict` forces all of them
-    onto the disk, since a checkpoint with this state says that they are there. The state holds the file's length and the
+    Each record is handed to the operating system at once, so that a killed process loses none; `sync` forces all of them onto
+    the disk, before a checkpoint says that they are there. The state holds the file's length and the
     sha256 of its content up to there. A file that begins with this content is cut to that length. Any other one is set aside:
     it is renamed, ``log.csv`` to ``log.1.csv``, and never changed. If it is a log of this kind, the records in front of the
     last that the checkpoint knows of are copied from it.
@@ -142,8 +142,6 @@ class TextLogger(ScalarLogger):
         state = super().state_dict()
         file = self._file
         if file is not None:
-            with self._told():
-                file.sync()
             self._length, self._digest = file.length, file.digest
         if self._length:
             state["file"] = {
@@ -153,6 +151,12 @@ class TextLogger(ScalarLogger):
                 "lines": self._last_lines,
             }
         return state
+
+    def sync(self) -> None:
+        """Have all records on the disk: a checkpoint with this state says that they are there."""
+        if self._file is not None:
+            with self._told():
+                self._file.sync()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -432,13 +432,14 @@ class Cut(NamedTuple):
 NOTHING = Cut("", {}, Told())
 
 
-def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False) -> list[Cut]:
+def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool = False) -> list[Cut]:
     """The states after each operation in the place's log, each once for all that was told.
 
     Args:
         place: where the runs were.
         before: what was there, and safe.
         torn: as in `Disk`.
+        kept: whether nothing of what was done is lost, as when a process is killed and the machine lives on.
     """
     folder, disk, told = (
         str(place.folder.relative_to(place.root)),
@@ -453,6 +454,11 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False) -> list[Cut
         elif step is not None:
             kind, path, more = step
             disk.apply(kind, path, more)
+            if kept:
+                moved = [path.parent, more.parent] if kind == "rename" else [path.parent]
+                for one in moved if kind == "remove" or kind == "rename" else [path, *moved]:
+                    if one.is_relative_to(place.root):
+                        disk.apply("sync", one, None)
             where = f"{number}: {kind} {path.relative_to(place.root)}"
             for one in (path, more) if isinstance(more, Path) else (path,):
                 if kind != "sync" and one.is_relative_to(place.folder) and one != place.folder:
@@ -593,6 +599,17 @@ def test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads(sequence: str,
     found = check(place, cuts(place), written(place))
     assert found.states > 50
     assert not found.bad, str(found)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_syncs_a_killed_process_loses_nothing(asynchronous: bool, root: Path) -> None:
+    place = ran(root, lambda place: place.run(4, last(1, sync_files=False, asynchronous=asynchronous)))
+    acts = [step[0] for step in place.files.log if not isinstance(step, Told)]
+    assert "sync" not in acts[acts.index("write") :]  # before that, the folder itself was made
+    found = check(place, cuts(place, kept=True), written(place))
+    assert found.states > 20
+    assert not found.bad, str(found)
+    assert check(place, cuts(place), written(place)).bad, "a power cut may take it all: that is what the syncs are for"
 
 
 @pytest.mark.parametrize(

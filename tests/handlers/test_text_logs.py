@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import (
     Average,
+    Checkpoint,
     CSVLogger,
     GradientAccumulation,
     JSONLinesLogger,
@@ -28,6 +29,7 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
+from signalfire.handlers.generations import Files
 from signalfire.testing import check_handler
 
 Logger = Callable[..., Any]
@@ -163,8 +165,9 @@ def test_what_a_process_left_that_was_killed_before_its_file_had_a_name_goes(kin
     assert [left.name for left in tmp_path.iterdir()] == ["log"]
 
 
+@pytest.mark.parametrize("synced_files", [True, False])
 def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
-    kind: Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    synced_files: bool, kind: Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"
     synced: list[int] = []
@@ -176,18 +179,24 @@ def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    engine = engine_of(kind(path, every="1it"))
-    found: list[tuple[bool, bool]] = []
+    log = kind(path, every="1it")
+    engine = engine_of(log)
+    checkpoint = Checkpoint(tmp_path / "runs", every="4it", sync_files=synced_files)
+    engine.attach(checkpoint)
+    known: list[tuple[int, bool]] = []
 
-    @engine.on(Events.ITERATION_COMPLETED(every=4), phase=Phase.PERSIST)
-    def look(engine: Engine) -> None:
-        before = list(synced)
-        engine.state_dict()
-        found.append((synced[-1] == path.stat().st_size, synced == before))
+    class Looking(Files):
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name.startswith("checkpoint-"):  # it is there from now on
+                told = torch.load(old / "state.pt", weights_only=True)["handlers"][log.name]["file"]["length"]
+                known.append((told, told in synced))
+            super().rename(old, new)
 
+    checkpoint.files = Looking()
     engine.run(batches(), max_epochs=2)
-    assert found == [(True, False), (True, False)]
-    assert synced[-1] == path.stat().st_size  # and at the end
+    assert len(known) == 2
+    assert [there for _, there in known] == [synced_files] * 2
+    assert synced[-1] == path.stat().st_size  # at the end, in any case
 
 
 def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_records_kept(

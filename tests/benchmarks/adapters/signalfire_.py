@@ -1,4 +1,7 @@
-"""Signalfire: every feature is a handler."""
+"""Signalfire: every feature is a handler.
+
+Its checkpoints are not synced to the disk, as those of the others are not.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def full(item: Item) -> Run:
                 LRScheduling(partial(LambdaLR, lr_lambda=decay)),
                 Metrics(loss=Average()),
                 EarlyStopping("loss", patience=PATIENCE),
-                Checkpoint(folder, keep=1),
+                Checkpoint(folder, keep=1, sync_files=False),
                 CSVLogger(Path(folder, "log.csv"), every=f"{LOG_EVERY}it"),
             )
             engine.run(batches, max_epochs=epochs)
