@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -31,11 +32,22 @@ def test_an_empty_step_makes_two_calls_over_the_bare_loop_and_one_more_for_each_
     assert ten - one == pytest.approx(9, abs=0.05)
 
 
-def test_a_tiny_step_makes_few_calls_more_than_the_bare_loop(loop: ModuleType) -> None:
+def test_a_tiny_step_makes_fewer_calls_than_the_bare_loop(loop: ModuleType) -> None:
     bare, none, ten = (loop.calls(variant) for variant in (loop.bare_tiny(), loop.tiny(0), loop.tiny(10)))
     print(bare, none, ten)
-    assert none - bare <= 15
+    assert none < bare, "clearing the gradients costs less than optimizer.zero_grad()"
     assert ten == pytest.approx(none, abs=0.05), "handlers whose filters do not pass cost no call"
+
+
+def test_a_full_stack_makes_few_calls_more_than_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
+    process = importlib.import_module("adapters.process")
+    item = importlib.import_module("adapters.items").ITEMS["full"]
+    bare, mine = (
+        process.calls(importlib.import_module(f"adapters.{one}").make(item), item) for one in ("bare", "signalfire_")
+    )
+    print(bare, mine)
+    assert mine - bare <= 45, "of accumulation, clipping, schedule, running loss, stopping, checkpoint and log"
 
 
 def test_the_same_tiny_steps_come_to_the_same_weights(loop: ModuleType) -> None:

@@ -1,10 +1,12 @@
-"""What the loop costs: an empty step with 0, 1 and 10 handlers, and a tiny supervised step, beside the bare loop.
+"""What the loop costs: an empty step with 0, 1 and 10 handlers, a tiny supervised step, and the import, beside the bare loop.
 
     python tests/benchmarks/loop.py [--rounds 200]
 
-The bare loops are the limit. All variants take turns in many short rounds, so that what else the machine does hits them alike;
-times are medians over the rounds, with the quartiles as the spread. Beside them stands the number of Python and C calls
-that an iteration makes, counted under cProfile, which no noise moves: `tests/test_calls.py` holds it fast.
+The bare loops are the limit. Empty loops take turns in many short rounds. The tiny step takes turns with the one by hand step by
+step, inside one run: the data makes a step by hand before it gives a batch, so that what else the machine does hits both alike,
+and the difference of two loops that are the same comes out as none. Times are medians, with the quartiles as the spread.
+Beside them stands the number of Python and C calls that an iteration makes, counted under cProfile, which no noise moves:
+`tests/test_calls.py` holds it fast.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import cProfile
 import gc
 import pstats
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +29,7 @@ from torch import nn
 
 from signalfire import Engine, Events, Handler, Update, on
 
-EMPTY_ITERATIONS, TINY_ITERATIONS = 10_000, 500
+EMPTY_ITERATIONS, TINY_PAIRS, IMPORTS = 20_000, 50, 15
 Variant = Callable[[int], Any]
 
 
@@ -87,6 +91,19 @@ def tiny_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(16, 32, generator=generator), torch.randn(16, 32, generator=generator)
 
 
+def bare_step() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def bare_tiny() -> Variant:
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -142,13 +159,62 @@ def measure(variants: dict[str, Variant], iterations: int, rounds: int) -> dict[
     return times
 
 
+class Turns:
+    """Data that makes a step by hand before it gives a batch, and times it and what is done with the batch.
+
+    Attributes:
+        by_hand, there: the microseconds of each.
+    """
+
+    def __init__(self, pairs: int) -> None:
+        self.pairs = pairs
+        self.by_hand: list[float] = []
+        self.there: list[float] = []
+
+    def __len__(self) -> int:
+        return self.pairs
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        step, batch = bare_step(), tiny_batch()
+        clock, by_hand, there = time.perf_counter, self.by_hand, self.there
+        for _ in range(self.pairs):
+            began = clock()
+            step(*batch)
+            between = clock()
+            yield batch
+            ended = clock()
+            by_hand.append((between - began) * 1e6)
+            there.append((ended - between) * 1e6)
+
+
+def turns(pairs: int, handlers: int | None) -> Turns:
+    """The tiny step by turns: by hand, and in an engine with so many handlers that do not fire; by hand again for None."""
+    data = Turns(pairs)
+    if handlers is None:
+        step = bare_step()
+        for x, y in data:
+            step(x, y)
+        return data
+    engine = Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=1e-3)), model=tiny_model())
+    engine.attach(*(Rare(name=f"rare{i}") for i in range(handlers)))
+    engine.run(data, max_epochs=1)
+    return data
+
+
+def seconds_to_import(more: str) -> float:
+    """In a new process, with what Python compiled before."""
+    code = f"import time; began = time.perf_counter(); import torch{more}; print(time.perf_counter() - began)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
 def spread(values: list[float]) -> str:
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:9.3f}  [{low:.3f}, {high:.3f}]"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -160,22 +226,31 @@ def main() -> None:
     for name, variant in variants.items():
         print(f"{name:32}{spread(times[name]):36}{calls(variant):7.1f}")
     paired = list(zip(*times.values(), strict=True))
-    over = statistics.median(none - bare for bare, none, _, _ in paired)
+    over = [(none - bare) * 1000 for bare, none, _, _ in paired]
     each = statistics.median((ten - one) / 9 for _, _, one, ten in paired)
-    print(f"over the bare loop, no handler: {over * 1000:.0f} ns (to reach: 500)")
+    low, middle, high = statistics.quantiles(over, n=4)
+    print(f"over the bare loop, no handler: {middle:.0f} ns [{low:.0f}, {high:.0f}] (to reach: 300)")
     print(f"each further handler on one event: {each * 1000:.0f} ns (to reach: 60)\n")
 
-    variants = {
-        "bare tiny step": bare_tiny(),
-        "tiny step, 0 handlers": tiny(0),
-        "tiny step, 10 that do not fire": tiny(10),
+    steps: dict[str, tuple[int | None, Variant]] = {
+        "tiny step, by hand again": (None, bare_tiny()),
+        "tiny step, 0 handlers": (0, tiny(0)),
+        "tiny step, 10 that do not fire": (10, tiny(10)),
     }
-    times = measure(variants, TINY_ITERATIONS, rounds)
-    for name, variant in variants.items():
-        print(f"{name:32}{spread(times[name]):36}{calls(variant):7.1f}")
-    for name in list(variants)[1:]:
-        ratio = statistics.median(mine / bare for bare, mine in zip(times["bare tiny step"], times[name], strict=True))
-        print(f"{name}: {ratio:.4f} times the bare loop (to reach: 1.03)")
+    found: dict[str, list[Turns]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, (handlers, _) in steps.items():
+            gc.collect()
+            found[name].append(turns(TINY_PAIRS, handlers))
+    for name, (_, variant) in steps.items():
+        there = [one for part in found[name] for one in part.there]
+        by_hand = [one for part in found[name] for one in part.by_hand]
+        ratio = statistics.median(there) / statistics.median(by_hand)
+        print(f"{name:32}{spread(there):36}{calls(variant):7.1f}")
+        print(f"{'':32}{spread(by_hand)} by hand in between: {ratio:.4f} times that (to reach: 1.02)")
+
+    over = [seconds_to_import(", signalfire") - seconds_to_import("") for _ in range(IMPORTS)]
+    print(f"\nimporting signalfire, over importing torch:{spread(over)} s (to reach: 0.15)")
 
 
 if __name__ == "__main__":

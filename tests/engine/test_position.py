@@ -19,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -120,6 +121,38 @@ class BeginsAnywhere:
             yield x, x.sum(1, keepdim=True)
 
 
+class Drawn(Sampler[int]):
+    """An order drawn from Python's or NumPy's global generator."""
+
+    def __init__(self, draw: Callable[[int], Any]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([int(index) for index in self.draw(SAMPLES)])
+
+
+class Rotated(RandomSampler):
+    """torch's sampler, and a little more than it."""
+
+    def __iter__(self) -> Iterator[int]:
+        first = int(np.random.randint(SAMPLES))
+        return iter([(index + first) % SAMPLES for index in super().__iter__()])
+
+
+class DrawnBatches(BatchSampler):
+    """torch's batches in an order of their own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample(list(super().__iter__()), len(self)))
+
+
+def in_pythons_order(n: int) -> list[int]:
+    return random.sample(range(n), n)
+
+
 WEIGHTS = torch.linspace(0.1, 1, SAMPLES).tolist()
 
 # Each makes data anew, as a new process does.
@@ -147,6 +180,15 @@ SKIPPED: dict[str, Callable[[], Any]] = {
     ),
     "some samples": lambda: DataLoader(plain(), BATCH, sampler=SubsetRandomSampler(range(17))),
     "batch sampler": lambda: DataLoader(plain(), batch_sampler=BatchSampler(RandomSampler(plain()), 3, drop_last=True)),
+    "order from Python": lambda: DataLoader(plain(), BATCH, sampler=Drawn(in_pythons_order)),
+    "order from NumPy": lambda: DataLoader(plain(), BATCH, sampler=Drawn(lambda n: np.random.permutation(n))),
+    "order from NumPy, batch sampler": lambda: DataLoader(
+        plain(), batch_sampler=BatchSampler(Drawn(lambda n: np.random.permutation(n)), 3, drop_last=False)
+    ),
+    "order from torch and NumPy": lambda: DataLoader(plain(), BATCH, sampler=Rotated(plain())),
+    "order of the batches from Python": lambda: DataLoader(
+        plain(), batch_sampler=DrawnBatches(RandomSampler(plain()), BATCH, drop_last=False)
+    ),
     "distributed": lambda: DataLoader(
         plain(), BATCH, sampler=DistributedSampler(plain(), num_replicas=2, rank=1, seed=3)
     ),
