@@ -24,7 +24,7 @@ Each is used on one thread of the CPU as its documentation says for speed, witho
 trains a new model for a number of iterations. A round makes two calls of each framework, a short and a long one, and their
 difference, divided by the iterations between, is what an iteration costs; what a run costs once drops out of it, and is given
 beside it. The frameworks take turns, beginning with another one in each round; medians are over the rounds, with the quartiles
-as the spread, and ratios are to the bare loop of the same round. All must end with the weights of the bare loop, bit for bit.
+as the spread, and ratios are to the bare loop, which has a turn right before each of the others. All must end with the weights of the bare loop, bit for bit.
 The number of Python and C calls an iteration is counted under cProfile: it shows what noise hides.
 """
 
@@ -68,16 +68,24 @@ def measure(item: Item, frameworks: list[Framework], rounds: int) -> dict[str, d
         pairs = zip(framework("weights", item.long), expected, strict=True)
         if not all((mine == bare).all() for mine, bare in pairs):
             raise SystemExit(f"{framework.name} ends item {item.name!r} with other weights than the bare loop")
-        results[framework.name] = {"us": [], "ms_a_run": [], "calls": framework("calls")}
+        results[framework.name] = {"us": [], "ms_a_run": [], "ratios": [], "calls": framework("calls")}
+
+    def once(framework: Framework) -> float:
+        short, long = framework("seconds", item.short), framework("seconds", item.long)
+        each: float = (long - short) / (item.long - item.short)
+        results[framework.name]["us"].append(each * 1e6)
+        results[framework.name]["ms_a_run"].append((short - item.short * each) * 1e3)
+        return each
+
+    bare, *others = frameworks
+    results[bare.name]["ratios"] = [1.0]
     for turn in range(rounds):
-        first = turn % len(frameworks)
-        for framework in frameworks[first:] + frameworks[:first]:
-            short, long = framework("seconds", item.short), framework("seconds", item.long)
-            each = (long - short) / (item.long - item.short)
-            results[framework.name]["us"].append(each * 1e6)
-            results[framework.name]["ms_a_run"].append((short - item.short * each) * 1e3)
-    for result in results.values():
-        result["ratios"] = [mine / bare for mine, bare in zip(result["us"], results["bare"]["us"], strict=True)]
+        first = turn % max(1, len(others))
+        for framework in others[first:] + others[:first]:
+            reference = once(bare)
+            results[framework.name]["ratios"].append(once(framework) / reference)
+        if not others:
+            once(bare)
     return results
 
 
