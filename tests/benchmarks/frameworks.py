@@ -24,8 +24,8 @@ Each is used on one thread of the CPU as its documentation says for speed, witho
 trains a new model for a number of iterations. A round makes two calls of each framework, a short and a long one, and their
 difference, divided by the iterations between, is what an iteration costs; what a run costs once drops out of it, and is given
 beside it. The frameworks take turns, beginning with another one in each round; medians are over the rounds, with the quartiles
-as the spread, and ratios are to the bare loop, which has a turn right before each of the others. All must end with the weights of the bare loop, bit for bit.
-The number of Python and C calls an iteration is counted under cProfile: it shows what noise hides.
+as the spread, and ratios are to the bare loop, which has a turn right before each of the others. All must end with the weights
+of the bare loop, bit for bit. The number of Python and C calls an iteration is counted under cProfile: it shows what noise hides.
 """
 
 from __future__ import annotations
