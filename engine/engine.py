@@ -209,7 +209,7 @@ class Engine(HandlerHost):
         """The whole loop. A signal's ``due`` is the next count at which somebody may listen; the guard costs a comparison, and
         for the events before the updates one comparison does for all."""
         state, updates, run_update = self.state, self.updates, updater(self)
-        only = updates[0] if len(updates) == 1 else None
+        first, alone = updates[0], updates if len(updates) == 1 else None
         get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
             self.signal(event)
             for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
@@ -242,8 +242,8 @@ class Engine(HandlerHost):
                     state.iteration = self._completed
                     self._attend()
                     break
-                if only is not None and plan is updates:  # a loop over a single one costs 50 ns
-                    run_update(only, iteration)
+                if plan is alone:  # a loop over a single one costs 50 ns
+                    run_update(first, iteration)
                 else:
                     for update in plan:
                         if self._stop_now:
