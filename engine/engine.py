@@ -209,7 +209,7 @@ class Engine(HandlerHost):
         """The whole loop. A signal's ``due`` is the next count at which somebody may listen; the guard costs a comparison, and
         for the events before the updates one comparison does for all."""
         state, updates, run_update = self.state, self.updates, updater(self)
-        first, alone = updates[0], updates if len(updates) == 1 else None
+        first, alone = updates[0], updates if len(updates) == 1 else object()
         get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
             self.signal(event)
             for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
@@ -397,6 +397,7 @@ class Engine(HandlerHost):
         for root in self.modules.values():
             root.train(self.training)
         self._rewind()
+        self.epoch_end = 0
         self._setting_up = True
         self._emit(Events.MODEL_SETUP)
         self._setting_up = False
@@ -449,6 +450,8 @@ class Engine(HandlerHost):
         if not resumed:
             source.announce(state.epoch - 1)
             state.epoch_length = source.epoch_length
+        self.epoch_end = 0 if source.epoch_length is None else state.epoch_start + source.epoch_length
+        if not resumed:
             self._emit(Events.EPOCH_STARTED)
         if source.iterator is not None and isinstance(source.data, Iterator):
             iterator = source.iterator
@@ -468,7 +471,6 @@ class Engine(HandlerHost):
             iterator = source.begin(state.iteration, state.epoch - 1, ahead=ahead)
         else:
             iterator = source.iterator
-        self.epoch_end = 0 if source.epoch_length is None else state.epoch_start + source.epoch_length
         if (self._attention and self._attend()) or self._epoch_stop is not None:
             return iterator, state.iteration
         if self._bound_reached():  # only the epoch's end is to be told

@@ -164,7 +164,7 @@ class Handler:
         """What has to be saved to go on as if the run had not been stopped; only types that a safe load accepts."""
         return {}
 
-    def sync(self) -> None:
+    def sync_written(self) -> None:
         """Have on the disk what `state_dict` tells of; called before a state is written that is to outlive a power failure."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

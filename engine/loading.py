@@ -396,8 +396,9 @@ def set_epochs(data: Any, epochs: int | list[Any]) -> None:
 def has_torchs_order(loader: DataLoader[Any]) -> bool:
     """Whether a DataLoader's order comes from torch's own samplers, which draw from no other library's generators."""
     batches = loader.batch_sampler
-    sampler = getattr(batches, "sampler", None) if type(batches) is BatchSampler else batches or loader.sampler
-    return type(sampler) in _TORCHS_SAMPLERS
+    if batches is None:
+        return type(loader.sampler) in _TORCHS_SAMPLERS
+    return type(batches) is BatchSampler and type(batches.sampler) in _TORCHS_SAMPLERS
 
 
 def epochs_of(data: Any) -> list[Any]:

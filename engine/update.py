@@ -467,7 +467,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     update.backward_loss = loss
                     if listened and signals.loss_computed.due <= iteration:
                         signals.loss_computed.emit(engine, iteration)
-                        update.weight = ONE
+                update.weight = ONE
                 if regions.depth > inside:
                     regions.close(inside)
             if listened:

@@ -139,7 +139,8 @@ class Averages:
             self.values |= {place[0]: t.detach().clone() for place, t in zip(self._copied, copied, strict=True)}
         else:
             if moving:
-                followed = moving if self._direct else [local_part(_wide(t)) for t in moving]
+                direct = self._direct and not any(t.dtype in _HALF for t in moving)  # converted since
+                followed = moving if direct else [local_part(_wide(t)) for t in moving]
                 torch._foreach_lerp_(self._parts(self._moving), followed, weight)
             if copied:
                 torch._foreach_copy_(self._parts(self._copied), [local_part(t) for t in copied])

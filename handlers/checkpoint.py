@@ -450,6 +450,7 @@ class Checkpoint(Handler):
             self._harvest(engine)
         try:
             state = engine.weights() if self.weights_only else engine.snapshot()
+            self._sync_written(engine)
             write = self._prepare(engine, entry, state, list(self._decided))
         except BaseException:
             self._decided = list(self._written)
@@ -486,6 +487,14 @@ class Checkpoint(Handler):
         if self._write is not None:
             self._harvest(engine, alone=True)
         if held is not None:  # otherwise no iteration was completed
+            try:
+                self._sync_written(engine)
+            except OSError as problem:  # perhaps the very error; the state is worth having all the same
+                warnings.warn(
+                    f"{self.name!r}: written after an error, though not all that it tells of could be synced: {problem}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             self._save_besides(engine, held, "exception", alone=True)
 
     @on("preempting", phase=Phase.PERSIST)
@@ -493,7 +502,15 @@ class Checkpoint(Handler):
         """Write the state of this very point; it is not counted in keep, which stays that of a run that was not stopped."""
         if self._write is not None:
             self._harvest(engine)
-        self._save_besides(engine, engine.snapshot(), "preempted")
+        state = engine.snapshot()
+        self._sync_written(engine)
+        self._save_besides(engine, state, "preempted")
+
+    def _sync_written(self, engine: Engine) -> None:
+        """What the state tells of, such as logs, has to be on the disk when the state is."""
+        if self.sync_files and not self.weights_only:
+            for handler in engine.handlers.values():
+                handler.sync_written()
 
     def _save_besides(self, engine: Engine, state: Mapping[str, Any], why: str, *, alone: bool = False) -> None:
         """Write a state that is not counted among those that are kept; ``alone`` without telling the other processes."""
@@ -511,9 +528,6 @@ class Checkpoint(Handler):
         self._harvest(engine, alone=alone)
 
     def _prepare(self, engine: Engine, entry: Entry, state: Mapping[str, Any], decided: list[Entry] | None) -> _Write:
-        if self.sync_files and not self.weights_only:  # what the state tells of has to be there when the state is
-            for handler in engine.handlers.values():
-                handler.sync()
         ownership = (
             self._own(engine) if engine.processes.first else Ownership(self.name, engine.run_id, frozenset(), None)
         )

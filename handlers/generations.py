@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -117,12 +116,16 @@ class Taken(Exception):
 
 def owner() -> str:
     """This process, so that another one can tell whether it still lives: machine, process id, when it began."""
-    return _identity(os.getpid())
+    pid = os.getpid()
+    if pid not in _owners:  # a child of a fork is another one
+        began = _began(pid)
+        if began is None:  # for a moment, as where there are too many open files
+            return f"{_machine()}~{pid}~{began}"
+        _owners[pid] = f"{_machine()}~{pid}~{began}"
+    return _owners[pid]
 
 
-@cache
-def _identity(pid: int) -> str:
-    return f"{_machine()}~{pid}~{_began(pid)}"
+_owners: dict[int, str] = {}
 
 
 def lives(writer: str) -> bool | None:

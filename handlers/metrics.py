@@ -68,7 +68,7 @@ class Average:
         self._values.append(value.detach() if isinstance(value, Tensor) else value)
         self._weights.append(weight)
         self._room -= 1
-        if not self._room:
+        if self._room <= 0:
             self._fold()
 
     def update(self, *inputs: Any) -> None:

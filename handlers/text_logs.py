@@ -24,8 +24,8 @@ _CHUNK = 2**20
 class TextLogger(ScalarLogger):
     """Appends lines to a file, and cuts it back to what a loaded checkpoint knows of.
 
-    Each record is handed to the operating system at once, so that a killed process loses none; `sync` forces all of them onto
-    the disk, before a checkpoint says that they are there. The state holds the file's length and the
+    Each record is handed to the operating system at once, so that a killed process loses none; `sync_written` forces all of
+    them onto the disk, before a checkpoint says that they are there. The state holds the file's length and the
     sha256 of its content up to there. A file that begins with this content is cut to that length. Any other one is set aside:
     it is renamed, ``log.csv`` to ``log.1.csv``, and never changed. If it is a log of this kind, the records in front of the
     last that the checkpoint knows of are copied from it.
@@ -152,7 +152,7 @@ class TextLogger(ScalarLogger):
             }
         return state
 
-    def sync(self) -> None:
+    def sync_written(self) -> None:
         """Have all records on the disk: a checkpoint with this state says that they are there."""
         if self._file is not None:
             with self._told():

@@ -289,6 +289,27 @@ def test_a_stop_skips_the_step_that_was_not_made_yet(event: Events, steps: int, 
     assert torch.equal(by_hand.weight, engine.model.weight)
 
 
+def test_the_last_batch_of_an_epoch_is_told_in_that_epoch_alone() -> None:
+    engine = make_engine()
+    told: list[tuple[str, bool]] = []
+    for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED):
+        engine.connect(event, lambda engine, event=event: told.append((event.name, engine.on_last_batch())))
+    for last in (1, 2):
+        engine.run(make_data(2), max_epochs=last)
+    an_epoch = [("EPOCH_STARTED", False), ("ITERATION_STARTED", False), ("ITERATION_STARTED", True)]
+    assert told == [("STARTED", False), *an_epoch, ("STARTED", False), *an_epoch]
+
+
+def test_a_plan_that_is_none_is_refused_and_not_taken_for_one_update() -> None:
+    def nothing(engine: Engine, batch: Any) -> None:
+        pass
+
+    engine = Engine([Update.from_function(nothing, name=name) for name in ("one", "other")])
+    engine.connect(Events.ITERATION_STARTED, lambda engine: setattr(engine.state, "plan", None))
+    with pytest.raises(TypeError):
+        engine.run([1])
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_an_iteration_whose_batch_asked_for_a_stop_as_it_was_read_is_not_made(updates: int) -> None:
     seen: list[int] = []

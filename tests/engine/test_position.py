@@ -149,6 +149,16 @@ class DrawnBatches(BatchSampler):
         return iter(random.sample(list(super().__iter__()), len(self)))
 
 
+class Unsized(Sampler[list[int]]):
+    """Batches of which nobody knows how many they are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(SAMPLES).view(-1, 2).tolist())
+
+
 def in_pythons_order(n: int) -> list[int]:
     return random.sample(range(n), n)
 
@@ -186,6 +196,7 @@ SKIPPED: dict[str, Callable[[], Any]] = {
         plain(), batch_sampler=BatchSampler(Drawn(lambda n: np.random.permutation(n)), 3, drop_last=False)
     ),
     "order from torch and NumPy": lambda: DataLoader(plain(), BATCH, sampler=Rotated(plain())),
+    "unsized batch sampler": lambda: DataLoader(plain(), batch_sampler=Unsized()),
     "order of the batches from Python": lambda: DataLoader(
         plain(), batch_sampler=DrawnBatches(RandomSampler(plain()), BATCH, drop_last=False)
     ),

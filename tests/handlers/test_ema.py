@@ -331,7 +331,7 @@ def test_half_precision_weights_have_averages_in_float32() -> None:
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches()]
     engine = trainer_of(model, handler := EMA(0.999))
     seen: list[Tensor] = []
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(model.weight.detach().float()))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(model.weight.detach().float().clone()))
     engine.run(data, max_epochs=3)
     expected = seen[0].clone()
     for weight in seen[1:]:
@@ -340,6 +340,30 @@ def test_half_precision_weights_have_averages_in_float32() -> None:
     exported = engine.weights()["model"]["weight"]
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported, expected.bfloat16())
+
+
+def test_a_model_that_is_converted_inside_the_run_is_followed_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+
+    def forward(engine: Engine, batch: Any) -> Tensor:
+        output: Tensor = model(batch[0].to(model.weight.dtype))
+        return output.float()
+
+    def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
+
+    update = Update(forward, loss, partial(torch.optim.SGD, lr=0.1))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(handler := EMA(0.9))
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: model.bfloat16())
+    seen: list[Tensor] = []
+    engine.connect(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: seen.append(model.weight.detach().float().clone()))
+    engine.run(batches(), max_epochs=3)
+    expected = seen[0].clone()
+    for weight in seen[1:]:
+        expected.lerp_(weight, 1 - 0.9)
+    assert torch.equal(handler.state_dict()["averages"]["model.weight"], expected)
 
 
 def two_updates() -> tuple[dict[str, nn.Linear], Engine]:

@@ -199,6 +199,27 @@ def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
     assert synced[-1] == path.stat().st_size  # at the end, in any case
 
 
+def test_a_log_that_cannot_be_synced_costs_no_checkpoint_of_an_error(
+    kind: Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if engine.state.iteration >= 6 and os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    engine = engine_of(kind(path, every="1it"), Checkpoint(tmp_path / "runs", every="3it", on_exception=True))
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left"), pytest.warns(RuntimeWarning, match="could be synced"):
+        engine.run(batches(), max_epochs=2)
+    monkeypatch.undo()
+    saved = Checkpoint.load(tmp_path / "runs")
+    assert saved["engine"]["iteration"] == 5  # the last of which all was done
+    assert saved["origin"]["path"].endswith("-exception")
+
+
 def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_records_kept(
     kind: Logger, tmp_path: Path
 ) -> None:
