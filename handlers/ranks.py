@@ -38,7 +38,8 @@ GUARD = 10
 """GRADIENTS_READY / FINALIZE: the guard looks after the gradient scaler, whose overflows are its own to handle."""
 
 LOOK = 20
-"""GRADIENTS_READY / FINALIZE: what was asked of the device is read when all have asked, in one synchronisation."""
+"""GRADIENTS_READY / FINALIZE: what was asked of the device is read when all have asked, in one synchronisation. A
+receiver of one's own in this phase sees a skip for gradients that are not finite if its rank is greater."""
 
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""

@@ -319,9 +319,9 @@ def test_regions_close_at_their_ends_last_in_first_out() -> None:
     ]  # fmt: skip
 
 
-def make_evaluator(forward_function: Any = None, loss_function: Any = None) -> Engine:
+def make_evaluator(forward_function: Any = None) -> Engine:
     """An engine without an optimizer, whose updates are performed by a function of their own."""
-    return make_trainer(Update(forward_function or forward, loss_function or loss_of))
+    return make_trainer(Update(forward_function or forward, loss_of))
 
 
 def test_regions_of_an_evaluation_close_at_their_ends_too() -> None:
@@ -379,23 +379,9 @@ def test_an_evaluation_shows_output_and_loss_and_a_skip_holds_for_its_iteration_
     "where", ["forward", "loss", "UPDATE_STARTED", "FORWARD_STARTED", "LOSS_COMPUTED", "UPDATE_COMPLETED"]
 )
 def test_an_error_of_an_evaluation_closes_its_regions_and_says_where_it_came(where: str) -> None:
-    def fail(engine: Engine, place: str) -> None:
-        if place == where and engine.state.iteration == 2:
-            raise ArithmeticError("on purpose")
-
-    def failing_forward(engine: Engine, batch: Batch) -> Tensor:
-        fail(engine, "forward")
-        return forward(engine, batch)
-
-    def failing_loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
-        fail(engine, "loss")
-        return loss_of(engine, output, batch)
-
-    evaluator = make_evaluator(failing_forward, failing_loss)
+    evaluator = raising_engine(where, trains=False)
     log: list[str] = []
     evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
-    if where in Events.__members__:
-        evaluator.connect(Events[where], lambda engine: fail(engine, where), phase=Phase.RECORD)
     with pytest.raises(ArithmeticError) as caught:
         evaluator.run(make_data(3))
     assert log == ["open update", "close update by ArithmeticError"]
@@ -440,8 +426,8 @@ def test_enter_gives_what_the_region_gives_and_refuses_where_none_is_open() -> N
         trainer.enter(contextlib.nullcontext())
 
 
-def raising_trainer(where: str) -> Engine:
-    """A trainer that fails at this place in its second iteration."""
+def raising_engine(where: str, *, trains: bool = True) -> Engine:
+    """An engine that fails at this place in its second iteration."""
 
     def fail(engine: Engine, place: str) -> None:
         if place == where and engine.state.iteration == 2:
@@ -455,15 +441,15 @@ def raising_trainer(where: str) -> Engine:
         fail(engine, "loss")
         return loss_of(engine, output, batch)
 
-    trainer = make_trainer(Update(failing_forward, failing_loss, SGD))
+    engine = make_trainer(Update(failing_forward, failing_loss, SGD if trains else None))
     if where in Events.__members__:
-        trainer.connect(Events[where], lambda engine: fail(engine, where), phase=Phase.RECORD)
-    return trainer
+        engine.connect(Events[where], lambda engine: fail(engine, where), phase=Phase.RECORD)
+    return engine
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "FORWARD_STARTED", "FORWARD_COMPLETED", "LOSS_COMPUTED"], ids=str)
 def test_regions_close_also_when_the_forward_or_the_loss_or_a_receiver_raises(where: str) -> None:
-    trainer = raising_trainer(where)
+    trainer = raising_engine(where)
     log: list[str] = []
     for event, name in (
         (Events.STARTED, "run"),
@@ -486,7 +472,7 @@ def test_regions_close_also_when_the_forward_or_the_loss_or_a_receiver_raises(wh
     "where", ["BACKWARD_STARTED", "GRADIENTS_READY", "OPTIMIZER_STEP_COMPLETED", "UPDATE_COMPLETED"]
 )
 def test_a_region_of_the_update_closes_when_a_later_receiver_raises(where: str) -> None:
-    trainer = raising_trainer(where)
+    trainer = raising_engine(where)
     log: list[str] = []
     trainer.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
     trainer.connect(Events.FORWARD_STARTED(once=2), lambda engine: engine.enter(region(log, "forward")))
@@ -496,7 +482,7 @@ def test_a_region_of_the_update_closes_when_a_later_receiver_raises(where: str) 
 
 
 def test_a_region_that_swallows_errors_does_not_keep_one_from_leaving() -> None:
-    trainer = raising_trainer("forward")
+    trainer = raising_engine("forward")
     trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(contextlib.suppress(ArithmeticError)))
     with pytest.raises(ArithmeticError, match="on purpose"):
         trainer.run(make_data(3), max_epochs=1)
@@ -1137,7 +1123,7 @@ def test_an_error_that_has_nothing_to_do_with_devices_is_not_explained_by_them()
 
 @pytest.mark.parametrize("where", ["forward", "loss"])
 def test_an_error_says_in_which_act_it_was_raised(where: str) -> None:
-    notes = notes_of(raising_trainer(where), make_data(), ArithmeticError)
+    notes = notes_of(raising_engine(where), make_data(), ArithmeticError)
     assert notes == f"in the {where} of update 'main', epoch 1, iteration 2"
 
 
@@ -1183,7 +1169,7 @@ def test_parameters_may_be_chosen_and_the_others_stay() -> None:
 
 
 def test_an_error_discards_the_window_and_leaves_no_gradient() -> None:
-    trainer = raising_trainer("BACKWARD_COMPLETED")
+    trainer = raising_engine("BACKWARD_COMPLETED")
     trainer.attach(GradientAccumulation(4))
     with pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)
