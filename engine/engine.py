@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .bus import Phase, SignalGroup
+from .bus import Phase
 from .data import END, DataError, Source
 from .events import EventEnum, Events
 from .handler import Handler
@@ -38,7 +38,7 @@ from .saving import FORMAT, copied, gather, put_back, spread_over
 from .setup import build_optimizers, check_modules, check_windows
 from .sharded import read_shards
 from .state import State
-from .update import Update, UpdateSignals, UpdateState, needs_closure, updater
+from .update import IterationSignals, Update, UpdateState, needs_closure, updater
 
 __all__ = ["Engine"]
 
@@ -119,6 +119,7 @@ class Engine(HandlerHost):
         "dry_run",
         "epoch_end",
         "has_data",
+        "iteration_signals",
         "model",
         "modules",
         "origin",
@@ -132,7 +133,6 @@ class Engine(HandlerHost):
         "seed",
         "state",
         "training",
-        "update_signals",
         "updates",
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ class Engine(HandlerHost):
         self._seed_given = seed is not None
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
-        self.update_signals = UpdateSignals(self.signals)
+        self.iteration_signals = IterationSignals(self.signals)
         self.regions = Regions()
         self.dry_run = False
         self.replaced_data: Callable[[Engine, Any], Any] | None = None
@@ -206,22 +206,17 @@ class Engine(HandlerHost):
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def _loop(self, source: Source) -> None:
-        """The whole loop. A signal's ``due`` is the next count at which somebody may listen; the guard costs a comparison, and
-        for the events before the updates one comparison does for all."""
+        """The whole loop. A signal's ``due`` is the next count at which somebody may listen, and one comparison does for all
+        events of an iteration up to its completion: who connects in an iteration that nobody listens to is heard in the next."""
         state, updates, run_update = self.state, self.updates, updater(self)
         first, alone = updates[0], updates if len(updates) == 1 else object()
-        get_batch_started, get_batch_completed, iteration_started, iteration_completed = (
-            self.signal(event)
-            for event in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
-                          Events.ITERATION_COMPLETED)
-        )  # fmt: skip
-        before = SignalGroup(get_batch_started, get_batch_completed, iteration_started)
+        signals, iteration_completed = self.iteration_signals, self.signal(Events.ITERATION_COMPLETED)
         while not self._bound_reached() or self._epoch_to_be_told(source):
             iterator, epoch_end = self._begin_epoch(source)
             for iteration in range(state.iteration + 1, epoch_end + 1):
-                listened = before.due <= iteration
-                if listened and get_batch_started.due <= iteration:
-                    get_batch_started.emit(self, iteration)
+                listened = signals.due <= iteration
+                if listened and signals.batch_started.due <= iteration:
+                    signals.batch_started.emit(self, iteration)
                 try:
                     batch = next(iterator)
                 except StopIteration:
@@ -232,23 +227,24 @@ class Engine(HandlerHost):
                 state.batch = batch
                 plan: Sequence[UpdateState] = updates
                 if listened:
-                    if get_batch_completed.due <= iteration:
-                        get_batch_completed.emit(self, iteration)
-                    if iteration_started.due <= iteration:
+                    if signals.batch_completed.due <= iteration:
+                        signals.batch_completed.emit(self, iteration)
+                    if signals.iteration_started.due <= iteration:
                         state.plan = updates
-                        iteration_started.emit(self, iteration)
+                        signals.iteration_started.emit(self, iteration)
                         plan = state.plan
                 if self._stop_now:  # the iteration was not begun: it is not made
                     state.iteration = self._completed
                     self._attend()
                     break
                 if plan is alone:  # a loop over a single one costs 50 ns
-                    run_update(first, iteration)
+                    run_update(first, iteration, listened)
                 else:
                     for update in plan:
                         if self._stop_now:
                             break
-                        run_update(update, iteration)
+                        state.update = update
+                        run_update(update, iteration, listened)
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
@@ -603,7 +599,7 @@ class Engine(HandlerHost):
         """Whether somebody listens here who may skip a step once the gradients are ready, and not in each of the processes."""
         return any(
             one.phase < Phase.RECORD and (one.owner is None or not self.handlers[one.owner].decides_alike)
-            for signal in (self.update_signals.gradients_ready, self.update_signals.step_started)
+            for signal in (self.iteration_signals.gradients_ready, self.iteration_signals.step_started)
             for one in signal.connections
         )
 
@@ -888,6 +884,7 @@ class Engine(HandlerHost):
         """
         if not self.running and not self._evaluating:
             raise RuntimeError(f"enter({region!r}): no region is open outside a run")
+        self.state.update.unsettled = True
         return self.regions.enter(region)
 
     def replace(

@@ -181,7 +181,7 @@ class UpdateState:
     __slots__ = (
         "_asked", "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight",
         "filled", "forward", "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output",
-        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "weight", "window", "window_of",
+        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "unsettled", "weight", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -210,6 +210,7 @@ class UpdateState:
         self.weight: Any = ONE
         self.skipped: str | None = None
         self.undecided = True  # whether the step can still be skipped
+        self.unsettled = False  # whether an evaluation's end has to see to a skip or a region, though nobody listened
         self.evaluation = 0
         self.hidden: Any = None
         self.more = False
@@ -261,7 +262,7 @@ class UpdateState:
         Schedules, averages and step counters do not move. Once the step was made it is too late, and nothing happens.
         """
         if self.skipped is None and self.undecided:
-            self.skipped = reason
+            self.skipped, self.unsettled = reason, True
 
     def ask(self, then: Callable[..., None], *flags: Tensor) -> None:
         """Have flags that are on a device read with those of others: the next `look` calls ``then(*values)``.
@@ -322,21 +323,18 @@ def _not_again() -> Tensor:
     raise RuntimeError("again(): the gradients of a step can be computed again inside the step alone")
 
 
-def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
+def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
     """The function that performs an engine's updates, with what it needs in every iteration at hand.
 
     It is made once for each run: in its scope a name costs one instruction, where an attribute of the engine would cost three.
     """
-    state, signals, regions = engine.state, engine.update_signals, engine.regions
+    state, signals, regions = engine.state, engine.iteration_signals, engine.regions
     one_update = len(engine.updates) == 1
     several = engine.processes.several
     begin_stream = _model_streams(engine) if engine.streams == "separate" else None
 
-    def train(update: UpdateState, iteration: int) -> None:
+    def train(update: UpdateState, iteration: int, listened: bool) -> None:
         """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
-        # One comparison for the ten events of an update: in most iterations nobody listens to most of them.
-        listened = signals.due <= iteration
-        state.update = update
         outside = regions.depth
         try:
             if listened and signals.started.due <= iteration:
@@ -435,25 +433,24 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
             leave(error, outside, update, act)
             raise
 
-    def evaluate(update: UpdateState, iteration: int) -> None:
+    def evaluate(update: UpdateState, iteration: int, listened: bool) -> None:
         """Forward and loss of this batch for an engine that does not train: as part of `train` they cost a third more."""
-        listened = signals.due <= iteration
-        state.update = update
         outside = inside = regions.depth
-        act = None
+        act: str | None = "forward"
         try:
             if listened and signals.started.due <= iteration:
+                act = None
                 signals.started.emit(engine, iteration)
-                inside = regions.depth
+                inside, act = regions.depth, "forward"
             batch = state.batch
             if update.skipped is not None or (batch is None and engine.has_data):
                 update.output = update.raw_loss = None
             else:
-                act = "forward"
                 if listened and signals.forward_started.due <= iteration:
                     signals.forward_started.emit(engine, iteration)
-                if update.forward is None:
-                    loss = update.function(engine, batch)
+                function = update.function
+                if function is not None:
+                    loss = function(engine, batch)
                 else:
                     update.output = output = update.forward(engine, batch)
                     if listened and signals.forward_completed.due <= iteration:
@@ -467,17 +464,18 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
                     update.backward_loss = loss
                     if listened and signals.loss_computed.due <= iteration:
                         signals.loss_computed.emit(engine, iteration)
-                update.weight = ONE
+            if listened or update.unsettled:
+                update.unsettled = False
                 if regions.depth > inside:
                     regions.close(inside)
-            if listened:
                 act = None
-                if signals.completed.due <= iteration:
+                update.weight = ONE
+                if listened and signals.completed.due <= iteration:
                     signals.completed.emit(engine, iteration)
                 if regions.depth > outside:
                     regions.close(outside)
-            if update.skipped is not None:
-                engine.attend_to_skips()
+                if update.skipped is not None:
+                    engine.attend_to_skips()
         except BaseException as error:
             leave(error, outside, update, act)
             raise
@@ -537,9 +535,9 @@ def updater(engine: Engine) -> Callable[[UpdateState, int], None]:
     if begin_stream is None:
         return run_update
 
-    def run_update_with_its_stream(update: UpdateState, iteration: int) -> None:
+    def run_update_with_its_stream(update: UpdateState, iteration: int, listened: bool) -> None:
         begin_stream(update, iteration)
-        run_update(update, iteration)
+        run_update(update, iteration, listened)
 
     return run_update_with_its_stream
 
@@ -708,15 +706,18 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
         )
 
 
-class UpdateSignals(SignalGroup):
-    """The signals of an update's events."""
+class IterationSignals(SignalGroup):
+    """The signals of an iteration's events, up to the completion of its updates."""
 
     __slots__ = (
-        "backward_completed", "backward_started", "completed", "forward_completed", "forward_started", "gradients_ready",
-        "loss_computed", "started", "step_completed", "step_started",
+        "backward_completed", "backward_started", "batch_completed", "batch_started", "completed", "forward_completed",
+        "forward_started", "gradients_ready", "iteration_started", "loss_computed", "started", "step_completed", "step_started",
     )  # fmt: skip
 
     def __init__(self, bus: Bus) -> None:
+        self.batch_started = bus.of(Events.GET_BATCH_STARTED)
+        self.batch_completed = bus.of(Events.GET_BATCH_COMPLETED)
+        self.iteration_started = bus.of(Events.ITERATION_STARTED)
         self.started = bus.of(Events.UPDATE_STARTED)
         self.forward_started = bus.of(Events.FORWARD_STARTED)
         self.forward_completed = bus.of(Events.FORWARD_COMPLETED)

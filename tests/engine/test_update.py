@@ -343,6 +343,25 @@ def test_regions_of_an_evaluation_close_at_their_ends_too() -> None:
 
 
 @pytest.mark.parametrize("listening", [False, True])
+def test_a_region_that_the_forward_of_an_evaluation_enters_closes_before_the_next(listening: bool) -> None:
+    log: list[str] = []
+
+    def entering_forward(engine: Engine, batch: Batch) -> Tensor:
+        engine.enter(region(log, str(engine.state.iteration)))
+        return forward(engine, batch)
+
+    evaluator = make_evaluator(entering_forward)
+    if listening:
+        evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
+        evaluator.connect(Events.LOSS_COMPUTED(once=2), lambda engine: log.append("loss"))
+    evaluator.run(make_data(3))
+    second = ["open 2", "close 2"]
+    if listening:
+        second = ["open update", "open 2", "loss", "close 2", "close update"]
+    assert log == ["open 1", "close 1", *second, "open 3", "close 3"]
+
+
+@pytest.mark.parametrize("listening", [False, True])
 def test_an_evaluation_shows_output_and_loss_and_a_skip_holds_for_its_iteration_alone(listening: bool) -> None:
     data = make_data(4)
     model = make_trainer().model
