@@ -464,12 +464,12 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
                     update.backward_loss = loss
                     if listened and signals.loss_computed.due <= iteration:
                         signals.loss_computed.emit(engine, iteration)
+                update.weight = ONE
             if listened or update.unsettled:
                 update.unsettled = False
                 if regions.depth > inside:
                     regions.close(inside)
                 act = None
-                update.weight = ONE
                 if listened and signals.completed.due <= iteration:
                     signals.completed.emit(engine, iteration)
                 if regions.depth > outside:
