@@ -293,7 +293,8 @@ class Signal(blinker.NamedSignal):
 
     def rewind(self, engine: Engine) -> None:
         """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
-        self.replan()
+        if self._filtered:
+            self.replan()
         for connection in self._connections:
             connection.restart(engine)
 
