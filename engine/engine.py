@@ -209,10 +209,12 @@ class Engine(HandlerHost):
         """The whole loop. A signal's ``due`` is the next count at which somebody may listen, and one comparison does for all
         events of an iteration up to its completion: who connects in an iteration that nobody listens to is heard in the next."""
         state, updates, run_update = self.state, self.updates, updater(self)
-        first, alone = updates[0], updates if len(updates) == 1 else object()
+        first, one_update = updates[0], len(updates) == 1
         signals, iteration_completed = self.iteration_signals, self.signal(Events.ITERATION_COMPLETED)
         while not self._bound_reached() or self._epoch_to_be_told(source):
             iterator, epoch_end = self._begin_epoch(source)
+            plan: Sequence[UpdateState] = updates
+            alone = one_update
             for iteration in range(state.iteration + 1, epoch_end + 1):
                 listened = signals.due <= iteration
                 if listened and signals.batch_started.due <= iteration:
@@ -225,7 +227,6 @@ class Engine(HandlerHost):
                         break
                 state.iteration = iteration
                 state.batch = batch
-                plan: Sequence[UpdateState] = updates
                 if listened:
                     if signals.batch_completed.due <= iteration:
                         signals.batch_completed.emit(self, iteration)
@@ -233,11 +234,12 @@ class Engine(HandlerHost):
                         state.plan = updates
                         signals.iteration_started.emit(self, iteration)
                         plan = state.plan
+                        alone = one_update and plan is updates
                 if self._stop_now:  # the iteration was not begun: it is not made
                     state.iteration = self._completed
                     self._attend()
                     break
-                if plan is alone:  # a loop over a single one costs 50 ns
+                if alone:  # a loop over a single one costs 50 ns
                     run_update(first, iteration, listened)
                 else:
                     for update in plan:
@@ -245,6 +247,7 @@ class Engine(HandlerHost):
                             break
                         state.update = update
                         run_update(update, iteration, listened)
+                    plan, alone = updates, one_update
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)

@@ -430,7 +430,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
             if listened and signals.backward_completed.due <= iteration:
                 signals.backward_completed.emit(engine, iteration)
         except BaseException as error:
-            leave(error, outside, update, act)
+            _leave(engine, error, outside, update, act)
             raise
 
     def evaluate(update: UpdateState, iteration: int, listened: bool) -> None:
@@ -477,16 +477,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
                 if update.skipped is not None:
                     engine.attend_to_skips()
         except BaseException as error:
-            leave(error, outside, update, act)
+            _leave(engine, error, outside, update, act)
             raise
-
-    def leave(error: BaseException, outside: int, update: UpdateState, act: str | None) -> None:
-        """Close what an error leaves open, and say in which act of the update it came."""
-        regions.close(outside, error)
-        if act is not None:
-            error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {state.iteration}")
-            if isinstance(error, Exception):
-                _explain(error, act, engine, update)
 
     def compute_again(update: UpdateState, iteration: int) -> Tensor:
         """The window's gradients at the weights as they are now, and its mean loss; the first evaluation stays what is seen."""
@@ -671,6 +663,16 @@ def _average(update: UpdateState) -> None:
 
 def _divide(update: UpdateState, total: Any) -> None:
     torch._foreach_div_([p.grad for p in update.parameters if p.grad is not None], total)
+
+
+def _leave(engine: Engine, error: BaseException, outside: int, update: UpdateState, act: str | None) -> None:
+    """Close what an error leaves open, and say in which act of the update it came."""
+    engine.regions.close(outside, error)
+    if act is not None:
+        state = engine.state
+        error.add_note(f"in the {act} of update {update.name!r}, epoch {state.epoch}, iteration {state.iteration}")
+        if isinstance(error, Exception):
+            _explain(error, act, engine, update)
 
 
 def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) -> None:
