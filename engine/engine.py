@@ -216,9 +216,11 @@ class Engine(HandlerHost):
             plan: Sequence[UpdateState] = updates
             alone = one_update
             for iteration in range(state.iteration + 1, epoch_end + 1):
-                listened = signals.due <= iteration
-                if listened and signals.batch_started.due <= iteration:
-                    signals.batch_started.emit(self, iteration)
+                listened = False
+                if signals.due <= iteration:  # stored by itself, the comparison costs twice as much
+                    listened = True
+                    if signals.batch_started.due <= iteration:
+                        signals.batch_started.emit(self, iteration)
                 try:
                     batch = next(iterator)
                 except StopIteration:
