@@ -343,6 +343,27 @@ def test_regions_of_an_evaluation_close_at_their_ends_too() -> None:
 
 
 @pytest.mark.parametrize("listening", [False, True])
+def test_who_connects_inside_an_iteration_is_heard_at_once_or_in_the_next_if_nobody_listens(listening: bool) -> None:
+    seen: list[tuple[str, int]] = []
+    evaluator = make_evaluator()
+    if listening:
+        evaluator.connect(Events.UPDATE_STARTED, lambda engine: None)
+
+    def connecting_data() -> Iterator[Batch]:
+        for place, batch in enumerate(make_data(3), 1):
+            if place == 2:
+                for event in (Events.UPDATE_COMPLETED, Events.ITERATION_COMPLETED):
+                    evaluator.connect(
+                        event, lambda engine, event=event: seen.append((event.name, engine.state.iteration))
+                    )
+            yield batch
+
+    evaluator.run(connecting_data())
+    heard_at_once = [("UPDATE_COMPLETED", 2)] if listening else []
+    assert seen == [*heard_at_once, ("ITERATION_COMPLETED", 2), ("UPDATE_COMPLETED", 3), ("ITERATION_COMPLETED", 3)]
+
+
+@pytest.mark.parametrize("listening", [False, True])
 def test_a_region_that_the_forward_of_an_evaluation_enters_closes_before_the_next(listening: bool) -> None:
     log: list[str] = []
 
