@@ -985,6 +985,26 @@ def test_an_update_may_stand_in_the_plan_twice_or_not_at_all() -> None:
     assert_same(trainer.model, by_hand(windows_of(data, [1], [1])))
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_plan_holds_for_its_iteration_alone(names: list[str], times: int) -> None:
+    made: list[tuple[int, str]] = []
+
+    def note(engine: Engine, batch: Batch) -> None:
+        made.append((engine.state.iteration, engine.state.update.name))
+
+    evaluator = Engine([Update.from_function(note, name=name) for name in names])
+
+    def plan_once(engine: Engine) -> None:
+        engine.state.plan = engine.updates[:1] * times
+        planning.detach()  # so that nobody listens to the iterations that follow
+
+    planning = evaluator.connect(Events.ITERATION_STARTED(once=2), plan_once)
+    evaluator.run(make_data(3))
+    every = {1: names, 2: ["a"] * times, 3: names}
+    assert made == [(iteration, name) for iteration, planned in every.items() for name in planned]
+
+
 def test_a_window_of_one_update_leaves_the_other_as_it_is() -> None:
     models, data = make_gan()
     trainer = Engine(gan_updates(), model=models, seed=0)
