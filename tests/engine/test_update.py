@@ -415,6 +415,19 @@ def test_an_evaluation_shows_output_and_loss_and_a_skip_holds_for_its_iteration_
             assert loss.equal(nn.functional.mse_loss(model(x), y))
 
 
+def test_a_weight_that_the_forward_of_an_evaluation_sets_is_that_of_its_batch_alone() -> None:
+    def weighing_forward(engine: Engine, batch: Batch) -> Tensor:
+        if engine.state.iteration == 1:  # in an iteration that nobody listens to
+            engine.state.update.weight = 5
+        return forward(engine, batch)
+
+    evaluator = make_evaluator(weighing_forward)
+    seen: list[int] = []
+    evaluator.connect(Events.LOSS_COMPUTED(once=2), lambda engine: seen.append(engine.state.update.weight))
+    evaluator.run(make_data(3))
+    assert seen == [1]
+
+
 @pytest.mark.parametrize(
     "where", ["forward", "loss", "UPDATE_STARTED", "FORWARD_STARTED", "LOSS_COMPUTED", "UPDATE_COMPLETED"]
 )
