@@ -115,6 +115,7 @@ class Engine(HandlerHost):
         "_stopped_bounds",
         "_stops",
         "_streams",
+        "_usual",
         "asks_to_skip",
         "dry_run",
         "epoch_end",
@@ -184,6 +185,7 @@ class Engine(HandlerHost):
         self._begin_lineage(None)
         self._stops: dict[str, str] = {}
         self._stop_now = False  # a stop was asked for inside this iteration
+        self._usual = True  # the iteration is one update, and no stop was asked for
         self._preemption: str | None = None  # why the run is to be saved and stopped at the next boundary
         self._evaluating = False
         self._epoch_stop: str | None = None
@@ -212,9 +214,9 @@ class Engine(HandlerHost):
         first, one_update = updates[0], len(updates) == 1
         signals, iteration_completed = self.iteration_signals, self.signal(Events.ITERATION_COMPLETED)
         while not self._bound_reached() or self._epoch_to_be_told(source):
-            iterator, epoch_end = self._begin_epoch(source)
             plan: Sequence[UpdateState] = updates
-            alone = one_update
+            self._usual = one_update
+            iterator, epoch_end = self._begin_epoch(source)
             for iteration in range(state.iteration + 1, epoch_end + 1):
                 listened = False
                 if signals.due <= iteration:  # stored by itself, the comparison costs twice as much
@@ -236,20 +238,20 @@ class Engine(HandlerHost):
                         state.plan = updates
                         signals.iteration_started.emit(self, iteration)
                         plan = state.plan
-                        alone = one_update and plan is updates
-                if self._stop_now:  # the iteration was not begun: it is not made
-                    state.iteration = self._completed
-                    self._attend()
-                    break
-                if alone:  # a loop over a single one costs 50 ns
-                    run_update(first, iteration, listened)
+                        self._usual = self._usual and plan is updates
+                if self._usual:  # a loop over a single one costs 50 ns
+                    run_update(first, batch, iteration, listened)
                 else:
+                    if self._stop_now:  # the iteration was not begun: it is not made
+                        state.iteration = self._completed
+                        self._attend()
+                        break
                     for update in plan:
                         if self._stop_now:
                             break
                         state.update = update
-                        run_update(update, iteration, listened)
-                    plan, alone = updates, one_update
+                        run_update(update, state.batch, iteration, listened)
+                    plan, self._usual = updates, one_update
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
@@ -726,6 +728,7 @@ class Engine(HandlerHost):
         self._attention = True
         if self._may_stop():
             self._stop_now = not self.processes.several  # others may not have asked: then the iteration is gone through
+            self._usual = False
             if self._completed != self.state.iteration:
                 self.state.update.skip(f"the run is stopped: {reason}")
 
@@ -753,8 +756,10 @@ class Engine(HandlerHost):
             self._attention = True
 
     def withdraw_termination(self, by: str = "user") -> None:
-        """Take back a stop that was asked for and has not taken effect."""
+        """Take back a stop that was asked for and has not taken effect. A step that was skipped for it stays skipped."""
         self._stops.pop(by, None)
+        if not self._stops:
+            self._stop_now = False
 
     def terminate_epoch(self, reason: str) -> None:
         """End the epoch once all receivers of this event have run; EPOCH_COMPLETED comes, and then the next epoch."""

@@ -323,7 +323,7 @@ def _not_again() -> Tensor:
     raise RuntimeError("again(): the gradients of a step can be computed again inside the step alone")
 
 
-def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
+def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
     """The function that performs an engine's updates, with what it needs in every iteration at hand.
 
     It is made once for each run: in its scope a name costs one instruction, where an attribute of the engine would cost three.
@@ -333,7 +333,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
     several = engine.processes.several
     begin_stream = _model_streams(engine) if engine.streams == "separate" else None
 
-    def train(update: UpdateState, iteration: int, listened: bool) -> None:
+    def train(update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """One would-be step: the gradients of this batch and, if they complete the window, the optimizer's step."""
         outside = regions.depth
         try:
@@ -433,16 +433,19 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
             _leave(engine, error, outside, update, act)
             raise
 
-    def evaluate(update: UpdateState, iteration: int, listened: bool) -> None:
+    def evaluate(update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """Forward and loss of this batch for an engine that does not train: as part of `train` they cost a third more."""
-        outside = inside = regions.depth
+        outside = regions.depth
         act: str | None = "forward"
         try:
-            if listened and signals.started.due <= iteration:
-                act = None
-                signals.started.emit(engine, iteration)
-                inside, act = regions.depth, "forward"
-            batch = state.batch
+            if listened:
+                signals = engine.iteration_signals
+                update.unsettled = True
+                if signals.started.due <= iteration:
+                    act = None
+                    signals.started.emit(engine, iteration)
+                    act = "forward"
+                batch, inside = engine.state.batch, regions.depth
             if update.skipped is not None or (batch is None and engine.has_data):
                 update.output = update.raw_loss = None
             else:
@@ -465,13 +468,14 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
                     if listened and signals.loss_computed.due <= iteration:
                         signals.loss_computed.emit(engine, iteration)
                 update.weight = ONE
-            if listened or update.unsettled:
+            if update.unsettled:
                 update.unsettled = False
-                if regions.depth > inside:
-                    regions.close(inside)
-                act = None
-                if listened and signals.completed.due <= iteration:
-                    signals.completed.emit(engine, iteration)
+                if listened:
+                    if regions.depth > inside:
+                        regions.close(inside)
+                    act = None
+                    if signals.completed.due <= iteration:
+                        signals.completed.emit(engine, iteration)
                 if regions.depth > outside:
                     regions.close(outside)
                 if update.skipped is not None:
@@ -527,9 +531,9 @@ def updater(engine: Engine) -> Callable[[UpdateState, int, bool], None]:
     if begin_stream is None:
         return run_update
 
-    def run_update_with_its_stream(update: UpdateState, iteration: int, listened: bool) -> None:
+    def run_update_with_its_stream(update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         begin_stream(update, iteration)
-        run_update(update, iteration, listened)
+        run_update(update, batch, iteration, listened)
 
     return run_update_with_its_stream
 

@@ -279,6 +279,37 @@ def test_a_stop_that_is_held_back_can_be_withdrawn() -> None:
     assert (state.iteration, state.stop_reason) == (9, None)
 
 
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.UPDATE_COMPLETED, Events.EPOCH_STARTED])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stop_that_is_withdrawn_at_once_leaves_the_run_as_it_was(event: Events, training: bool) -> None:
+    engine = make_engine() if training else make_engine(training=False)
+
+    @engine.on(event(once=1))
+    def change_of_mind(engine: Engine) -> None:
+        engine.terminate("early", by="me")
+        engine.withdraw_termination(by="me")
+
+    batches = make_data(6)
+    seen = []
+    engine.on(Events.ITERATION_COMPLETED)(lambda engine: seen.append(engine.state.batch))
+    state = engine.run(iter(batches), max_epochs=1)  # what is taken from an iterator and not used would be lost
+    assert (state.iteration, state.stop_reason, seen) == (6, None, batches)
+    assert not training or engine.updates[0].steps == 6
+
+
+def test_of_two_stops_the_one_that_is_not_withdrawn_holds() -> None:
+    engine = make_engine()
+
+    @engine.on(Events.ITERATION_COMPLETED(once=2))
+    def stop(engine: Engine) -> None:
+        engine.terminate("early", by="me")
+        engine.terminate("early, too", by="another")
+        engine.withdraw_termination(by="me")
+
+    state = engine.run(make_data(3), max_epochs=3)
+    assert (state.iteration, state.stop_reason) == (2, "early, too")
+
+
 def test_terminate_in_started_ends_the_run_before_the_first_batch() -> None:
     engine = make_engine()
 
