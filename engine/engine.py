@@ -223,6 +223,9 @@ class Engine(HandlerHost):
                     listened = True
                     if signals.batch_started.due <= iteration:
                         signals.batch_started.emit(self, iteration)
+                        if self._stop_now:  # before a batch is read that would be lost
+                            self._attend()
+                            break
                 try:
                     batch = next(iterator)
                 except StopIteration:

@@ -330,6 +330,17 @@ def test_an_iteration_whose_batch_asked_for_a_stop_as_it_was_read_is_not_made(up
     assert seen == [1] * updates + [2] * updates
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_stop_asked_for_before_a_batch_is_read_leaves_it_to_the_next_run(updates: int) -> None:
+    seen: list[int] = []
+    engine = Engine([Update.from_function(lambda _, batch: seen.append(batch), name=f"{n}") for n in range(updates)])
+    engine.connect(Events.GET_BATCH_STARTED(once=3), lambda engine: engine.terminate("enough"))
+    batches = iter(range(5))
+    state = engine.run(batches)
+    assert (state.iteration, state.stop_reason, seen) == (2, "enough", [0] * updates + [1] * updates)
+    assert next(batches) == 2
+
+
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)
