@@ -212,7 +212,7 @@ class Engine(HandlerHost):
         events of an iteration up to its completion: who connects in an iteration that nobody listens to is heard in the next."""
         state, updates, run_update = self.state, self.updates, updater(self)
         first, one_update = updates[0], len(updates) == 1
-        signals, iteration_completed = self.iteration_signals, self.signal(Events.ITERATION_COMPLETED)
+        signals, iteration_completed = self.iteration_signals, self._boundary
         while not self._bound_reached() or self._epoch_to_be_told(source):
             plan: Sequence[UpdateState] = updates
             self._usual = one_update
@@ -258,8 +258,8 @@ class Engine(HandlerHost):
                 self._completed = iteration
                 if iteration_completed.due <= iteration:
                     iteration_completed.emit(self, iteration)
-                if self._attention and self._attend():
-                    break
+                    if iteration_completed.awaited and self._attend():
+                        break
             if self._epoch_is_over(source):
                 state.epoch_open = False
                 if any(update.filled for update in updates):  # left out of the epoch's last plan
@@ -740,8 +740,7 @@ class Engine(HandlerHost):
 
         Other than with `terminate`, the iteration under way is made whole, ``min_epochs`` and ``min_iters`` do not hold the
         stop back, and PREEMPTED is told before an open window is discarded: the `snapshot` that its receivers take is that of a
-        run which goes on. TERMINATED, COMPLETED and ENDED follow. It only sets two attributes, so that a signal handler may call
-        it at any moment.
+        run which goes on. TERMINATED, COMPLETED and ENDED follow. A signal handler may call it at any moment.
 
         Args:
             reason: told in ``state.stop_reason``.

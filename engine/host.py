@@ -39,7 +39,7 @@ class HandlerHost:
     """
 
     __slots__ = (
-        "_attention", "_catalogues", "_claims", "_connected", "_initial", "_leaving", "_pending", "handlers", "running",
+        "_boundary", "_catalogues", "_claims", "_connected", "_initial", "_leaving", "_pending", "handlers", "running",
         "signals",
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ class HandlerHost:
         self.handlers: dict[str, Handler] = {}
         self.signals = Bus()
         self.running = False
-        self._attention = False  # something to look at once this iteration is complete
+        self._boundary = self.signals.of(Events.ITERATION_COMPLETED)
         self._catalogues: set[type[EventEnum]] = {Events}
         self._claims: dict[str, str] = {}
         self._connected: dict[str, list[tuple[Signal, Connection]]] = {}
@@ -294,6 +294,16 @@ class HandlerHost:
                     f"{handler!r} sets the model or the optimizers up before a run, and cannot join or leave a "
                     "running one; attach, detach or toggle it between two runs"
                 )
+
+    @property
+    def _attention(self) -> bool:
+        """Whether there is something to look at once this iteration is complete."""
+        return self._boundary.awaited
+
+    @_attention.setter
+    def _attention(self, wanted: bool) -> None:
+        if wanted is not self._boundary.awaited:
+            self._boundary.wait(wanted)
 
     def _settle_later(self, handler: Handler) -> None:
         self._pending.append(handler)

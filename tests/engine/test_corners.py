@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -339,6 +342,49 @@ def test_a_stop_asked_for_before_a_batch_is_read_leaves_it_to_the_next_run(updat
     state = engine.run(batches)
     assert (state.iteration, state.stop_reason, seen) == (2, "enough", [0] * updates + [1] * updates)
     assert next(batches) == 2
+
+
+@pytest.mark.parametrize("worked_on", ["_set_due", "wait", "_replan", "_select", "_attend", "_attention"])
+def test_a_preemption_is_heard_whatever_the_bus_was_doing(worked_on: str) -> None:
+    """As a handler of SIGTERM calls it: between any two instructions of the function, the run ends with that iteration."""
+
+    def run(place: int) -> tuple[bool, Engine]:
+        """A run that is preempted at one place in its second iteration, and whether there was such a place."""
+        engine = Engine(Update.from_function(lambda engine, batch: None))
+        places = itertools.count()
+        found = False
+
+        def trace(frame: FrameType, what: str, _: Any) -> Any:
+            nonlocal found
+            if frame.f_code.co_name != worked_on or engine.state.iteration != 2:
+                return None
+            frame.f_trace_opcodes = True
+            if what == "opcode" and next(places) == place:
+                found = True
+                engine.preempt("SIGTERM")
+            return trace
+
+        @engine.on(Events.UPDATE_COMPLETED(every=2))
+        def change(engine: Engine) -> None:
+            engine.updates[0].skip("on purpose")
+            engine.connect(Events.ITERATION_COMPLETED(every=1000), rare := lambda engine: None)
+            engine.signal(Events.ITERATION_COMPLETED).disconnect(rare)
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            engine.run(range(10))
+        finally:
+            sys.settrace(before)
+        return found, engine
+
+    for place in itertools.count():
+        found, engine = run(place)
+        if not found:
+            break
+        assert engine.state.stop_reason == "SIGTERM", f"place {place}"
+        assert engine.state.iteration in (2, 3), f"place {place}"  # 3: once the boundary had looked
+    assert place > 10
 
 
 def test_a_stop_without_a_reason_is_refused() -> None:
