@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from torch.utils.data import (
 from .randomness import derived_seed, mixed, reseed
 
 __all__ = ["SkippingLoader", "generators_of", "has_torchs_order", "note_share", "set_epochs", "skippable"]
+
+T = TypeVar("T")
 
 
 def skippable(data: Any) -> bool:
@@ -368,21 +370,18 @@ def _samplers(data: Any) -> list[Any]:
     several = getattr(data, "parts", None)
     for part in several if isinstance(several, list) else ():
         found += _samplers(part)
-    different: list[Any] = []
-    for part in found:
-        if part is not None and not any(part is other for other in different):
-            different.append(part)
-    return different
+    return _different(found)
+
+
+def _different(parts: Iterable[T | None]) -> list[T]:
+    """What there is, each object once."""
+    return list({id(part): part for part in parts if part is not None}.values())
 
 
 def generators_of(data: Any) -> list[torch.Generator]:
     """The generators of its own that data draws its order from: those of a DataLoader and its samplers."""
-    found: list[torch.Generator] = []
-    for part in _samplers(data):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found
+    found = _different(getattr(part, "generator", None) for part in _samplers(data))
+    return [one for one in found if isinstance(one, torch.Generator)]
 
 
 def set_epochs(data: Any, epochs: int | list[Any]) -> None:
