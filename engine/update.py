@@ -179,9 +179,9 @@ class UpdateState:
     """
 
     __slots__ = (
-        "_asked", "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "extra_weight",
+        "_asked", "_parameters", "_parameters_of", "_weight", "again", "backward_loss", "completes", "evaluation", "extra_weight",
         "filled", "forward", "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output",
-        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "unsettled", "weight", "window", "window_of",
+        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "unsettled", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -207,10 +207,10 @@ class UpdateState:
         self.output: Any = None
         self.raw_loss: Tensor | None = None
         self.backward_loss: Any = None
-        self.weight: Any = ONE
+        self._weight: Any = ONE
         self.skipped: str | None = None
         self.undecided = True  # whether the step can still be skipped
-        self.unsettled = False  # whether an evaluation's end has to see to a skip or a region, though nobody listened
+        self.unsettled = False  # whether an evaluation's end has to see to a skip, a region or a weight
         self.evaluation = 0
         self.hidden: Any = None
         self.more = False
@@ -243,6 +243,14 @@ class UpdateState:
     @loss.setter
     def loss(self, value: Tensor | None) -> None:
         self.raw_loss = value
+
+    @property
+    def weight(self) -> Any:
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self._weight, self.unsettled = value, True
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -343,7 +351,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
             if several:
                 update.completes, update.share = window_complete, ONE if state.batch is None else engine.share()
             if update.skipped is not None:
-                update.output = update.raw_loss = None
+                update.output, update.raw_loss, update._weight = None, None, ONE
             elif engine.replaced_gradients is None:
                 compute_gradients(update, iteration, listened)
             else:
@@ -392,7 +400,7 @@ def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
         """Forward, loss and backward of ``state.batch``; the gradients are added to those that the window holds."""
         batch = state.batch
         if batch is None and engine.has_data:
-            update.output = update.raw_loss = None
+            update.output, update.raw_loss, update._weight = None, None, ONE
             return
         outside = regions.depth
         act = "forward"
@@ -417,12 +425,12 @@ def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
             if regions.depth > outside:
                 regions.close(outside)
             if loss is None or update.skipped is not None:
-                update.weight = ONE
+                update._weight = ONE
                 return
             act = "backward"
             if listened and signals.backward_started.due <= iteration:
                 signals.backward_started.emit(engine, iteration)
-            if one_update and update.weight is ONE:
+            if one_update and update._weight is ONE:
                 update.backward_loss.backward()
             else:
                 _backward(update, alone=one_update)
@@ -467,9 +475,8 @@ def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
                     update.backward_loss = loss
                     if listened and signals.loss_computed.due <= iteration:
                         signals.loss_computed.emit(engine, iteration)
-                update.weight = ONE
             if update.unsettled:
-                update.unsettled = False
+                update._weight, update.unsettled = ONE, False
                 if listened:
                     if regions.depth > inside:
                         regions.close(inside)
@@ -643,11 +650,11 @@ ZERO, ONE = 0, 1
 
 def _backward(update: UpdateState, *, alone: bool) -> None:
     """The backward of a weighted loss, or of one of several updates."""
-    loss, weight = update.backward_loss, update.weight
+    loss, weight = update.backward_loss, update._weight
     if weight is not ONE:
         loss = loss * weight
         update.extra_weight = update.extra_weight + (weight - 1)
-        update.weight = ONE
+        update._weight = ONE
     # Of several updates, each leaves gradients with its own parameters only: a generator's goes through the discriminator
     # without a trace there.
     loss.backward(inputs=None if alone else [p for p in update.parameters if p.requires_grad])

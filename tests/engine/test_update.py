@@ -428,6 +428,25 @@ def test_a_weight_that_the_forward_of_an_evaluation_sets_is_that_of_its_batch_al
     assert seen == [1]
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("lost", ["skipped", "missing"])
+def test_the_weight_of_a_batch_that_is_not_worked_on_is_not_given_to_the_next(lost: str, trains: bool) -> None:
+    engine = make_trainer() if trains else make_evaluator()
+    seen: list[Any] = []
+
+    def weigh(engine: Engine) -> None:
+        engine.state.update.weight = 5
+        if lost == "skipped":
+            engine.state.update.skip("on purpose")
+        else:
+            engine.state.batch = None
+
+    engine.connect(Events.GET_BATCH_COMPLETED(once=2), weigh)
+    engine.connect(Events.LOSS_COMPUTED, lambda engine: seen.append(engine.state.update.weight))
+    engine.run(make_data(3), max_epochs=1)
+    assert seen == [1, 1]
+
+
 @pytest.mark.parametrize(
     "where", ["forward", "loss", "UPDATE_STARTED", "FORWARD_STARTED", "LOSS_COMPUTED", "UPDATE_COMPLETED"]
 )
