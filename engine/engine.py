@@ -98,6 +98,7 @@ class Engine(HandlerHost):
         "_agreed_stops",
         "_agreed_time",
         "_allowed",
+        "_begun",
         "_completed",
         "_deadline",
         "_epoch_stop",
@@ -111,7 +112,6 @@ class Engine(HandlerHost):
         "_shares",
         "_snapshot",
         "_source",
-        "_stop_now",
         "_stopped_bounds",
         "_stops",
         "_streams",
@@ -184,7 +184,7 @@ class Engine(HandlerHost):
         self.origin: Mapping[str, Any] | None = None
         self._begin_lineage(None)
         self._stops: dict[str, str] = {}
-        self._stop_now = False  # a stop was asked for inside this iteration
+        self._begun = True  # False where an iteration has not come to its updates
         self._usual = True  # the iteration is one update, and no stop was asked for
         self._preemption: str | None = None  # why the run is to be saved and stopped at the next boundary
         self._evaluating = False
@@ -193,7 +193,7 @@ class Engine(HandlerHost):
         self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
         self._held_states: dict[str, Mapping[str, Any]] = {}  # loaded for handlers that are switched off now
-        self._snapshot: dict[str, Any] | None = None
+        self._snapshot: tuple[int, dict[str, Any]] | None = None  # of which iteration's state
         self._source: Source | None = None
         self._position: dict[str, Any] | None = None  # where the data of an earlier run stood
         self._deadline: float | None = None
@@ -223,8 +223,7 @@ class Engine(HandlerHost):
                     listened = True
                     if signals.batch_started.due <= iteration:
                         signals.batch_started.emit(self, iteration)
-                        if self._stop_now:  # before a batch is read that would be lost
-                            self._attend()
+                        if self._stops_now() and self._attend():  # before a batch is read that would be lost
                             break
                 try:
                     batch = next(iterator)
@@ -235,6 +234,7 @@ class Engine(HandlerHost):
                 state.iteration = iteration
                 state.batch = batch
                 if listened:
+                    self._begun = False
                     if signals.batch_completed.due <= iteration:
                         signals.batch_completed.emit(self, iteration)
                     if signals.iteration_started.due <= iteration:
@@ -242,15 +242,17 @@ class Engine(HandlerHost):
                         signals.iteration_started.emit(self, iteration)
                         plan = state.plan
                         self._usual = self._usual and plan is updates
+                    self._begun = True
                 if self._usual:  # a loop over a single one costs 50 ns
                     run_update(first, batch, iteration, listened)
                 else:
-                    if self._stop_now:  # the iteration was not begun: it is not made
+                    if self._stops_now():  # the iteration was not begun: it is not made
                         state.iteration = self._completed
-                        self._attend()
-                        break
+                        if self._attend():
+                            break
+                        state.iteration = iteration
                     for update in plan:
-                        if self._stop_now:
+                        if self._stops_now():
                             break
                         state.update = update
                         run_update(update, state.batch, iteration, listened)
@@ -346,7 +348,7 @@ class Engine(HandlerHost):
         self._deadline = None if self.state.max_seconds is None else self.now() + self.state.max_seconds
         self._attention = self._always_attend()
         self._stops.clear()
-        self._stop_now = False
+        self._begun = True
         self._preemption = self._snapshot = None
         if not self.training:
             self.state.restart()
@@ -367,7 +369,7 @@ class Engine(HandlerHost):
             try:
                 problems = self._clean_up(error, modes)
             finally:
-                self.running = self._attention = self._stop_now = self._setting_up = False
+                self.running = self._attention = self._setting_up = False
             note_problems(problems, error)
             del error, problems
         return self.state
@@ -390,6 +392,7 @@ class Engine(HandlerHost):
         state.exception = state.batch = self._snapshot = None
         for update in self.updates:
             update.output, update.backward_loss, update.loss = None, None, update.loss  # let go of the graph
+            update.weight, update.undecided = 1, True  # an error may have left them
         return problems
 
     # ---- the parts of the loop ------------------------------------------------------------------------------------
@@ -562,7 +565,6 @@ class Engine(HandlerHost):
         state.stop_reason = reason
         self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
         self._stops.clear()
-        self._stop_now = False
         self._preemption = None
         self._discard_windows()
 
@@ -620,7 +622,11 @@ class Engine(HandlerHost):
     def _may_stop(self) -> bool:
         """Whether the minimum bounds let a stop take effect."""
         state = self.state
-        return state.epoch - state.epoch_open >= state.min_epochs and state.iteration >= state.min_iters
+        return state.epoch - state.epoch_open >= state.min_epochs and self._completed >= state.min_iters
+
+    def _stops_now(self) -> bool:
+        """Whether a stop takes effect inside an iteration. Of several processes all go on: others may not have asked for it."""
+        return bool(self._stops) and not self.processes.several and self._may_stop()
 
     def _emit(self, event: EventEnum) -> None:
         self._snapshot = None  # a snapshot is that of one event
@@ -720,8 +726,8 @@ class Engine(HandlerHost):
 
         Args:
             reason: told in ``state.stop_reason``.
-            by: who asks; the same name may take it back with `withdraw_termination` while ``min_epochs`` or ``min_iters``
-                hold it back.
+            by: who asks; the same name may take it back with `withdraw_termination` before it takes effect, as while
+                ``min_epochs`` or ``min_iters`` hold it back.
         """
         if not self.running:
             raise RuntimeError(f"terminate({reason!r}): the engine is not running")
@@ -729,11 +735,9 @@ class Engine(HandlerHost):
             raise TypeError(f"terminate({reason!r}): say why, in a few words")
         self._stops.setdefault(by, reason)
         self._attention = True
-        if self._may_stop():
-            self._stop_now = not self.processes.several  # others may not have asked: then the iteration is gone through
-            self._usual = False
-            if self._completed != self.state.iteration:
-                self.state.update.skip(f"the run is stopped: {reason}")
+        self._usual = False
+        if self._completed != self.state.iteration and (self._begun or self.processes.several) and self._may_stop():
+            self.state.update.skip(f"the run is stopped: {reason}")
 
     def preempt(self, reason: str) -> None:
         """Save and stop the run at the next iteration boundary, so that another process goes on as if it had not been stopped.
@@ -752,16 +756,14 @@ class Engine(HandlerHost):
 
     def ask_again(self, stops: Mapping[str, str], epoch_stop: str | None) -> None:
         """Let stops take effect that were asked for when a state was saved."""
-        self._stops = dict(stops)
+        self._stops = {**stops, **self._stops}
         self._epoch_stop = epoch_stop
         if stops or epoch_stop is not None:
             self._attention = True
 
     def withdraw_termination(self, by: str = "user") -> None:
-        """Take back a stop that was asked for and has not taken effect. A step that was skipped for it stays skipped."""
+        """Take back a stop that has not taken effect. A step that was skipped for it, or an update left out, stays so."""
         self._stops.pop(by, None)
-        if not self._stops:
-            self._stop_now = False
 
     def terminate_epoch(self, reason: str) -> None:
         """End the epoch once all receivers of this event have run; EPOCH_COMPLETED comes, and then the next epoch."""
@@ -1069,9 +1071,10 @@ class Engine(HandlerHost):
         if not self.running:
             return self.state_dict()
         self._attention = True  # it is dropped with the event
-        if self._snapshot is None:
-            self._snapshot = self.state_dict()
-        return self._snapshot
+        iteration = self.state.iteration
+        if self._snapshot is None or self._snapshot[0] != iteration:  # that of GET_BATCH_STARTED is one iteration older
+            self._snapshot = iteration, self.state_dict()
+        return self._snapshot[1]
 
     def tell_saved(self) -> None:
         """Emit CHECKPOINT_SAVED; for handlers that have written a checkpoint."""

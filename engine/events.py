@@ -249,7 +249,7 @@ class Events(EventEnum):
     ENDED                                       # always, also after an error
     ```
 
-    Where unsized data ends, a last GET_BATCH_STARTED has no GET_BATCH_COMPLETED.
+    Where unsized data ends, or a stop is asked for there, a last GET_BATCH_STARTED has no GET_BATCH_COMPLETED.
     An epoch that ``terminate`` or a bound cuts short has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
     Everything inside an iteration is counted by iterations, and what surrounds it by epochs, so that
     ``GRADIENTS_READY(every=10)`` means "in every tenth iteration". For optimizer steps use an interval: ``"10st"``.

@@ -387,6 +387,19 @@ def test_a_preemption_is_heard_whatever_the_bus_was_doing(worked_on: str) -> Non
     assert place > 10
 
 
+def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
+    engine = make_engine()
+    taken: list[tuple[int, int]] = []
+
+    def take(engine: Engine) -> None:
+        taken.append((engine.state.iteration, engine.snapshot()["engine"]["iteration"]))
+
+    for event in (Events.GET_BATCH_STARTED, Events.ITERATION_COMPLETED):
+        engine.connect(event, take, phase=Phase.PERSIST)
+    engine.run(make_data(2), max_epochs=1)
+    assert taken == [(0, 0), (1, 1), (1, 1), (2, 2)]
+
+
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)

@@ -32,6 +32,18 @@ def make_engine(**options: Any) -> Engine:
     return Engine(update, model=model, seed=0, **options)
 
 
+def make_noting_engine(updates: int) -> tuple[Engine, list[Any]]:
+    """An engine with so many updates, and the batches that were worked on, once for each."""
+    seen: list[Any] = []
+
+    def note(engine: Engine, batch: Any) -> Tensor:
+        seen.append(batch)
+        return engine.model(torch.ones(1)).sum()  # type: ignore[no-any-return]
+
+    specs = [Update.from_function(note, partial(torch.optim.SGD, lr=0.1), name=f"{n}") for n in range(updates)]
+    return Engine(specs, model=nn.Linear(1, 1), seed=0), seen
+
+
 def catalogue(
     *, epochs: int, batches: int, window: int, loaded: bool, forward: bool = True, train: bool = True
 ) -> list[Triple]:
@@ -279,7 +291,12 @@ def test_a_stop_that_is_held_back_can_be_withdrawn() -> None:
     assert (state.iteration, state.stop_reason) == (9, None)
 
 
-@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.UPDATE_COMPLETED, Events.EPOCH_STARTED])
+BEFORE_THE_STEP = [
+    Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", [*BEFORE_THE_STEP, Events.UPDATE_COMPLETED, Events.ITERATION_COMPLETED])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_stop_that_is_withdrawn_at_once_leaves_the_run_as_it_was(event: Events, training: bool) -> None:
     engine = make_engine() if training else make_engine(training=False)
@@ -295,6 +312,69 @@ def test_a_stop_that_is_withdrawn_at_once_leaves_the_run_as_it_was(event: Events
     state = engine.run(iter(batches), max_epochs=1)  # what is taken from an iterator and not used would be lost
     assert (state.iteration, state.stop_reason, seen) == (6, None, batches)
     assert not training or engine.updates[0].steps == 6
+
+
+@pytest.mark.parametrize("event", [*BEFORE_THE_STEP, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("listened", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_handler_that_stops_the_run_and_is_switched_off_takes_its_stop_along(
+    event: Events, listened: bool, updates: int
+) -> None:
+    class Stopping(Handler):
+        @on(event(once=1 if event is Events.EPOCH_STARTED else 2))
+        def stop(self, engine: Engine) -> None:
+            engine.terminate("early", by=self.name)
+            self.enabled = False
+
+    engine, seen = make_noting_engine(updates)
+    engine.attach(Stopping())
+    if listened:
+        engine.on(Events.GET_BATCH_STARTED)(lambda engine: None)
+    state = engine.run(iter([1, 2, 3, 4]), max_epochs=1)
+    assert (state.iteration, state.stop_reason) == (4, None)
+    assert seen == [batch for batch in (1, 2, 3, 4) for _ in range(updates)]
+
+
+@pytest.mark.parametrize("event", [*BEFORE_THE_STEP[1:], Events.UPDATE_STARTED, Events.ITERATION_COMPLETED])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_stop_in_the_last_iteration_that_has_to_be_made_waits_for_its_end(
+    event: Events, again: bool, updates: int
+) -> None:
+    engine, seen = make_noting_engine(updates)
+
+    @engine.on(event(after=2) if again else event(once=3))
+    def stop(engine: Engine) -> None:
+        engine.terminate("enough")
+
+    state = engine.run(iter([1, 2, 3, 4, 5]), max_epochs=1, min_iters=3)
+    assert (state.iteration, state.stop_reason) == (3, "enough")
+    assert seen == [batch for batch in (1, 2, 3) for _ in range(updates)]
+
+
+@pytest.mark.parametrize("listened", [False, True])
+def test_a_stop_asked_for_at_the_start_holds_beside_a_loaded_state(listened: bool) -> None:
+    first = make_engine()
+    first.run(make_data(4), max_epochs=1)
+    engine = make_engine()
+    engine.load_state_dict(first.state_dict())
+    engine.on(Events.STARTED)(lambda engine: engine.terminate("not today"))
+    if listened:
+        engine.on(Events.GET_BATCH_STARTED)(lambda engine: None)
+    state = engine.run(make_data(4), max_epochs=2)
+    assert (state.iteration, state.stop_reason) == (4, "not today")
+
+
+def test_a_stop_withdrawn_before_the_updates_skips_none_of_them() -> None:
+    engine, seen = make_noting_engine(2)
+
+    @engine.on(Events.ITERATION_STARTED(once=2))
+    def change_of_mind(engine: Engine) -> None:
+        engine.terminate("early")
+        engine.withdraw_termination()
+
+    engine.run([1, 2, 3], max_epochs=1)
+    assert seen == [1, 1, 2, 2, 3, 3]
 
 
 def test_of_two_stops_the_one_that_is_not_withdrawn_holds() -> None:

@@ -428,6 +428,27 @@ def test_a_weight_that_the_forward_of_an_evaluation_sets_is_that_of_its_batch_al
     assert seen == [1]
 
 
+@pytest.mark.parametrize("event", [Events.LOSS_COMPUTED, Events.OPTIMIZER_STEP_COMPLETED], ids=str)
+def test_an_error_leaves_neither_weight_nor_decision_to_the_next_run(event: Events) -> None:
+    trainer = make_trainer()
+    seen: list[Any] = []
+
+    def fail(engine: Engine) -> None:
+        engine.state.update.weight = 5
+        raise ArithmeticError("on purpose")
+
+    trainer.connect(event(once=1), fail, phase=Phase.PERSIST)
+    with pytest.raises(ArithmeticError):
+        trainer.run(make_data(3), max_epochs=1)
+    trainer.signal(event).disconnect(fail)
+    trainer.connect(Events.LOSS_COMPUTED, lambda engine: seen.append(engine.state.update.weight))
+    steps = trainer.updates[0].steps
+    trainer.connect(Events.GRADIENTS_READY, lambda engine: engine.state.update.skip("on purpose"))
+    trainer.run(make_data(3), max_epochs=1)
+    assert seen == [1, 1, 1]
+    assert trainer.updates[0].steps == steps
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("lost", ["skipped", "missing"])
 def test_the_weight_of_a_batch_that_is_not_worked_on_is_not_given_to_the_next(lost: str, trains: bool) -> None:
