@@ -392,7 +392,8 @@ class Engine(HandlerHost):
         state.exception = state.batch = self._snapshot = None
         for update in self.updates:
             update.output, update.backward_loss, update.loss = None, None, update.loss  # let go of the graph
-            update.weight, update.undecided = 1, True  # an error may have left them
+            if error is not None:
+                update.weight, update.undecided = 1, True
         return problems
 
     # ---- the parts of the loop ------------------------------------------------------------------------------------
