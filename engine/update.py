@@ -334,6 +334,9 @@ def _not_again() -> Tensor:
 def updater(engine: Engine) -> Callable[[UpdateState, Any, int, bool], None]:
     """The function that performs an engine's updates, with what it needs in every iteration at hand.
 
+    It is called with the update, the batch, the iteration, and whether anybody listens. Training takes the batch from the state:
+    who replaces the gradients puts its parts there.
+
     It is made once for each run: in its scope a name costs one instruction, where an attribute of the engine would cost three.
     """
     state, signals, regions = engine.state, engine.iteration_signals, engine.regions
