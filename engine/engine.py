@@ -172,7 +172,7 @@ class Engine(HandlerHost):
         self._seed_given = seed is not None
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
         self.state = State(self.updates[0])
-        self.iteration_signals = IterationSignals(self.signals)
+        self.iteration_signals = IterationSignals(self.signals, specs, training=self.training)
         self.regions = Regions()
         self.dry_run = False
         self.replaced_data: Callable[[Engine, Any], Any] | None = None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batches import tensors_in
-from .bus import Bus, SignalGroup
+from .bus import Bus, Signal, SignalGroup
 from .events import Events
 from .randomness import cuda_generators, derived_seed, mixed, reseed
 
@@ -723,14 +723,17 @@ def _explain(error: Exception, act: str, engine: Engine, update: UpdateState) ->
 
 
 class IterationSignals(SignalGroup):
-    """The signals of an iteration's events, up to the completion of its updates."""
+    """The signals of an iteration's events, up to the completion of its updates.
+
+    Those that these updates never emit are no members of the group: one whose turn never comes would be due for good.
+    """
 
     __slots__ = (
         "backward_completed", "backward_started", "batch_completed", "batch_started", "completed", "forward_completed",
         "forward_started", "gradients_ready", "iteration_started", "loss_computed", "started", "step_completed", "step_started",
     )  # fmt: skip
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, updates: Iterable[Update], *, training: bool) -> None:
         self.batch_started = bus.of(Events.GET_BATCH_STARTED)
         self.batch_completed = bus.of(Events.GET_BATCH_COMPLETED)
         self.iteration_started = bus.of(Events.ITERATION_STARTED)
@@ -744,4 +747,13 @@ class IterationSignals(SignalGroup):
         self.step_started = bus.of(Events.OPTIMIZER_STEP_STARTED)
         self.step_completed = bus.of(Events.OPTIMIZER_STEP_COMPLETED)
         self.completed = bus.of(Events.UPDATE_COMPLETED)
-        super().__init__(*(getattr(self, name) for name in self.__slots__))
+        never: list[Signal] = []
+        if not training:
+            never += [self.backward_started, self.backward_completed]
+            never += [self.gradients_ready, self.step_started, self.step_completed]
+        if all(update.forward is None for update in updates):
+            never.append(self.forward_completed)
+        if all(update.loss is None and update.function is None for update in updates):
+            never.append(self.loss_computed)
+        signals = [getattr(self, name) for name in self.__slots__]
+        super().__init__(*(signal for signal in signals if signal not in never))

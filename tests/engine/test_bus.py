@@ -14,9 +14,12 @@ from typing import Any
 
 import blinker
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from signalfire import Engine, EventEnum, Events, FilteredEvent, Handler, Phase, Signal, Update, on
+from signalfire.events import NEVER
 
 
 class Talk(EventEnum):
@@ -752,6 +755,61 @@ def test_blinkers_signals_have_no_methods_that_the_bus_does_not_know() -> None:
     harmless = {"ANY", "set_class", "_cleanup_bookkeeping", "_make_cleanup_receiver", "_make_cleanup_sender"}
     found = {name for name in vars(blinker.Signal) if not name.startswith("__")} | {"__init__"}
     assert found == known | harmless, "see whether signalfire.Signal in engine/bus.py has to override what is new"
+
+
+# ---- what is due ---------------------------------------------------------------------------------------------------
+
+
+def learn(engine: Engine, batch: Tensor) -> Tensor:
+    loss: Tensor = engine.model(batch).mean()
+    return loss
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "training": lambda: Engine(
+        Update(lambda engine, batch: engine.model(batch), lambda engine, output, batch: output.mean(), SGD),
+        model=nn.Linear(1, 1),
+    ),
+    "training a function": lambda: Engine(Update.from_function(learn, SGD), model=nn.Linear(1, 1)),
+    "training two": lambda: Engine(
+        [
+            Update.from_function(learn, SGD, name="function"),
+            Update(lambda engine, batch: engine.model(batch), lambda engine, output, batch: output.mean(), SGD),
+        ],
+        model=nn.Linear(1, 1),
+    ),
+    "evaluating": lambda: Engine(
+        Update(lambda engine, batch: engine.model(batch), lambda engine, output, batch: output.mean()),
+        model=nn.Linear(1, 1),
+    ),
+    "evaluating a function": lambda: Engine(Update.from_function(learn), model=nn.Linear(1, 1)),
+    "predicting": lambda: Engine(Update.prediction(lambda engine, batch: engine.model(batch)), model=nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.parametrize("event", [event for event in Events if event.counter == "iteration"], ids=str)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_iteration_that_nobody_listens_to_is_known_by_one_comparison(kind: str, event: Events) -> None:
+    """Nothing is looked at where a filter does not pass, or where the event is one that this engine never emits."""
+    data = [torch.ones(2, 1)] * 3
+    log: list[str] = []
+    engine = ENGINES[kind]()
+    signals = engine.iteration_signals
+    engine.connect(event, recorder(log, "heard"))
+    engine.run(data, max_epochs=1)
+    inside = event is not Events.ITERATION_COMPLETED
+    assert (signals.due <= 1) == (bool(log) and inside)
+    engine.detach(engine.signal(event).connections[0].receiver)
+    assert signals.due == NEVER
+    in_an_iteration, log[:] = len(log) // len(data), []
+    engine = ENGINES[kind]()
+    signals = engine.iteration_signals
+    engine.connect(event(every=1000), recorder(log, "heard"))
+    engine.run(data, max_epochs=1)
+    assert log == []
+    assert signals.due == (1000 if in_an_iteration and inside else NEVER)
+    engine.run(data, max_iters=1001, epoch_length=3)
+    assert log == ["heard"] * in_an_iteration
 
 
 def test_what_blinker_inherits_does_not_call_past_the_order() -> None:
