@@ -278,7 +278,8 @@ class Signal(blinker.NamedSignal):
         self._plan = self._new_plan([one for one in active if one not in self._filtered])
         # 0: whatever the next count is, `_select` looks at it and works out the following one.
         self._filtered_due = 0 if self._filtered else NEVER
-        self._set_due(0 if active else NEVER)
+        first = [chosen.next_due(1) for one in self._filtered if (chosen := one.filter) is not None]
+        self._set_due(0 if self._plan else min(first, default=NEVER))
 
     def _set_due(self, due: int) -> None:
         before, self.due = self.due, due

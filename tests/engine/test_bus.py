@@ -812,6 +812,14 @@ def test_an_iteration_that_nobody_listens_to_is_known_by_one_comparison(kind: st
     assert log == ["heard"] * in_an_iteration
 
 
+def test_an_event_that_has_not_come_yet_is_not_due_before_its_filter_passes() -> None:
+    engine = idle_engine()  # which gives no loss
+    engine.connect(Events.LOSS_COMPUTED(every=1000), lambda engine: None)
+    assert engine.iteration_signals.due == 1000
+    engine.run(max_iters=10)
+    assert engine.iteration_signals.due == 1000
+
+
 def test_what_blinker_inherits_does_not_call_past_the_order() -> None:
     # Stock blinker would call these in the order of their ids, which `set` gives; ours may never do so.
     engine = idle_engine()
