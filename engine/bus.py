@@ -441,10 +441,9 @@ class Bus(blinker.Namespace):
 
     def of(self, event: EventEnum) -> Signal:
         """The signal of an event; it is made when it is first asked for."""
-        name = f"{type(event).__name__}.{event.name}"
-        signal = self.get(name)
+        signal = self.get(event.full_name)
         if not isinstance(signal, Signal):
-            signal = self[name] = Signal(event)
+            signal = self[event.full_name] = Signal(event)
             signal.around = self.around
         if signal.event is not event:
             raise ValueError(f"{event}: there is another catalogue of this name; rename one of the two classes")

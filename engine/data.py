@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from .loading import SkippingLoader, epochs_of, generators_of, has_torchs_order, set_epochs, skippable
+from .loading import SkippingLoader, epochs_of, generators_of, has_torchs_order, is_plain, set_epochs, skippable
 from .processes import ALONE, Processes
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 from .sharing import agreed, deal, draws_as_it_is_read, manner_of, padding_left_out, turns
@@ -410,16 +410,12 @@ class Streamed:
 
 def may_draw(data: Any) -> bool:
     """Whether data may draw from the global generators between its batches: what a plain DataLoader fetches does not."""
-    return not (
-        data is None
-        or type(data) in (list, tuple)
-        or (skippable(data) and data.collate_fn in (default_collate, default_convert))
-    )
+    return not (is_plain(data) or (skippable(data) and data.collate_fn in (default_collate, default_convert)))
 
 
 def _state_of_draws(data: Any) -> dict[str, Any]:
     """The state of those global generators that data may draw its order from: to read NumPy's alone takes 50 us."""
-    if data is None or type(data) in (list, tuple):
+    if is_plain(data):
         return {}
     if skippable(data) and has_torchs_order(data):
         return {"torch": torch.get_rng_state()}

@@ -77,6 +77,7 @@ class EventEnum(Enum):
     def __init__(self, label: str, counter: str | Callable[[Engine], int] | None = "fired") -> None:
         self.label = label
         self.counter = counter
+        self.full_name = f"{type(self).__name__}.{self._name_}"  # under which the bus knows its signal
         if not callable(counter) and counter not in ("iteration", "epoch", "fired", None):
             raise ValueError(
                 f"{type(self).__name__}: the counter of {label!r} is {counter!r}; it has to be "
@@ -133,7 +134,7 @@ class EventEnum(Enum):
         return EventUnion.of(self, other)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
+        return self.full_name
 
     __str__ = __repr__
 

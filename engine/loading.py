@@ -37,7 +37,7 @@ from torch.utils.data import (
 
 from .randomness import derived_seed, mixed, reseed
 
-__all__ = ["SkippingLoader", "generators_of", "has_torchs_order", "note_share", "set_epochs", "skippable"]
+__all__ = ["SkippingLoader", "generators_of", "has_torchs_order", "is_plain", "note_share", "set_epochs", "skippable"]
 
 T = TypeVar("T")
 
@@ -49,6 +49,11 @@ def skippable(data: Any) -> bool:
         and type(data).__iter__ is DataLoader.__iter__
         and not isinstance(data.dataset, IterableDataset)
     )
+
+
+def is_plain(data: Any) -> bool:
+    """Whether data is a list or tuple of batches, or none at all: it draws nothing, and has no parts to ask or to tell."""
+    return data is None or type(data) is list or type(data) is tuple
 
 
 class SkippingLoader:
@@ -362,6 +367,8 @@ _TORCHS_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weigh
 
 def _samplers(data: Any) -> list[Any]:
     """The data itself, and what it draws its order from; that of all parts, of data that consists of several."""
+    if is_plain(data):
+        return []
     if (limited := getattr(data, "limited_data", None)) is not None:
         return _samplers(limited)
     batch_sampler = getattr(data, "batch_sampler", None)
