@@ -61,6 +61,7 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<owner>[0-9a-f]{8}~\d+~\d+)~\d+\.(?P<k
 _ENTRIES = {"name": str, "handler": str, "kind": str, "run": str, "lineage": list, "writer": str, "epoch": int,
             "iteration": int, "epoch_open": bool, "environment": dict, "files": dict}  # fmt: skip
 _STALE = 24 * 3600.0  # seconds after which what another machine was writing has been given up
+_json = json.JSONEncoder(sort_keys=True).encode
 _numbers = itertools.count()
 _going_on: set[str] = set()  # the hidden names under which this process is writing
 
@@ -225,17 +226,15 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
 
 
 def encode(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest's bytes: with the sha256 of the bytes that it has without it. The same manifest gives the same bytes."""
-    plain = {key: value for key, value in manifest.items() if key != "sha256"}
-    told = _json(plain)
-    # Put in its place among the sorted keys by hand: to write all of it once more would take a tenth of a small checkpoint.
-    following = min(key for key in plain if key > "sha256")
-    place = told.index(f'\n "{following}": '.encode()) + 1
-    return told[:place] + f' "sha256": "{hashlib.sha256(told).hexdigest()}",\n'.encode() + told[place:]
+    """The manifest's bytes, a line for each entry: first the sha256 of the others. The same manifest gives the same bytes."""
+    lines = [f" {_json(key)}: {_json(manifest[key])}" for key in sorted(manifest.keys() - {"sha256"})]
+    told = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return told[:2] + _seal(told) + told[2:]
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+def _seal(told: bytes) -> bytes:
+    """The line with the sha256 of all the other ones."""
+    return f' "sha256": "{hashlib.sha256(told).hexdigest()}",\n'.encode()
 
 
 def commit(
@@ -462,12 +461,14 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} is missing") from None
     except NotADirectoryError:
         raise Damaged("it is no folder") from None
+    begin = content.find(b'\n "sha256": ') + 1
+    end = content.find(b"\n", begin) + 1
+    sealed = content[begin:end] == _seal(content[:begin] + content[end:])
     try:
-        manifest = json.loads(content)
-        whole = encode(manifest) == content  # every byte counts, also those that mean nothing to JSON
-    except (ValueError, RecursionError, AttributeError):
-        whole = False
-    if not whole:
+        manifest = json.loads(content) if sealed else None
+    except (ValueError, RecursionError):  # sealed by somebody else
+        manifest = None
+    if not isinstance(manifest, dict):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 differs")
     if manifest.get("format") != FORMAT:
         raise Damaged(f"{MANIFEST} has the format {manifest.get('format')!r}, which this version does not read")
@@ -478,7 +479,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         or manifest["files"][STATE].keys() < {"size", "sha256"}
     ):
         raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong) or 'files'}")
-    return dict(manifest)
+    return manifest
 
 
 def _manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
