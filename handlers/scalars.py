@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, check_every, on
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, check_every, on
 
 __all__ = ["Record", "ScalarLogger"]
 
@@ -53,12 +53,14 @@ class ScalarLogger(Handler):
     def _record(self, engine: Engine, values: dict[str, float]) -> None:
         state = engine.state
         record = Record(state.epoch, state.iteration, engine.updates[0].steps, values)
-        self._early.append(record)
-        if state.epoch == 0:
-            return  # before the first epoch: a loaded state may still say that all of this was written
-        early, self._early = self._early, []
-        for one in early:
-            self.record(one)
+        if state.epoch == 0:  # before the first epoch: a loaded state may still say that all of this was written
+            self._early.append(record)
+            return
+        if self._early:
+            early, self._early = self._early, []
+            for one in early:
+                self.record(one)
+        self.record(record)
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
@@ -79,7 +81,7 @@ class ScalarLogger(Handler):
         """Note the rates before a schedule moves them: those are the ones that are used."""
         if self._rates_at != engine.state.iteration:
             self._rates, self._rates_at = {}, engine.state.iteration
-        self._rates.update(_rates(engine, engine.state.update.name))
+        self._rates.update(_rates(engine, engine.state.update))
 
     @on("updates_made", phase=Phase.RECORD)
     def note_update(self, engine: Engine) -> None:
@@ -95,9 +97,10 @@ class ScalarLogger(Handler):
             self._rates = {}
         values: dict[str, float] = {}
         for update in engine.updates:
-            if update.loss is not None and self._made.get(update.name) == iteration:
-                values[f"loss/{update.name}" if several else "loss"] = update.loss.item()
-            for tag, rate in _rates(engine, update.name).items():
+            loss = update.loss
+            if loss is not None and self._made.get(update.name) == iteration:
+                values[f"loss/{update.name}" if several else "loss"] = loss.item()
+            for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)
         if values:
             self._record(engine, values)
@@ -124,8 +127,9 @@ class ScalarLogger(Handler):
         self._told_seen = True
 
 
-def _rates(engine: Engine, update: str) -> dict[str, float]:
-    optimizer = engine.find_update(update).optimizer
-    groups = [] if optimizer is None else optimizer.param_groups
-    prefix = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update}"
-    return {prefix if len(groups) == 1 else f"{prefix}/group{i}": float(group["lr"]) for i, group in enumerate(groups)}
+def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
+    groups = [] if update.optimizer is None else update.optimizer.param_groups
+    tag = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update.name}"
+    if len(groups) == 1:
+        return {tag: float(groups[0]["lr"])}
+    return {f"{tag}/group{i}": float(group["lr"]) for i, group in enumerate(groups)}

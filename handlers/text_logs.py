@@ -86,8 +86,11 @@ class TextLogger(ScalarLogger):
         if self._file is None:
             self._open()
         assert self._file is not None
-        with self._told():
+        try:
             self._file.append(lines)
+        except OSError as error:
+            self._tell(error)
+            raise
         if record.iteration != self._last_iteration:
             self._last_iteration, self._last_lines = record.iteration, ""
         self._last_lines += lines
@@ -135,8 +138,11 @@ class TextLogger(ScalarLogger):
         try:
             yield
         except OSError as error:
-            error.add_note(f"{self.name!r} ({type(self).__name__}): the log {str(self.path)!r} could not be written")
+            self._tell(error)
             raise
+
+    def _tell(self, error: OSError) -> None:
+        error.add_note(f"{self.name!r} ({type(self).__name__}): the log {str(self.path)!r} could not be written")
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
