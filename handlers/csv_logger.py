@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import time as clock
+from functools import cache
 
 from signalfire import Interval
 
@@ -56,12 +57,9 @@ class CSVLogger(TextLogger):
 
     def lines(self, record: Record) -> str:
         """A row for each value."""
-        place: list[object] = [record.epoch, record.iteration, record.step]
-        if self.time:
-            place.append(clock.time())
-        rows = io.StringIO()
-        csv.writer(rows, lineterminator="\n").writerows([*place, name, value] for name, value in record.values.items())
-        return rows.getvalue()
+        time = f"{clock.time()}," if self.time else ""
+        place = f"{record.epoch},{record.iteration},{record.step},{time}"
+        return "".join([f"{place}{_cell(name)},{value!r}\n" for name, value in record.values.items()])
 
     def iteration_of(self, line: str) -> int:
         """The second column."""
@@ -69,3 +67,11 @@ class CSVLogger(TextLogger):
         if len(cells) < self.header.count(",") + 1:
             raise ValueError(line)
         return int(cells[1])
+
+
+@cache
+def _cell(name: str) -> str:
+    """A name as CSV has it, in quotes where it needs them."""
+    row = io.StringIO()
+    csv.writer(row, lineterminator="\n").writerow([name])
+    return row.getvalue()[:-1]
