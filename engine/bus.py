@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import blinker
 from blinker import ANY
 
-from .events import NEVER, EventEnum, Filter, check_receiver
+from .events import NEVER, EventEnum, Events, Filter, check_receiver
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -139,6 +139,7 @@ class Signal(blinker.NamedSignal):
         "_filtered_due",
         "_last_phase",
         "_muted",
+        "_once_a_count",
         "_passing",
         "_plan",
         "_plans",
@@ -158,6 +159,7 @@ class Signal(blinker.NamedSignal):
         self.group: weakref.ref[SignalGroup] | None = None
         self.around: Around | None = None
         self.awaited = False
+        self._once_a_count = event is Events.ITERATION_COMPLETED
         self._muted = False
         self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
@@ -370,9 +372,12 @@ class Signal(blinker.NamedSignal):
         passing, following = [], NEVER
         for connection in self._filtered:
             assert connection.filter is not None
-            # A count may be emitted more than once (micro-batches), so that one that passes stays due for itself.
-            if (due := connection.filter.next_due(count)) <= count:
+            due = connection.filter.next_due(count)
+            if due <= count:
                 passing.append(connection)
+                # Others stay due: they may come again at this count, in several updates or time chunks.
+                if self._once_a_count:
+                    due = connection.filter.next_due(count + 1)
             if due < following:
                 following = due
         # A user's own counter may begin again at any time, so that nothing can be worked out from it.

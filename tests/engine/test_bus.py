@@ -812,6 +812,23 @@ def test_an_iteration_that_nobody_listens_to_is_known_by_one_comparison(kind: st
     assert log == ["heard"] * in_an_iteration
 
 
+def test_once_a_filter_has_passed_the_next_count_at_which_it_may_pass_is_known() -> None:
+    engine = idle_engine()
+    log: list[int] = []
+    engine.connect(Events.ITERATION_COMPLETED(every=10), lambda engine: log.append(engine.state.iteration))
+    engine.connect(Events.ITERATION_COMPLETED(once=[13, 20]), lambda engine: log.append(-engine.state.iteration))
+    signal = engine.signal(Events.ITERATION_COMPLETED)
+    known = []
+    for last in (9, 10, 13, 20):
+        log.clear()
+        engine.run(max_iters=last)  # from the first on, since it only evaluates
+        known.append(signal.due)
+    assert known == [10, 13, 20, 30]
+    assert log == [10, -13, 20, -20]
+    signal.send(engine)  # by hand, at the same count
+    assert log == [10, -13, 20, -20, 20, -20]
+
+
 def test_an_event_that_has_not_come_yet_is_not_due_before_its_filter_passes() -> None:
     engine = idle_engine()  # which gives no loss
     engine.connect(Events.LOSS_COMPUTED(every=1000), lambda engine: None)
