@@ -193,7 +193,8 @@ class Engine(HandlerHost):
         self._loaded: dict[str, Any] | None = None  # held until STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
         self._held_states: dict[str, Mapping[str, Any]] = {}  # loaded for handlers that are switched off now
-        self._snapshot: tuple[int, dict[str, Any]] | None = None  # of which iteration's state
+        # Of which iteration, whether its tensors are copies, the state.
+        self._snapshot: tuple[int, bool, dict[str, Any]] | None = None
         self._source: Source | None = None
         self._position: dict[str, Any] | None = None  # where the data of an earlier run stood
         self._deadline: float | None = None
@@ -1061,27 +1062,36 @@ class Engine(HandlerHost):
         Raises:
             RuntimeError: inside an iteration, where half of it would be saved.
         """
+        return self._state()
+
+    def _state(self, *, at_once: bool = False) -> dict[str, Any]:
         if self._completed != self.state.iteration:
             raise RuntimeError("state_dict(): not inside an iteration; take it at ITERATION_COMPLETED or later")
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        return gather(self)
+        return gather(self, at_once=at_once)
 
-    def snapshot(self) -> dict[str, Any]:
-        """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST of the same event."""
-        if not self.running:
-            return self.state_dict()
-        self._attention = True  # it is dropped with the event
+    def snapshot(self, *, at_once: bool = False) -> dict[str, Any]:
+        """The `state_dict` of this event, taken once and shared by everybody who asks in the phase PERSIST of the same event.
+
+        Args:
+            at_once: whether it is written, and let go of, before the receiver returns: then tensors need not be copied for it.
+        """
         iteration = self.state.iteration
-        if self._snapshot is None or self._snapshot[0] != iteration:  # that of GET_BATCH_STARTED is one iteration older
-            self._snapshot = iteration, self.state_dict()
-        return self._snapshot[1]
+        if not self.running:
+            return self._state(at_once=at_once)
+        # That of GET_BATCH_STARTED is one iteration older.
+        if self._snapshot is None or self._snapshot[0] != iteration or not (at_once or self._snapshot[1]):
+            self._attention = True  # it is dropped with the event
+            self._snapshot = iteration, not at_once, self._state(at_once=at_once)
+        return self._snapshot[2]
 
     def tell_saved(self) -> None:
         """Emit CHECKPOINT_SAVED; for handlers that have written a checkpoint."""
         snapshot = self._snapshot
         self._emit(Events.CHECKPOINT_SAVED)
-        self._snapshot = snapshot  # others may still have to write what this event comes to
+        if snapshot is not None and (snapshot[1] or not self.signal(Events.CHECKPOINT_SAVED).receivers):
+            self._snapshot = snapshot  # others may still have to write what this event comes to
 
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used: with averages in place, where a handler has them.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,9 +34,16 @@ __all__ = ["FORMAT", "copied", "gather", "put_back", "spread_over"]
 FORMAT = 1
 
 
-def gather(engine: Engine) -> dict[str, Any]:
-    """Everything that is needed to go on, sharing no tensor with the engine; of several processes, that of all on rank 0."""
+def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
+    """Everything that is needed to go on; of several processes, that of all on rank 0.
+
+    Args:
+        engine: whose state it is.
+        at_once: whether it is written before anything can change: then its tensors may be the engine's own. Otherwise it shares
+            none with the engine.
+    """
     state = engine.state
+    taken = partial(copied, tensor=_itself) if at_once else copied
     own = {
         "format": FORMAT,
         "engine": {
@@ -49,15 +57,15 @@ def gather(engine: Engine) -> dict[str, Any]:
             "stopped_bounds": engine._stopped_bounds,
             "seed": engine.seed,
             "fired": {name: signal.fired for name, signal in _counted_signals(engine) if signal.fired},
-            "metrics": copied(state.metrics.state_dict()),
+            "metrics": taken(state.metrics.state_dict()),
         },
-        "modules": {name: copied(root.state_dict()) for name, root in engine.modules.items()},
-        "updates": {update.name: _update_state(engine, update) for update in engine.updates},
+        "modules": {name: taken(root.state_dict()) for name, root in engine.modules.items()},
+        "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
         "handlers": {
-            name: copied(engine._held_states.get(name) or handler.state_dict())
+            name: taken(engine._held_states.get(name) or handler.state_dict())
             for name, handler in sorted(engine.handlers.items())
         },
-        "data": copied(_position(engine)),
+        "data": taken(_position(engine)),
         "random": packed(random_state()),
     }
     return of_all(own, engine.processes)
@@ -257,23 +265,23 @@ def _unsafe(value: Any) -> Any:
     return None if value is None or isinstance(value, Tensor | int | float | str | np.generic) else value
 
 
-def _update_state(engine: Engine, update: UpdateState) -> dict[str, Any]:
+def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], Any]) -> dict[str, Any]:
     optimizer = update.optimizer
     names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
     window = None
     if update.filled:
-        gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+        gradients = [taken(p.grad) for p in update.parameters]
         _check_reduced(update, gradients)
         _check_kept(update)
-        window = {"filled": update.filled, "held": update.held, "extra_weight": copied(update.extra_weight),
-                  "gradients": gradients, "kept": copied(update.kept), "made_with": _takes_part(engine)}  # fmt: skip
+        window = {"filled": update.filled, "held": update.held, "extra_weight": taken(update.extra_weight),
+                  "gradients": gradients, "kept": taken(update.kept), "made_with": _takes_part(engine)}  # fmt: skip
     return {
         "steps": update.steps,
-        "optimizer": None if optimizer is None else copied(optimizer.state_dict()),
+        "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
         "kind": None if optimizer is None else type(optimizer).__name__,
         "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
         # Those that belong to no module, such as a learned temperature: nobody else would save them.
-        "own_parameters": {i: copied(p) for i, p in enumerate(update.parameters) if p not in names},
+        "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
     }
 
@@ -307,7 +315,7 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
     for update in engine.updates:
         part = saved["updates"][update.name]
         part_names = part["parameters"]
-        names = _update_state(engine, update)["parameters"]
+        names = _update_state(engine, update, copied)["parameters"]
         if part["optimizer"] is None or update.optimizer is None:
             continue  # it was saved before its optimizer was built
         kind = type(update.optimizer).__name__
@@ -334,16 +342,26 @@ def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
 _ATOMS = {bool, float, int, str}
 
 
-def copied(value: Any) -> Any:
-    """A copy of a state that shares no tensor with what it was taken from."""
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """The tensor, unless its file would be another one than its copy's: of a view, all that it is a view of is written."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.detach() if plain and tensor.untyped_storage().nbytes() == tensor.nbytes else _cloned(tensor)
+
+
+def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
+    """A copy of a state that shares no tensor with what it was taken from; or with what ``tensor`` gives for each of them."""
     if value is None or type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return tensor(value)
     if isinstance(value, dict):
         same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
         for key, item in value.items():
-            same[key] = copied(item)
+            same[key] = copied(item, tensor)
         return same
     if isinstance(value, np.generic):  # a safe load accepts none of NumPy's types
         return value.item()
@@ -353,5 +371,6 @@ def copied(value: Any) -> Any:
             "(torch.from_numpy) or a list"
         )
     if isinstance(value, list | tuple):
-        return [copied(item) for item in value] if isinstance(value, list) else tuple(copied(item) for item in value)
+        items = [copied(item, tensor) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return copy.deepcopy(value)

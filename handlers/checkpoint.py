@@ -449,7 +449,7 @@ class Checkpoint(Handler):
         if self._write is not None:  # at an event at which it is not polled
             self._harvest(engine)
         try:
-            state = engine.weights() if self.weights_only else engine.snapshot()
+            state = engine.weights() if self.weights_only else engine.snapshot(at_once=not self.asynchronous)
             self._sync_written(engine)
             write = self._prepare(engine, entry, state, list(self._decided))
         except BaseException:

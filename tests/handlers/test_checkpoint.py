@@ -287,6 +287,82 @@ def test_several_checkpoints_share_one_snapshot_of_an_event(tmp_path: Path) -> N
         assert one["engine"] == three["engine"]
 
 
+class Odd(nn.Module):
+    """Weights that are views of something larger, tied, in another order, or repeated."""
+
+    spread: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(100_000)
+        self.part = nn.Parameter(whole[:6])
+        self.strided = nn.Parameter(whole[10:70:10])
+        self.tied = self.part
+        self.turned = nn.Parameter(torch.randn(3, 6).t())
+        self.register_buffer("spread", torch.ones(1).expand(500))
+        self.register_buffer("same", self.turned.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.part + x * self.strided) @ self.turned + self.tied.sum() + self.spread[:3]
+
+
+def spelled_out(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: spelled_out(item) for key, item in value.items()}
+    return [spelled_out(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_what_is_written_at_once_is_what_a_copy_of_the_state_is(tmp_path: Path) -> None:
+    seed_everything(0)
+    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.02))
+    engine = Engine(update, model=Odd(), seed=0)
+    handler = Checkpoint(tmp_path, every="1it", keep=99)
+    engine.attach(handler, EMA(0.9), GradientAccumulation(3), Metrics(loss=Average()))
+    copies: list[dict[str, Any]] = []
+    engine.connect(
+        Events.ITERATION_COMPLETED, lambda engine: copies.append(engine.snapshot()), phase=Phase.PERSIST, rank=10**6
+    )
+    engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=1)
+    written = sorted(tmp_path.iterdir())
+    assert len(copies) == len(written) == 4
+    own = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    for path, copy in zip(written, copies, strict=True):
+        state = torch.load(path / "state.pt", weights_only=True)
+        for each in (state, copy):  # what is kept is known once it is written
+            del each["handlers"]["checkpoint"]
+        assert spelled_out(state) == spelled_out(copy)
+        assert (path / "state.pt").stat().st_size < 40_000
+        tensors = [
+            *copy["modules"]["model"].values(),
+            *(g for g in (copy["updates"]["main"]["window"] or {}).get("gradients", [])),
+        ]
+        assert not own & {tensor.untyped_storage().data_ptr() for tensor in tensors}, "a copy shares nothing"
+    assert [copy["updates"]["main"]["window"] is None for copy in copies] == [False, False, True, True]
+    one, two = (state["modules"]["model"]["part"] for state in copies[1:3])
+    assert not torch.equal(one, two)
+
+
+def test_a_checkpoint_after_one_that_was_told_of_has_the_weights_as_they_are_then(tmp_path: Path) -> None:
+    engine = engine_of(Checkpoint(tmp_path, name="one"), Checkpoint(tmp_path, name="two"))
+
+    @engine.on(Events.CHECKPOINT_SAVED(once=1))
+    def change(engine: Engine) -> None:
+        with torch.no_grad():
+            engine.model.get_parameter("0.bias").fill_(7)
+        engine.state.metrics["changed"] = 1.0
+
+    engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=1)
+    states = {name: Checkpoint.load(next(tmp_path.glob(f"{name}-*"))) for name in ("one", "two")}
+    told = {
+        name: (state["engine"]["metrics"]["values"], state["modules"]["model"]["0.bias"][0])
+        for name, state in states.items()
+    }
+    assert told["one"] != ({"changed": 1.0}, 7)
+    assert told["two"] == ({"changed": 1.0}, 7), "of one moment"
+
+
 def test_the_snapshot_of_an_iteration_is_not_taken_for_that_of_the_epoch(tmp_path: Path) -> None:
     engine = engine_of(
         Checkpoint(tmp_path, name="inner", every="4it", keep=9), Checkpoint(tmp_path, name="outer", keep=9)
