@@ -473,7 +473,8 @@ def test_several_updates(which: str | None, window: int) -> None:
 @pytest.mark.parametrize("weight", [None, tokens])
 def test_an_optimizer_with_a_closure_evaluates_in_pieces(window: int, weight: Any) -> None:
     weights = None if weight is None else torch.tensor([1.0, 2.0, 3.0])
-    # In double precision: the line search amplifies what the order of sums changes.
+    # In double precision and for one epoch: with each step the line search amplifies what the order of sums changes, ten to a
+    # hundred times, and which order that is depends on the processor.
     weights = None if weights is None else weights.double()
     lbfgs = partial(torch.optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     update = Update.supervised(lambda output, target: cross_entropy(output, target, weights), lbfgs)
@@ -481,7 +482,7 @@ def test_an_optimizer_with_a_closure_evaluates_in_pieces(window: int, weight: An
 
     def run(*handlers: Handler) -> nn.Module:
         accumulation, model = GradientAccumulation(window, weight=weight), make_model().double()
-        trained(*handlers, accumulation, update=update, data=data, model=model)
+        trained(*handlers, accumulation, update=update, data=data, model=model, epochs=1)
         return model
 
     assert_close(run(MicroBatching(3)), run(), tolerance=1e-9)
