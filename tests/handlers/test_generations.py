@@ -103,6 +103,21 @@ def test_a_generation_holds_the_state_and_a_manifest_that_tells_of_it(folder: Pa
     assert torch.load(handler.best / "state.pt", weights_only=True)["engine"]["iteration"] == 3
 
 
+def test_a_manifest_in_an_earlier_layout_is_still_read_and_every_byte_of_it_counts(folder: Path) -> None:
+    """Indented, and with the sha256 of the rest in its place among the sorted names."""
+    (path,) = trained(folder, 1)
+    file = path / "manifest.json"
+    plain = {key: value for key, value in json.loads(file.read_bytes()).items() if key != "sha256"}
+    digest = hashlib.sha256((json.dumps(plain, indent=1, sort_keys=True) + "\n").encode()).hexdigest()
+    earlier = (json.dumps(plain | {"sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
+    file.write_bytes(earlier)
+    assert iteration(path) == 1
+    for place in range(len(earlier)):
+        file.write_bytes(earlier[:place] + bytes([earlier[place] ^ 1]) + earlier[place + 1 :])
+        with pytest.raises(ValueError, match=r"manifest\.json is not what was written"):
+            Checkpoint.load(path)
+
+
 def test_a_value_that_is_not_finite_leaves_a_manifest_of_plain_json(folder: Path) -> None:
     handler = Checkpoint(folder, monitor="score")
     engine = engine_of(handler)
