@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -87,26 +88,25 @@ def check_seed(where: str, seed: object) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the global generators, in types that ``torch.load(weights_only=True)`` reads."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
+    """The state of the global generators; `packed`, it is in types that ``torch.load(weights_only=True)`` reads."""
+    name, words, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
-        "python": [version, words, gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
+        "python": list(random.getstate()),
+        "numpy": [name, words.tobytes(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.default_generator.get_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
-    """A random state for a file: the 625 words of Python's generator as one tensor, since what is saved is walked through."""
+    """A random state for a file: the 625 words of Python's generator as bytes, since what is saved is walked through."""
     if "python" not in state:
         return state
     version, words, gauss = state["python"]
-    if not isinstance(words, torch.Tensor):
-        words = torch.from_numpy(np.array(words, dtype=np.int64))  # torch alone takes five times as long
+    if not isinstance(words, bytes):
+        words = struct.pack(f"={len(words)}I", *words)  # a tensor takes twice as long to make, and four times to save
     return state | {"python": [version, words, gauss]}
 
 
@@ -119,9 +119,16 @@ def set_random_state(state: dict[str, Any]) -> None:
     if "python" not in state:
         return
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if not isinstance(words, tuple):
+        words = tuple(_words(words).tolist())
+    random.setstate((version, words, gauss))
+    name, words, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, _words(words), position, has_gauss, cached))
+
+
+def _words(saved: bytes | torch.Tensor) -> Any:
+    """The words of a generator's state, which earlier files hold as a tensor."""
+    return saved.numpy().astype(np.uint32) if isinstance(saved, torch.Tensor) else np.frombuffer(saved, dtype="=u4")
 
 
 @contextmanager

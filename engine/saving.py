@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -339,7 +340,7 @@ def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
     return sorted((str(signal.event), signal) for signal in counted)
 
 
-_ATOMS = {bool, float, int, str}
+_ATOMS = {bool, bytes, float, int, str, NoneType}
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -354,14 +355,15 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
     """A copy of a state that shares no tensor with what it was taken from; or with what ``tensor`` gives for each of them."""
-    if value is None or type(value) in _ATOMS:
+    if type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, dict):
         same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
         for key, item in value.items():
-            same[key] = copied(item, tensor)
+            if type(item) not in _ATOMS:
+                same[key] = copied(item, tensor)
         return same
     if isinstance(value, np.generic):  # a safe load accepts none of NumPy's types
         return value.item()
