@@ -252,10 +252,12 @@ class Engine(HandlerHost):
                         if self._attend():
                             break
                         state.iteration = iteration
+                    for update in updates:
+                        update.left_out = iteration
                     for update in plan:
                         if self._stops_now():
                             break
-                        state.update = update
+                        state.update, update.left_out = update, 0
                         run_update(update, state.batch, iteration, listened)
                     plan, self._usual = updates, one_update
                 self._completed = iteration
@@ -416,6 +418,7 @@ class Engine(HandlerHost):
         build_optimizers(self)
         check_modules(self)
         for update in self.updates:
+            update.left_out = 0
             if update.filled == 0:
                 update.discard()
         self._emit(Events.STARTED)

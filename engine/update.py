@@ -174,14 +174,15 @@ class UpdateState:
         regular: whether each batch is one would-be step; whoever changes that says so here.
         completes: with several processes, whether this would-be step completes its window, which is known before its forward:
             the gradients of others need not be reduced.
+        left_out: the latest iteration of this run that was made without this update, by its plan or for a stop; 0 for none.
         share: with several processes, how much the batch counts beside those that the others were dealt with it: 1, unless
             they differ in their number of samples; see `Engine.share`.
     """
 
     __slots__ = (
         "_asked", "_parameters", "_parameters_of", "_weight", "again", "backward_loss", "completes", "evaluation", "extra_weight",
-        "filled", "forward", "function", "held", "hidden", "kept", "loss_function", "more", "name", "optimizer", "output",
-        "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "unsettled", "window", "window_of",
+        "filled", "forward", "function", "held", "hidden", "kept", "left_out", "loss_function", "more", "name", "optimizer",
+        "output", "raw_loss", "regular", "share", "skipped", "spec", "steps", "undecided", "unsettled", "window", "window_of",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -214,6 +215,7 @@ class UpdateState:
         self.evaluation = 0
         self.hidden: Any = None
         self.more = False
+        self.left_out = 0
         self.steps = 0
         self.discard()
         self.filled = 0

@@ -38,10 +38,8 @@ class ScalarLogger(Handler):
         self.every = check_every(self, every, units=["it"])
         count = int(self.every.value)
         self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
-        self.updates_made: AnyEvent = Events.UPDATE_COMPLETED(every=count)
         self._rates: dict[str, float] = {}
         self._rates_at = 0
-        self._made: dict[str, int] = {}  # when each update was made last
         self._seen: dict[str, int] = {}
         self._told_seen = False  # whether the loaded state said what was written
         self._early: list[Record] = []
@@ -64,7 +62,6 @@ class ScalarLogger(Handler):
     def begin(self, engine: Engine) -> None:
         """What was measured up to here was written by the run before."""
         self._seen = dict(engine.state.metrics.serials)
-        self._made = {}
         self._told_seen = False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
@@ -81,11 +78,6 @@ class ScalarLogger(Handler):
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
 
-    @on("updates_made", phase=Phase.RECORD)
-    def note_update(self, engine: Engine) -> None:
-        """Note which updates are made: the loss of another one is that of an earlier iteration."""
-        self._made[engine.state.update.name] = engine.state.iteration
-
     @on("every", phase=Phase.RECORD)
     def write_losses(self, engine: Engine) -> None:
         """Write the losses and the rates."""
@@ -96,7 +88,7 @@ class ScalarLogger(Handler):
         values: dict[str, float] = {}
         for update in engine.updates:
             loss = update.loss
-            if loss is not None and self._made.get(update.name) == iteration:
+            if loss is not None and update.left_out != iteration:  # otherwise it is that of an earlier one
                 values[f"loss/{update.name}" if several else "loss"] = loss.item()
             for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)

@@ -170,7 +170,8 @@ class _quiet:
     def __exit__(self, *error: object) -> None: ...
 
 
-@pytest.mark.filterwarnings("ignore:run.*nothing to do:UserWarning")  # what was saved as the last epoch ended is complete
+# Of what was saved as the last epoch ended, nothing is left to do.
+@pytest.mark.filterwarnings("ignore:run.*nothing to do:UserWarning")
 @pytest.mark.parametrize("seed", range(8))
 def test_killed_at_random_moments_and_resumed_again_and_again(tmp_path: Path, seed: int) -> None:
     expected = uninterrupted(tmp_path / "whole")
