@@ -51,12 +51,14 @@ class ScalarLogger(Handler):
     def _record(self, engine: Engine, values: dict[str, float]) -> None:
         state = engine.state
         record = Record(state.epoch, state.iteration, engine.updates[0].steps, values)
-        self._early.append(record)
-        if state.epoch == 0:
-            return  # before the first epoch: a loaded state may still say that all of this was written
-        early, self._early = self._early, []
-        for one in early:
-            self.record(one)
+        if state.epoch == 0:  # before the first epoch: a loaded state may still say that all of this was written
+            self._early.append(record)
+            return
+        if self._early:
+            early, self._early = self._early, []
+            for one in early:
+                self.record(one)
+        self.record(record)
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
