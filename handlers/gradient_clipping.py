@@ -7,7 +7,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, check_number, local_part, on
 
-from .parameters import any_sharded, gradients_of, total_norm
+from .parameters import alike, any_sharded, gradients_of, total_norm
 from .updates import updates_meant
 
 __all__ = ["GradientClipping"]
@@ -28,7 +28,7 @@ class GradientClipping(Handler):
 
     Source:
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013);
-        ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` do the work.
+        the arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
 
     Example:
         >>> GradientClipping(max_norm=1.0).max_norm
@@ -74,10 +74,13 @@ class GradientClipping(Handler):
             self.total_norm = self._clip_norm(update, self.max_norm)
 
     def _clip_norm(self, update: UpdateState, max_norm: float) -> Tensor:
-        parameters = update.parameters
-        if not any_sharded(parameters):
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, self.norm_type)
-        gradients = gradients_of(update)  # the same arithmetic, on the parts that this process holds
+        gradients = gradients_of(update)
+        sharded = any_sharded(gradients)
+        if not gradients or not (sharded or alike(gradients)):
+            return torch.nn.utils.clip_grad_norm_(update.parameters, max_norm, self.norm_type)
+        # The same arithmetic, on the parts that this process holds. Of gradients that are alike, torch's sorts them by device
+        # and dtype, twice: half of its 30 us for two of them, a quarter of its 4 ms for a thousand.
         total = total_norm(gradients, self.norm_type)
-        torch._foreach_mul_([local_part(g) for g in gradients], torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        parts = [local_part(gradient) for gradient in gradients] if sharded else gradients
+        torch._foreach_mul_(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from signalfire import Engine, UpdateState, is_sharded, local_part, norms_over_ranks
 
 __all__ = [
+    "alike",
     "all_names",
     "any_sharded",
     "gradients_of",
@@ -75,6 +76,20 @@ def any_sharded(tensors: Sequence[Tensor]) -> bool:
     return bool(tensors) and is_sharded(tensors[0])
 
 
+def alike(gradients: Sequence[Tensor]) -> bool:
+    """Whether one kernel takes them all: ordinary dense tensors of one device and dtype, through which nothing flows back."""
+    first = gradients[0]
+    device, dtype = first.device, first.dtype
+    return all(
+        type(one) is Tensor
+        and one.dtype is dtype
+        and one.device == device
+        and one.layout is torch.strided
+        and not one.requires_grad
+        for one in gradients
+    )
+
+
 def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
     """The p-norm of each gradient, on its device; 0 of an empty one. Of sharded ones, that of the whole."""
     if any_sharded(gradients):
@@ -89,7 +104,7 @@ def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The p-norm of all gradients together, which ``torch.nn.utils.get_total_norm`` gives, also of sharded ones."""
-    if not any_sharded(gradients):
+    if not gradients or not (alike(gradients) or any_sharded(gradients)):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
     return total

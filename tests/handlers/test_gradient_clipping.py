@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -102,6 +103,78 @@ def test_the_total_norm_is_that_before_the_clip() -> None:
     assert handler.total_norm is not None
     assert handler.total_norm.item() == norms[-1]
     assert norms[-1] > 0.5
+
+
+class Named(Tensor):
+    """A tensor of a class of its own."""
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def with_a_graph(*shape: int) -> Tensor:
+    return values(*shape).requires_grad_() + 1
+
+
+GRADIENTS: dict[str, Callable[[], list[Tensor | None]]] = {
+    **{str(dtype): partial(lambda dtype: [values(3, 2, dtype=dtype), None, values(5, dtype=dtype)], dtype)
+       for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)},
+    "two dtypes": lambda: [values(3), values(5, dtype=torch.float64), values(2, 2), values(4, dtype=torch.float64)],
+    "a graph": lambda: [with_a_graph(3, 2), values(5)],
+    "strides": lambda: [values(4, 3).t(), values(9)[::2]],
+    "a subclass": lambda: [values(3, 2).as_subclass(Named), values(5)],
+    "none": lambda: [None, None],
+    "infinite": lambda: [values(3, 2) / 0, values(5)],
+    "zero": lambda: [torch.zeros(3, 2), torch.zeros(5)],
+    "small": lambda: [values(3, 2) / 1000, values(5) / 1000],
+    "many": lambda: [values(2, n) for n in range(1, 200)],
+}  # fmt: skip
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), type(tensor.grad_fn)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_of_any_kind_are_clipped_as_torch_does(kind: str, norm_type: float) -> None:
+    make = GRADIENTS[kind]
+    model = nn.ParameterList(
+        nn.Parameter(torch.zeros(2) if gradient is None else torch.zeros_like(gradient, requires_grad=False))
+        for gradient in make()
+    )
+    clipping = GradientClipping(max_norm=0.5, norm_type=norm_type)
+
+    def set_gradients() -> None:
+        for parameter, gradient in zip(model, make(), strict=True):
+            parameter.grad = gradient
+
+    def seen(norm: Tensor | None) -> list[Tensor | None]:
+        return [norm, *(parameter.grad for parameter in model)]
+
+    update = Update.from_function(
+        lambda engine, batch: torch.stack([p.abs().double().sum() for p in model]).sum(),
+        partial(torch.optim.SGD, lr=0.1),
+    )
+    engine = Engine(update, model=model)
+    engine.attach(clipping)
+    engine.connect(Events.GRADIENTS_READY, lambda engine: set_gradients(), phase=Phase.PREPARE)
+    own: list[Tensor | None] = []
+    engine.connect(Events.OPTIMIZER_STEP_STARTED, lambda engine: own.extend(seen(clipping.total_norm)))
+    engine.connect(Events.OPTIMIZER_STEP_STARTED, lambda engine: engine.state.update.skip("seen"))
+    engine.run([1], max_epochs=1)
+
+    set_gradients()
+    by_hand = seen(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))
+    assert len(own) == len(by_hand) > 1
+    for one, other in zip(own, by_hand, strict=True):
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert _kind(one) == _kind(other)
+            assert torch.equal(one.isnan(), other.isnan())
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def test_gradients_within_the_limits_stay_as_they_are() -> None:
