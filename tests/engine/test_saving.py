@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -102,6 +103,28 @@ def test_numpys_numbers_are_saved_as_plain_ones_and_its_arrays_are_refused() -> 
     engine.state.metrics["confusion"] = np.eye(3)
     with pytest.raises(TypeError, match=r"NumPy array of shape \(3, 3\).*torch.from_numpy"):
         engine.state_dict()
+
+
+def test_random_states_that_were_saved_as_tensors_are_still_read() -> None:
+    engine = make_engine()
+    engine.run(DATA, max_epochs=1)
+    state = engine.state_dict()
+    expected = random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
+    for kind in ("python", "numpy"):
+        words = state["random"][kind][1]
+        assert isinstance(words, bytes)
+        state["random"][kind][1] = torch.from_numpy(np.frombuffer(words, dtype=np.uint32).astype(np.int64))
+    other = make_engine()
+    other.load_state_dict(state)
+    found: list[tuple[float, ...]] = []
+    other.connect(
+        Events.CHECKPOINT_LOADED,
+        lambda engine: found.append(
+            (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item())
+        ),
+    )
+    other.run(DATA, max_epochs=2)
+    assert found == [expected]
 
 
 def test_a_state_saved_before_the_first_run_is_where_a_run_begins() -> None:

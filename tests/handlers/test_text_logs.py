@@ -388,6 +388,21 @@ def test_the_loss_of_an_update_that_was_not_made_is_not_written(kind: Logger, tm
     assert text.count("loss/b") == 2
 
 
+def test_what_one_run_left_out_is_written_in_the_next(kind: Logger, tmp_path: Path) -> None:
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+    engine = Engine(update, model=nn.Linear(5, 2), seed=0)
+    engine.attach(kind(tmp_path / "log", every="1it"))
+    before = engine.state_dict()
+    leaves_out = engine.connect(Events.ITERATION_STARTED(once=3), lambda engine: setattr(engine.state, "plan", []))
+    written = []
+    for _ in range(2):
+        engine.run(batches(), max_epochs=1)
+        written.append((tmp_path / "log").read_text().count("loss"))
+        leaves_out.detach()
+        engine.load_state_dict(before)
+    assert written == [4, 5]
+
+
 def test_it_keeps_every_handlers_promises(kind: Logger, tmp_path: Path) -> None:
     check_handler(
         engine_of, lambda: kind(tmp_path / "log", every="2it"), batches(), changes_training=False, max_epochs=2
