@@ -92,7 +92,7 @@ def random_state() -> dict[str, Any]:
     name, words, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": list(random.getstate()),
-        "numpy": [name, words.tobytes(), int(position), int(has_gauss), float(cached)],
+        "numpy": [name, words.astype("<u4", copy=False).tobytes(), int(position), int(has_gauss), float(cached)],
         "torch": torch.default_generator.get_state(),
     }
     if torch.cuda.is_initialized() and torch.cuda.is_available():
@@ -106,7 +106,7 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
         return state
     version, words, gauss = state["python"]
     if not isinstance(words, bytes):
-        words = struct.pack(f"={len(words)}I", *words)  # a tensor takes twice as long to make, and four times to save
+        words = struct.pack(f"<{len(words)}I", *words)  # a tensor takes twice as long to make, and four times to save
     return state | {"python": [version, words, gauss]}
 
 
@@ -127,8 +127,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _words(saved: bytes | torch.Tensor) -> Any:
-    """The words of a generator's state, which earlier files hold as a tensor."""
-    return saved.numpy().astype(np.uint32) if isinstance(saved, torch.Tensor) else np.frombuffer(saved, dtype="=u4")
+    """The words of a generator's state, 4 bytes each with the least first; earlier files hold them as a tensor."""
+    return saved.numpy().astype(np.uint32) if isinstance(saved, torch.Tensor) else np.frombuffer(saved, dtype="<u4")
 
 
 @contextmanager
