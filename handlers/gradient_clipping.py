@@ -7,7 +7,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, check_number, local_part, on
 
-from .parameters import alike, any_sharded, gradients_of, total_norm
+from .parameters import alike, any_sharded, gradients_of, norm_of_all
 from .updates import updates_meant
 
 __all__ = ["GradientClipping"]
@@ -80,7 +80,7 @@ class GradientClipping(Handler):
             return torch.nn.utils.clip_grad_norm_(update.parameters, max_norm, self.norm_type)
         # The same arithmetic, on the parts that this process holds. Of gradients that are alike, torch's sorts them by device
         # and dtype, twice: half of its 30 us for two of them, a quarter of its 4 ms for a thousand.
-        total = total_norm(gradients, self.norm_type)
+        total = norm_of_all(gradients, self.norm_type)
         parts = [local_part(gradient) for gradient in gradients] if sharded else gradients
         torch._foreach_mul_(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
