@@ -82,7 +82,7 @@ class Source:
         length: the data's own length, or None.
         continues: whether the iteration goes on across epochs.
         started_at: the run's iteration count when the data was last iterated anew.
-        number: which pass over the data this is, counted from 0; -1 in front of the first.
+        number: which pass over the data this is, counted from 0.
         manner: how the data is shared out to processes.
     """
 
@@ -106,7 +106,7 @@ class Source:
         self.load(epoch)
         self.iterator: Iterator[Any] | None = None
         self.started_at = 0
-        self.number = -1
+        self.number = 0
         self.saved: dict[str, Any] = {}
         self.turn_shares: dict[int, float] = {}  # how much the batches of a turn count, of those that are dealt
         # Called with the pass and the batch before each batch but the first, so that draws do not go on from the model's.
@@ -165,7 +165,7 @@ class Source:
             ahead: whether a window needs to know the last batch.
         """
         if self.continues:
-            epoch = self.number + 1
+            epoch = self.number + 1 if self.saved else 0
             set_epochs(self.data, epoch)
         # What the order is drawn from, so that a resumed run can draw it again.
         states = _state_of_draws(self.data), [generator.get_state() for generator in generators_of(self.data)]
@@ -301,12 +301,7 @@ class Source:
         size = getattr(inner, "batch_size", None) or getattr(getattr(inner, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else None
 
-    def state_dict(self, *, over: bool) -> dict[str, Any]:
-        """Where the data stands.
-
-        Args:
-            over: whether the epoch is over: of a pass that ends with it, what it was drawn from is not needed any more.
-        """
+    def state_dict(self) -> dict[str, Any]:
         now = {
             "generators_now": [generator.get_state() for generator in generators_of(self.data)],
             "epochs_now": epochs_of(self.data),
@@ -315,10 +310,7 @@ class Source:
         }
         if not self.saved:
             return now
-        if over and not self.continues:
-            saved = {key: self.saved[key] for key in ("started_at", "number")}
-        else:
-            saved = self.saved | {"random": packed(self.saved["random"])}
+        saved = self.saved | {"random": packed(self.saved["random"])}
         iterator = self.iterator
         if not isinstance(iterator, Streamed) or not _keeps_position(_inner(self.data)):
             return saved | now
@@ -334,7 +326,6 @@ class Source:
         """
         if saved["first"] != self.first:
             return  # other data, which was made anew for the epoch that is to begin
-        self.number = saved.get("number", self.number)
         self._set_generators(saved["generators_now"])
         if announced:
             set_epochs(self.data, saved["epochs_now"])

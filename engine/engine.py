@@ -404,7 +404,7 @@ class Engine(HandlerHost):
     def _start(self, source: Source) -> None:
         previous, self._source = self._source, source
         if previous is not None and self.training:
-            self._position = previous.state_dict(over=not self.state.epoch_open)
+            self._position = previous.state_dict()
             if previous.given is source.given and isinstance(source.data, Iterator):
                 source.adopt(previous)
         for root in self.modules.values():

@@ -75,7 +75,7 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
 def _position(engine: Engine) -> dict[str, Any] | None:
     if engine._position is not None:  # loaded, or that of the run before: the data is not there yet
         return engine._position
-    return None if engine._source is None else engine._source.state_dict(over=not engine.state.epoch_open)
+    return None if engine._source is None else engine._source.state_dict()
 
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
