@@ -119,9 +119,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     if "python" not in state:
         return
     version, words, gauss = state["python"]
-    if not isinstance(words, tuple):
-        words = tuple(_words(words).tolist())
-    random.setstate((version, words, gauss))
+    words = words if isinstance(words, list | tuple) else _words(words).tolist()
+    random.setstate((version, tuple(words), gauss))
     name, words, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, _words(words), position, has_gauss, cached))
 

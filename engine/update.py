@@ -174,7 +174,8 @@ class UpdateState:
         regular: whether each batch is one would-be step; whoever changes that says so here.
         completes: with several processes, whether this would-be step completes its window, which is known before its forward:
             the gradients of others need not be reduced.
-        left_out: the latest iteration of this run that was made without this update, by its plan or for a stop; 0 for none.
+        left_out: at ITERATION_COMPLETED it is the number of the iteration if that was made without this update, by its plan or
+            for a stop, and another number if it was not.
         share: with several processes, how much the batch counts beside those that the others were dealt with it: 1, unless
             they differ in their number of samples; see `Engine.share`.
     """

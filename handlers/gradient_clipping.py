@@ -82,5 +82,5 @@ class GradientClipping(Handler):
         # and dtype, twice: half of its 30 us for two of them, a quarter of its 4 ms for a thousand.
         total = norm_of_all(gradients, self.norm_type)
         parts = [local_part(gradient) for gradient in gradients] if sharded else gradients
-        torch._foreach_mul_(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        torch._foreach_mul_(parts, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
         return total

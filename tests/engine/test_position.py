@@ -269,32 +269,6 @@ def test_so_does_one_whose_epochs_are_longer_than_its_data(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], epoch_length=8, max_epochs=2)
 
 
-@pytest.mark.parametrize("length", [4, 8])
-def test_given_another_epoch_length_a_run_goes_on_with_the_next_pass(length: int) -> None:
-    """The state of an epoch's end does not hold what the epoch was drawn from, but tells which pass over the data it was."""
-
-    def batches(engine: Engine) -> list[Tensor]:
-        seen: list[Tensor] = []
-        engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: seen.append(engine.state.batch[0]))
-        return seen
-
-    whole = build()
-    expected = batches(whole)
-    whole.run(SKIPPED["augmented"](), max_epochs=3)
-    first = build()
-    first.run(SKIPPED["augmented"](), max_epochs=2)
-    saved = first.state_dict()
-    assert not saved["data"].keys() & {"random", "generators", "epochs"}
-    second = build()
-    second.load_state_dict(saved)
-    seen = batches(second)
-    second.run(SKIPPED["augmented"](), max_epochs=3, epoch_length=length)
-    third = expected[2 * len(expected) // 3 :]
-    for one, other in zip(seen, third, strict=False):
-        assert torch.equal(one, other)
-    assert len(seen) == length
-
-
 @pytest.mark.parametrize("kind", READ_AGAIN)
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_other_data_is_read_again(kind: str) -> None:

@@ -177,9 +177,24 @@ def test_gradients_of_any_kind_are_clipped_as_torch_does(kind: str, norm_type: f
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def test_gradients_within_the_limits_stay_as_they_are() -> None:
+def test_sparse_gradients_are_refused_as_torch_does() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    update = Update.from_function(lambda engine, batch: model(batch).sum(), partial(torch.optim.SGD, lr=0.1))
+    engine = Engine(update, model=model)
+    engine.attach(GradientClipping(max_norm=0.5))
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        engine.run([torch.tensor([1, 2])], max_epochs=1)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_value": 1e6}, {"max_norm": 1e6}, {"max_norm": 10**20}, {"max_norm": math.inf}]
+)
+def test_gradients_within_the_limits_stay_as_they_are(options: dict[str, Any]) -> None:
     model = network()
-    trained(model, GradientClipping(max_value=1e6))
+    trained(model, GradientClipping(**options))
     assert_same(model, trained_by_hand({})[0])
 
 
