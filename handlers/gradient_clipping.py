@@ -75,7 +75,7 @@ class GradientClipping(Handler):
 
     def _clip_norm(self, update: UpdateState, max_norm: float) -> Tensor:
         gradients = gradients_of(update)
-        sharded = any_sharded(gradients)
+        sharded = any_sharded(update.parameters)
         if not gradients or not (sharded or alike(gradients)):
             return torch.nn.utils.clip_grad_norm_(update.parameters, max_norm, self.norm_type)
         # The same arithmetic, on the parts that this process holds. Of gradients that are alike, torch's sorts them by device
