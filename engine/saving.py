@@ -362,7 +362,7 @@ def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
     if isinstance(value, dict):
         same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
         for key, item in value.items():
-            if type(item) not in _ATOMS:
+            if type(item) not in _ATOMS:  # the others are in it; half of what a state holds is such, and a call each
                 same[key] = copied(item, tensor)
         return same
     if isinstance(value, np.generic):  # a safe load accepts none of NumPy's types

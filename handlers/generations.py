@@ -227,7 +227,7 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
 
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The manifest's bytes, a line for each entry: first the sha256 of the others. The same manifest gives the same bytes."""
-    lines = [f' "{key}": {_json(manifest[key])}' for key in sorted(manifest.keys() - {"sha256"})]
+    lines = [f" {_json(key)}: {_json(manifest[key])}" for key in sorted(manifest.keys() - {"sha256"})]
     told = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return told[:2] + _seal(told) + told[2:]
 

@@ -485,7 +485,7 @@ def test_an_optimizer_with_a_closure_evaluates_in_pieces(window: int, weight: An
         trained(*handlers, accumulation, update=update, data=data, model=model, epochs=1)
         return model
 
-    assert_close(run(MicroBatching(3)), run(), tolerance=1e-9)
+    assert_close(run(MicroBatching(3)), run(), tolerance=1e-10)
 
 
 # ---- the memory runs out -------------------------------------------------------------------------------------------------
