@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .bus import Phase
-from .data import END, DataError, Source
+from .data.loading import generators_of
+from .data.source import END, DataError, Source
+from .distributed.processes import ALONE, Processes, lost_another
+from .distributed.sharded import read_shards
 from .events import EventEnum, Events
 from .handler import Handler
 from .host import HandlerHost
 from .interval import Interval
-from .loading import generators_of
-from .processes import ALONE, Processes, lost_another
 from .randomness import (
     check_seed,
     cuda_generators,
@@ -36,7 +37,6 @@ from .randomness import (
 from .regions import Regions, note_problems
 from .saving import FORMAT, copied, gather, put_back, spread_over
 from .setup import build_optimizers, check_modules, check_windows
-from .sharded import read_shards
 from .state import State
 from .update import IterationSignals, Update, UpdateState, needs_closure, updater
 

@@ -15,7 +15,7 @@ from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent, reso
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Interval"]
+__all__ = ["Interval", "check_every", "event_of", "unfiltered"]
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .bus import Phase, Signal
-from .differences import for_rank, of_all
+from .distributed.differences import for_rank, of_all
+from .distributed.sharded import read_shards, spread_like
 from .events import Events
-from .randomness import (
-    derived_seed,
-    packed,
-    random_state,
-    seed_everything,
-    set_random_state,
-    unchanged_random_state,
-)
-from .sharded import read_shards, spread_like
+from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 
 if TYPE_CHECKING:
     from .engine import Engine

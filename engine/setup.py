@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from .sharded import is_sharded
+from .distributed.sharded import is_sharded
 from .update import needs_closure
 
 if TYPE_CHECKING:

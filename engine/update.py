@@ -22,8 +22,8 @@ from .events import Events
 from .randomness import cuda_generators, derived_seed, mixed, reseed
 
 if TYPE_CHECKING:
+    from .distributed.processes import Processes
     from .engine import Engine
-    from .processes import Processes
 
 __all__ = ["Update", "UpdateState", "needs_closure"]
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_number, local_part, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.checks import check_number
+from signalfire.distributed import local_part
 
-from .parameters import all_names, longest_match, matches, norms, unmatched
-from .ranks import CLIP_ADAPTIVELY
-from .updates import updates_meant
+from ._common.parameters import all_names, longest_match, matches, norms, unmatched
+from ._common.ranks import CLIP_ADAPTIVELY
+from ._common.updates import updates_meant
 
 __all__ = ["AdaptiveGradientClipping"]
 

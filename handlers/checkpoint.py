@@ -18,29 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from signalfire import (
-    SHARDS,
-    AnyEvent,
-    Engine,
-    Events,
-    Handler,
-    Interval,
-    Monitor,
-    Phase,
-    ShardFiles,
-    as_number,
-    check_bool,
-    check_every,
-    check_int,
-    is_sharded,
-    lost_another,
-    on,
-    split_shards,
-    unfiltered,
-)
-
-from .folders import check_folder, open_folder
-from .generations import (
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.checkpoints.store import (
     LONGEST_NAME,
     Files,
     Ownership,
@@ -59,7 +38,14 @@ from .generations import (
     set_aside,
     visible_name,
 )
-from .ranks import DECIDE_CHECKPOINTS
+from signalfire.checks import check_bool, check_int
+from signalfire.distributed import SHARDS, ShardFiles, is_sharded, lost_another, split_shards
+from signalfire.interval import check_every, unfiltered
+from signalfire.monitor import Monitor
+from signalfire.state import as_number
+
+from ._common.folders import check_folder, open_folder
+from ._common.ranks import DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
 

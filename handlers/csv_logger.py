@@ -10,8 +10,8 @@ from functools import cache
 
 from signalfire import Interval
 
-from .scalars import Record
-from .text_logs import TextLogger
+from ._common.scalars import Record
+from ._common.text_logs import TextLogger
 
 __all__ = ["CSVLogger"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .mixing import SampleMixing
+from ._common.mixing import SampleMixing
 
 __all__ = ["CutMix"]
 

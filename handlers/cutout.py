@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, check_int, check_number, on
+from signalfire import Engine, Events, Handler, on
+from signalfire.checks import check_int, check_number
 
-from .batches import changed, check_place, tensor_at
+from ._common.batches import changed, check_place, tensor_at
 
 __all__ = ["Cutout"]
 

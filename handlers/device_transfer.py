@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, check_bool, map_leaves, on, tensors_in
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.batches import map_leaves, tensors_in
+from signalfire.checks import check_bool
 
 __all__ = ["DeviceTransfer"]
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from signalfire import Engine, Events, Phase, UpdateState, check_bool, check_choice, check_int, on
+from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.checks import check_bool, check_choice, check_int
 
-from .distribution import Distribution, Shares, broadcast
+from ._common.distribution import Distribution, Shares, broadcast
 
 __all__ = ["DistributedDataParallel"]
 

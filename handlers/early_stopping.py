@@ -6,21 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from signalfire import (
-    Engine,
-    Events,
-    Handler,
-    Interval,
-    Monitor,
-    Phase,
-    check_bool,
-    check_every,
-    check_int,
-    check_number,
-    on,
-)
+from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_bool, check_int, check_number
+from signalfire.interval import check_every
+from signalfire.monitor import Monitor
 
-from .ranks import KEEP_BEST
+from ._common.ranks import KEEP_BEST
 
 __all__ = ["EarlyStopping"]
 

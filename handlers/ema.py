@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from signalfire import (
-    Engine,
-    Events,
-    Interval,
-    Phase,
-    check_bool,
-    check_choice,
-    check_every,
-    check_int,
-    check_number,
-    on,
-)
+from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.checks import check_bool, check_choice, check_int, check_number
+from signalfire.interval import check_every
 
-from .averages import AveragedWeights
-from .ranks import AVERAGE
-from .updates import made_step
+from ._common.averages import AveragedWeights
+from ._common.ranks import AVERAGE
+from ._common.updates import made_step
 
 __all__ = ["EMA"]
 

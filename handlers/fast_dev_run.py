@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from signalfire import Engine, Events, FirstBatches, Handler, Phase, check_int, on
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_int
+from signalfire.data import FirstBatches
 
 __all__ = ["FastDevRun"]
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from signalfire import Engine, Events, Handler, check_bool, check_number, on
+from signalfire import Engine, Events, Handler, on
+from signalfire.checks import check_bool, check_number
 
-from .parameters import all_names, longest_match, matches, unmatched
+from ._common.parameters import all_names, longest_match, matches, unmatched
 
 __all__ = ["Freezing", "discriminative_rates"]
 

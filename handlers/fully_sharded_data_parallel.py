@@ -10,24 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from signalfire import (
-    Engine,
-    Events,
-    Phase,
-    UpdateState,
-    check_bool,
-    check_choice,
-    discard_unreduced,
-    is_sharded,
-    on,
-    reshard,
-    tensors_in,
-    unchanged_random_state,
-    unsharded,
-)
+from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.batches import tensors_in
+from signalfire.checks import check_bool, check_choice
+from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsharded
+from signalfire.randomness import unchanged_random_state
 
-from .distribution import Distribution, Shares, broadcast
-from .ranks import PUT_TOGETHER
+from ._common.distribution import Distribution, Shares, broadcast
+from ._common.ranks import PUT_TOGETHER
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from signalfire import Engine, Events, Handler, check_int, on
+from signalfire import Engine, Events, Handler, on
+from signalfire.checks import check_int
 
 __all__ = ["GradientAccumulation"]
 

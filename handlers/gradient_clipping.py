@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, UpdateState, check_number, local_part, on
+from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire.checks import check_number
+from signalfire.distributed import local_part
 
-from .parameters import alike, any_sharded, gradients_of, norm_of_all
-from .updates import updates_meant
+from ._common.parameters import alike, any_sharded, gradients_of, norm_of_all
+from ._common.updates import updates_meant
 
 __all__ = ["GradientClipping"]
 

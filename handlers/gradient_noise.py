@@ -6,11 +6,13 @@ import math
 
 import torch
 
-from signalfire import Engine, Events, Handler, Phase, check_number, local_part, on, spread_like
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_number
+from signalfire.distributed import local_part, spread_like
 
-from .parameters import gradients_of
-from .ranks import ADD_NOISE
-from .updates import updates_meant
+from ._common.parameters import gradients_of
+from ._common.ranks import ADD_NOISE
+from ._common.updates import updates_meant
 
 __all__ = ["GradientNoise"]
 

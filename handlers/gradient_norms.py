@@ -8,24 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import (
-    AnyEvent,
-    Engine,
-    Events,
-    Handler,
-    Interval,
-    Phase,
-    UpdateState,
-    check_bool,
-    check_every,
-    check_number,
-    on,
-    unfiltered,
-)
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.checks import check_bool, check_number
+from signalfire.interval import check_every, unfiltered
 
-from .parameters import gradients_of, named_parameters, norms
-from .ranks import MEASURE_GRADIENTS
-from .updates import updates_meant
+from ._common.parameters import gradients_of, named_parameters, norms
+from ._common.ranks import MEASURE_GRADIENTS
+from ._common.updates import updates_meant
 
 __all__ = ["GradientNorms"]
 

@@ -9,8 +9,8 @@ import time as clock
 
 from signalfire import Interval
 
-from .scalars import Record
-from .text_logs import TextLogger
+from ._common.scalars import Record
+from ._common.text_logs import TextLogger
 
 __all__ = ["JSONLinesLogger"]
 

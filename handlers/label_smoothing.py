@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, check_number, on
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_number
 
-from .ranks import SMOOTH_LOSS
-from .updates import updates_meant
+from ._common.ranks import SMOOTH_LOSS
+from ._common.updates import updates_meant
 
 __all__ = ["LabelSmoothing"]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from signalfire import Engine, FirstBatches, Handler
+from signalfire import Engine, Handler
+from signalfire.data import FirstBatches
 
 __all__ = ["LimitBatches"]
 

@@ -10,10 +10,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Monitor, Phase, check_every, check_int, on
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_int
+from signalfire.interval import check_every
+from signalfire.monitor import Monitor
 
-from .torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
-from .updates import made_step
+from ._common.torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
+from ._common.updates import made_step
 
 __all__ = ["LRScheduling"]
 

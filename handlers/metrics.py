@@ -10,9 +10,12 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, as_number, check_number, on, samples_in
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.batches import samples_in
+from signalfire.checks import check_number
+from signalfire.state import as_number
 
-from .updates import only_update
+from ._common.updates import only_update
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics"]
 

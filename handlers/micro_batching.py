@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, check_bool, check_int, on, parts, rebuilt
+from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
+from signalfire.batches import parts, rebuilt
+from signalfire.checks import check_bool, check_int
 
 __all__ = ["MicroBatching"]
 

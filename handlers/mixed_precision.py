@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, check_number, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.checks import check_choice, check_int, check_number
 
-from .ranks import LOOK
+from ._common.ranks import LOOK
 
 __all__ = ["MixedPrecision"]
 

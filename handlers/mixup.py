@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mixing import SampleMixing
+from ._common.mixing import SampleMixing
 
 __all__ = ["MixUp"]
 

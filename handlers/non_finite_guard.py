@@ -9,11 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_choice, check_int, local_part, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.checks import check_choice, check_int
+from signalfire.distributed import local_part
 
-from .parameters import gradients_of, named_parameters, norms
-from .ranks import GUARD, LOOK, NOTE_LOSS
-from .updates import updates_meant
+from ._common.parameters import gradients_of, named_parameters, norms
+from ._common.ranks import GUARD, LOOK, NOTE_LOSS
+from ._common.updates import updates_meant
 
 __all__ = ["NonFiniteGuard"]
 

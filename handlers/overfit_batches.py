@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from signalfire import Engine, Handler, check_bool, check_int, derived_seed, seed_everything, unchanged_random_state
+from signalfire import Engine, Handler, seed_everything
+from signalfire.checks import check_bool, check_int
+from signalfire.randomness import derived_seed, unchanged_random_state
 
 __all__ = ["OverfitBatches"]
 

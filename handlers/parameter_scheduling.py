@@ -7,21 +7,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from signalfire import (
-    AnyEvent,
-    Engine,
-    Events,
-    Handler,
-    Interval,
-    Phase,
-    UpdateState,
-    check_every,
-    check_int,
-    check_number,
-    on,
-)
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.checks import check_int, check_number
+from signalfire.interval import check_every
 
-from .updates import made_step
+from ._common.updates import made_step
 
 __all__ = ["ParameterScheduling"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 
-from .folders import check_folder, open_folder
-from .updates import only_update
+from ._common.folders import check_folder, open_folder
+from ._common.updates import only_update
 
 __all__ = ["Predictions"]
 

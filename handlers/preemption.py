@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Literal
 
-from signalfire import Engine, Events, Handler, Phase, check_int, check_number, on
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_int, check_number
 
 __all__ = ["Preemption"]
 

@@ -12,10 +12,11 @@ from typing import Any, TextIO
 
 import torch
 
-from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, check_bool, check_int, on
+from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, on
+from signalfire.checks import check_bool, check_int
 
-from .folders import check_folder, open_folder
-from .ranks import AFTER_ALL, BEFORE_ALL
+from ._common.folders import check_folder, open_folder
+from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
 __all__ = ["Profiler", "Timing"]
 

@@ -9,7 +9,9 @@ from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
-from signalfire import Engine, Events, Handler, Phase, as_number, check_bool, check_number, on
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_bool, check_number
+from signalfire.state import as_number
 
 __all__ = ["ProgressBar"]
 

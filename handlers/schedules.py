@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from signalfire import check_bool, check_choice, check_number
+from signalfire.checks import check_bool, check_choice, check_number
 
-from .torch_schedulers import base_of, missing_total
+from ._common.torch_schedulers import base_of, missing_total
 
 __all__ = ["cosine_with_warmup", "one_cycle", "piecewise", "polynomial", "warmup", "warmup_stable_decay"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from signalfire import Engine, Events, Handler, Phase, derived_seed, on, seed_everything
+from signalfire import Engine, Events, Handler, Phase, on, seed_everything
+from signalfire.randomness import derived_seed
 
-from .ranks import SEED
+from ._common.ranks import SEED
 
 __all__ = ["Seeding"]
 

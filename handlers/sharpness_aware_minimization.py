@@ -9,21 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import (
-    Engine,
-    Events,
-    Handler,
-    UpdateState,
-    check_bool,
-    check_int,
-    check_number,
-    local_part,
-    needs_closure,
-    on,
-)
+from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire.checks import check_bool, check_int, check_number
+from signalfire.distributed import local_part
+from signalfire.update import needs_closure
 
-from .parameters import total_norm
-from .updates import updates_meant
+from ._common.parameters import total_norm
+from ._common.updates import updates_meant
 
 __all__ = ["SharpnessAwareMinimization"]
 

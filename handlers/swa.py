@@ -11,26 +11,18 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
-from signalfire import (
-    Engine,
-    Events,
-    Interval,
-    Phase,
-    check_choice,
-    check_every,
-    check_int,
-    check_number,
-    generators_of,
-    map_leaves,
-    on,
-    unchanged_random_state,
-    unsharded,
-)
+from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.batches import map_leaves
+from signalfire.checks import check_choice, check_int, check_number
+from signalfire.data import generators_of
+from signalfire.distributed import unsharded
+from signalfire.interval import check_every
+from signalfire.randomness import unchanged_random_state
 
-from .averages import AveragedWeights
-from .batches import check_data
-from .ranks import AVERAGE
-from .torch_schedulers import restore_rates, step, unwrap_step
+from ._common.averages import AveragedWeights
+from ._common.batches import check_data
+from ._common.ranks import AVERAGE
+from ._common.torch_schedulers import restore_rates, step, unwrap_step
 
 __all__ = ["SWA"]
 

@@ -14,8 +14,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from signalfire import Engine, Events, Interval, Phase, on
 
-from .folders import check_folder, open_folder
-from .scalars import Record, ScalarLogger
+from ._common.folders import check_folder, open_folder
+from ._common.scalars import Record, ScalarLogger
 
 __all__ = ["TensorBoardLogger"]
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, check_choice, map_leaves, on
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.batches import map_leaves
+from signalfire.checks import check_choice
 
 __all__ = ["TruePrecision"]
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_int, on, parts, rebuilt
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.batches import parts, rebuilt
+from signalfire.checks import check_int
 
-from .updates import updates_meant
+from ._common.updates import updates_meant
 
 __all__ = ["TruncatedBPTT"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import lcm
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, check_int, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.checks import check_int
 
-from .ranks import CHOOSE_UPDATES
+from ._common.ranks import CHOOSE_UPDATES
 
 __all__ = ["UpdateFrequency"]
 

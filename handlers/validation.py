@@ -6,22 +6,13 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from signalfire import (
-    AnyEvent,
-    Engine,
-    Events,
-    Handler,
-    Interval,
-    Phase,
-    check_bool,
-    check_every,
-    check_int,
-    generators_of,
-    on,
-    unchanged_random_state,
-)
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_bool, check_int
+from signalfire.data import generators_of
+from signalfire.interval import check_every
+from signalfire.randomness import unchanged_random_state
 
-from .batches import check_data
+from ._common.batches import check_data
 
 __all__ = ["Validation"]
 

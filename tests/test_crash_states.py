@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
+from signalfire.checkpoints.store import Files, clean, find, owner, read_manifest
 from signalfire.handlers import Checkpoint
-from signalfire.handlers.generations import Files, clean, find, owner, read_manifest
 
 PAGE = 4096  # what a disk writes at once: of a file that was not synced, any of them may be missing
 BOUND = 1024  # up to so many combinations of what survives are all tried; beyond, each alone, all and none
@@ -816,9 +816,7 @@ def test_without_the_checksum_what_is_wrong_is_loaded(root: Path, monkeypatch: p
         def hexdigest(self) -> str:
             return "0" * 64
 
-    monkeypatch.setattr(
-        "signalfire.handlers.generations.hashlib", SimpleNamespace(sha256=lambda content=b"": Constant())
-    )
+    monkeypatch.setattr("signalfire.checkpoints.store.hashlib", SimpleNamespace(sha256=lambda content=b"": Constant()))
     found = left_by(root, CARELESS["no sync of state.pt"])
     assert len(found.wrong) > 0, str(found)
 

@@ -60,7 +60,7 @@ from signalfire.handlers import (
     TruePrecision,
     Validation,
 )
-from signalfire.handlers.ranks import AFTER_ALL
+from signalfire.handlers._common.ranks import AFTER_ALL
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])

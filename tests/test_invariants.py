@@ -63,7 +63,7 @@ from signalfire.handlers import (
     UpdateFrequency,
     Validation,
 )
-from signalfire.handlers.ranks import COMMUTING
+from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 
 Batch = tuple[Tensor, Tensor]

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -14,34 +15,15 @@ from pathlib import Path
 import pytest
 
 import signalfire
-import signalfire.ablation
 import signalfire.handlers
 
 ROOT = Path(__file__).parent.parent
 
-# What several handlers share; each of them may import it.
-SHARED = (
-    "averages",
-    "batches",
-    "distribution",
-    "folders",
-    "generations",
-    "mixing",
-    "parameters",
-    "ranks",
-    "scalars",
-    "schedules",
-    "text_logs",
-    "torch_schedulers",
-    "updates",
-)
-
 
 def modules() -> list[str]:
-    found = ["signalfire", "signalfire.handlers", "signalfire.ablation"]
-    for package in (signalfire, signalfire.handlers, signalfire.ablation):
-        found += [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    return sorted(set(found))
+    found = pkgutil.walk_packages([*signalfire.__path__], "signalfire.")
+    handlers = pkgutil.walk_packages([*signalfire.handlers.__path__], "signalfire.handlers.")
+    return sorted({"signalfire", "signalfire.handlers", *(one.name for one in [*found, *handlers])})
 
 
 @pytest.mark.parametrize("name", modules())
@@ -75,10 +57,10 @@ def test_the_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     (wheel,) = tmp_path.glob("*.whl")
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {f"signalfire/{file.name}" for file in (ROOT / "engine").iterdir() if file.suffix == ".py"}
-    expected |= {f"signalfire/handlers/{file.name}" for file in (ROOT / "handlers").iterdir() if file.suffix == ".py"}
-    expected |= {
-        f"signalfire/ablation/{file.name}" for file in (ROOT / "engine" / "ablation").iterdir() if file.suffix == ".py"
+    expected = {
+        f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in (("engine", "signalfire"), ("handlers", "signalfire/handlers"))
+        for file in (ROOT / folder).rglob("*.py")
     }
     assert inside == expected | {"signalfire/py.typed"}
 
@@ -91,12 +73,12 @@ def test_the_folders_refuse_to_be_imported_as_packages_of_their_own(folder: str)
 
 
 def test_no_handler_names_another_and_the_engine_names_none() -> None:
-    handlers = {file.stem for file in (ROOT / "handlers").glob("*.py")} - {"__init__", *SHARED}
-    for file in (ROOT / "handlers").glob("*.py"):
+    handlers = {file.stem for file in (ROOT / "handlers").glob("*.py")} - {"__init__", "schedules"}
+    for file in (ROOT / "handlers").rglob("*.py"):
         if file.stem != "__init__":
             text = file.read_text()
             assert not [
-                other for other in handlers if f"from .{other}" in text or f"signalfire.handlers.{other}" in text
+                other for other in handlers if re.search(rf"(from \.\.?|signalfire\.handlers\.){other}\b", text)
             ], file
-    for file in (ROOT / "engine").glob("*.py"):
-        assert "signalfire.handlers" not in file.read_text().replace("installed as 'signalfire.handlers'", ""), file
+    for file in (ROOT / "engine").rglob("*.py"):
+        assert not re.search(r"^(from|import) signalfire\.handlers", file.read_text(), re.MULTILINE), file

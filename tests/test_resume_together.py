@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
-from signalfire import Engine, Events, Phase, Update, seed_everything, together
+from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire.distributed import together
 from signalfire.handlers import (
     EMA,
     Accuracy,

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch._dynamo.distributed  # which torch's DDP imports late: here once, and not in every process
 
-from signalfire import Engine, Events, Handler, Phase, seed_everything, together
+from signalfire import Engine, Events, Handler, Phase, seed_everything
+from signalfire.distributed import together
 from signalfire.handlers import DistributedDataParallel
 from signalfire.testing import fingerprint
 from tests import test_invariants as invariants

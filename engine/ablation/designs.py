@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from signalfire import Handler, check_int
+from signalfire import Handler
+from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Phase, generators_of, tensors_in
+from signalfire import Engine, Events, Phase
+from signalfire.batches import tensors_in
+from signalfire.data import generators_of
 
 from ..randomness import random_state, set_random_state
 

@@ -31,7 +31,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from signalfire import Engine, Events, Handler, as_number, seed_everything, unchanged_random_state
+from signalfire import Engine, Events, Handler, seed_everything
+from signalfire.randomness import unchanged_random_state
+from signalfire.state import as_number
 
 __all__ = ["Build", "Outcome", "Run", "Task", "compose", "exchange", "make", "outcomes"]
 

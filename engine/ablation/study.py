@@ -17,17 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
-from signalfire import (
-    Engine,
-    Events,
-    Handler,
-    Monitor,
-    Phase,
-    check_bool,
-    check_choice,
-    check_int,
-    unchanged_random_state,
-)
+from signalfire import Engine, Events, Handler, Phase
+from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.monitor import Monitor
+from signalfire.randomness import unchanged_random_state
 
 from .designs import Design
 from .results import BASELINE, Result, Variant

@@ -68,6 +68,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire.checkpoints.store import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -83,7 +84,6 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
-from signalfire.handlers.generations import Files
 from signalfire.testing import fingerprint
 
 RESULT = Path(__file__).parent / "results" / "kills_together.json"

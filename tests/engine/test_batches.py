@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from signalfire import map_leaves, tensors_in
+from signalfire.batches import map_leaves, tensors_in
 
 
 class Pair(NamedTuple):

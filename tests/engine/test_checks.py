@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from signalfire import check_bool, check_choice, check_int, check_number
+from signalfire.checks import check_bool, check_choice, check_int, check_number
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])

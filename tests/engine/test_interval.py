@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Interval, Update, check_every, on, unfiltered
+from signalfire import Engine, Events, Handler, Interval, Update, on
 from signalfire.handlers import GradientAccumulation
+from signalfire.interval import check_every, unfiltered
 
 
 class Recorder(Handler):

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from signalfire import together
-from signalfire.rendezvous import agree, join, launched
+from signalfire.distributed import together
+from signalfire.distributed.rendezvous import agree, join, launched
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -73,7 +73,7 @@ print(f"rank {rank} sees {int(total)}, attempt {os.environ['TORCHELASTIC_RESTART
 WARM = """
 import json, os, sys
 import torch.distributed.run
-import signalfire.rendezvous
+import signalfire.distributed.rendezvous
 
 running = {}
 def wait():
@@ -102,7 +102,7 @@ else:
 ALONE = """
 import os, sys
 import torch.distributed as dist
-from signalfire.rendezvous import join, note_failure
+from signalfire.distributed.rendezvous import join, note_failure
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 join(timeout=20)
 destroy = dist.destroy_process_group

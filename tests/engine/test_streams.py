@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from signalfire import Engine, Events, Handler, Phase, Update, derived_seed, seed_everything
+from signalfire import Engine, Events, Handler, Phase, Update, seed_everything
 from signalfire.handlers import (
     EMA,
     Average,
@@ -30,7 +30,7 @@ from signalfire.handlers import (
     TruncatedBPTT,
     Validation,
 )
-from signalfire.randomness import mixed
+from signalfire.randomness import derived_seed, mixed
 from signalfire.testing import fingerprint
 
 cross_entropy = nn.functional.cross_entropy

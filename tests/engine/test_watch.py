@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from signalfire import watch as watching
-from signalfire.rendezvous import join
-from signalfire.watch import Watch, cut_connections
+from signalfire.distributed import watch as watching
+from signalfire.distributed.rendezvous import join
+from signalfire.distributed.watch import Watch, cut_connections
 
 TIMEOUT = 4.0  # of the collectives
 INTERVAL = 0.5

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
+from signalfire.checkpoints.store import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -35,7 +36,6 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
-from signalfire.handlers.generations import Files
 from signalfire.testing import fingerprint
 
 

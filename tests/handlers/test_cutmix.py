@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from signalfire import Engine, Events, Handler, Update, derived_seed
+from signalfire import Engine, Events, Handler, Update
 from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
+from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

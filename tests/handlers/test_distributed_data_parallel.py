@@ -24,7 +24,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 
-from signalfire import ALONE, CombinedData, Engine, Events, Handler, Phase, Update, on, tensors_in, together
+from signalfire import CombinedData, Engine, Events, Handler, Phase, Update, on
+from signalfire.batches import tensors_in
+from signalfire.distributed import ALONE, together
 from signalfire.handlers import (
     Accuracy,
     Average,

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import signalfire.sharded as sharded
-from signalfire import Engine, Events, Handler, Phase, Update, is_sharded, on, whole_tensor
+import signalfire.distributed.sharded as sharded
+from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.distributed import is_sharded, whole_tensor
 from signalfire.handlers import (
     EMA,
     SWA,

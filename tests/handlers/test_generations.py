@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from signalfire import Engine, Events, Update
+from signalfire.checkpoints.store import Files, Ownership, Taken, clean, commit, encode, lives, owner, read_manifest
 from signalfire.handlers import Checkpoint
-from signalfire.handlers.generations import Files, Ownership, Taken, clean, commit, encode, lives, owner, read_manifest
 
 DATA = [(torch.ones(2, 2) * i, torch.ones(2, 1)) for i in range(1, 4)]
 DISK = Files()

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Update, derived_seed
+from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNoise, MixedPrecision
+from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 
 Batches = list[tuple[Tensor, Tensor]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Update, derived_seed, seed_everything
+from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import (
     Average,
     GradientAccumulation,
@@ -22,6 +22,7 @@ from signalfire.handlers import (
     Seeding,
     Validation,
 )
+from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 
 Batches = list[tuple[Tensor, Tensor]]

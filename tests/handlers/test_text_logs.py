@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from signalfire import Engine, Events, Phase, Update
+from signalfire.checkpoints.store import Files
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -29,7 +30,6 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
-from signalfire.handlers.generations import Files
 from signalfire.testing import check_handler
 
 Logger = Callable[..., Any]

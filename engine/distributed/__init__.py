@@ -1,0 +1,45 @@
+"""Several processes that train together, and tensors that are sharded over them.
+
+`processes` is what a rank may ask of the others; `rendezvous` lets them find each other under torchrun; `watch` notices a rank
+that died; `sharded` reads and writes DTensors; `differences` merges the states of all ranks into one. Nothing here knows of
+the loop.
+"""
+
+from .processes import ALONE, Processes, lost_another, together
+from .rendezvous import note_failure
+from .sharded import (
+    SHARDS,
+    ShardFiles,
+    discard_unreduced,
+    is_sharded,
+    local_part,
+    norms_over_ranks,
+    reshard,
+    sha256_of,
+    split_shards,
+    spread_like,
+    unsharded,
+    whole_tensor,
+)
+from .watch import Watch
+
+__all__ = [
+    "ALONE",
+    "SHARDS",
+    "Processes",
+    "ShardFiles",
+    "Watch",
+    "discard_unreduced",
+    "is_sharded",
+    "local_part",
+    "lost_another",
+    "norms_over_ranks",
+    "note_failure",
+    "reshard",
+    "sha256_of",
+    "split_shards",
+    "spread_like",
+    "together",
+    "unsharded",
+    "whole_tensor",
+]

@@ -1,0 +1,357 @@
+"""Tensors that are spread over processes: their parts, their whole, and their way to the disk and back.
+
+A model that `fully_shard` has sharded has DTensors for parameters; gradients, optimizer states and averages are DTensors
+then, too. Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = [
+    "SHARDS",
+    "ShardFiles",
+    "discard_unreduced",
+    "is_sharded",
+    "local_part",
+    "norms_over_ranks",
+    "read_shards",
+    "reshard",
+    "sha256_of",
+    "split_shards",
+    "spread_like",
+    "unsharded",
+    "whole_tensor",
+]
+
+SHARDS = "shards"
+"""The entry of a loaded state that tells in which folder its sharded tensors lie."""
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a tensor is a DTensor, of which each process holds a part."""
+    if type(value) in _PLAIN:  # asked for every parameter in every step
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part that this process holds, sharing its memory; an ordinary tensor is whole everywhere."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor. Every process has to ask for it."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def spread_like(value: Any, own: Any) -> Any:
+    """A value spread over processes as another tensor is, or made whole if that one is."""
+    if not isinstance(value, Tensor) or not isinstance(own, Tensor) or value.is_meta:
+        return value
+    if is_sharded(own) and not is_sharded(value):
+        if value.shape != own.shape:
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+        # Each process has the whole, and keeps a copy of its part: there is nothing to send.
+        return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None).clone()
+    return whole_tensor(value) if is_sharded(value) and not is_sharded(own) else value
+
+
+def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norms of tensors from those of the parts that this process holds; NaN stays NaN.
+
+    Args:
+        norms: the norm of each part, in one tensor.
+        of: the tensors, all of them spread over the same processes, or none.
+        norm_type: the p of the norm.
+    """
+    sharded = next((tensor for tensor in of if is_sharded(tensor)), None)
+    if sharded is None:
+        return norms
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = sharded.device_mesh  # type: ignore[attr-defined]
+    # Gathered and not reduced: one collective for all of them, whatever p is, and a maximum may lose a NaN.
+    gathered = DTensor.from_local(norms[None], mesh, [Shard(0)], run_check=False).full_tensor()
+    together = torch.linalg.vector_norm(gathered, norm_type, dim=0)
+    return torch.where(torch.tensor([is_sharded(t) for t in of], device=norms.device), together, norms)
+
+
+# ---- modules ------------------------------------------------------------------------------------------------------
+
+
+def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for root in roots for module in root.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(roots: Iterable[nn.Module]) -> None:
+    """Let modules hold their parts only, which a forward without a backward may have put together."""
+    for module in _sharded_modules(roots):
+        module.reshard()
+
+
+@contextmanager
+def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Hold whole parameters, so that forwards need no other process; every process has to enter, and none may train in it."""
+    modules = _sharded_modules(roots)
+    before = [_reshards(module) for module in modules]
+    try:
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        yield
+    finally:
+        for module, reshards in zip(modules, before, strict=True):
+            module.set_reshard_after_forward(reshards, recurse=False)
+            module.reshard()
+
+
+def discard_unreduced(roots: Iterable[nn.Module]) -> None:
+    """Let go of gradients that no backward has reduced.
+
+    torch has no function for it: in 2.13 ``reset_iter_state``, which is to do it, leaves them for the next backward.
+    """
+    for module in _sharded_modules(roots):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (used := getattr(parameter, "_unsharded_param", None)) is not None:
+                    used.grad = None
+
+
+def _reshards(module: Any) -> bool:
+    return any(group._reshard_after_forward for group in module._get_fsdp_state()._fsdp_param_groups)
+
+
+# ---- states -------------------------------------------------------------------------------------------------------
+
+Place = tuple[Any, ...]
+
+
+def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state without what it holds of sharded tensors, and these by the path to their place in it.
+
+    A tensor of the same shape and type on the meta device stays in the place of each.
+    """
+    shards: dict[str, Tensor] = {}
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():  # then there is none
+        return state, shards
+
+    def split(value: Any, path: Place) -> Any:
+        if is_sharded(value):
+            shards[_key(path)] = value
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return _mapped(value, path, split)
+
+    return split(state, ()), shards
+
+
+def read_shards(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A loaded state with its sharded tensors: each process reads its own parts of them, one alone reads all.
+
+    Raises:
+        ValueError: if they cannot be read.
+    """
+    folder = state.get(SHARDS)
+    if folder is None:
+        return state
+    tensors: dict[str, Tensor] = {}
+    parameters = [p for root in engine.modules.values() for p in root.parameters()]
+    model = next((p for p in parameters if is_sharded(p)), None)
+
+    def allocate(value: Any, path: Place) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            made = tensors[_key(path)] = _empty(value, model, engine.device)
+            return made
+        return _mapped(value, path, allocate)
+
+    filled = {key: allocate(value, (key,)) for key, value in state.items() if key != SHARDS}
+    if tensors:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there are no collectives, which nothing here needs
+                load(tensors, storage_reader=_reader(folder), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise ValueError(f"the sharded tensors in {os.fspath(folder)!r} cannot be read: {error}") from error
+    return filled
+
+
+def _empty(meta: Tensor, model: Tensor | None, device: torch.device) -> Tensor:
+    if model is None:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=device)
+    from torch.distributed.tensor import empty
+
+    # As `fully_shard` spreads parameters, whatever it is that has their shapes.
+    mesh, placements = model.device_mesh, model.placements  # type: ignore[attr-defined]
+    return empty(tuple(meta.shape), dtype=meta.dtype, device_mesh=mesh, placements=placements)
+
+
+def _mapped(value: Any, path: Place, function: Any) -> Any:
+    """A value with what a function of (value, path) makes of the things in it."""
+    if isinstance(value, dict):
+        same = copy.copy(value)  # a module's state has metadata
+        for key, item in value.items():
+            same[key] = function(item, (*path, key))
+        return same
+    if type(value) in (list, tuple):
+        return type(value)(function(item, (*path, place)) for place, item in enumerate(value))
+    return value
+
+
+def _key(path: Place) -> str:
+    return json.dumps(path, default=repr)  # no two paths give the same, whatever their keys are made of
+
+
+# ---- the disk -----------------------------------------------------------------------------------------------------
+
+
+class ShardFiles:
+    """Writes sharded tensors by torch.distributed.checkpoint, each process its parts; for rank 0 and the others alike.
+
+    Its own gloo group carries what the processes tell each other, so that it may be used in a thread while they train. Every
+    process makes one at the same time.
+
+    Args:
+        timeout: the seconds after which a process that does not answer counts as lost; the others write their parts meanwhile.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """Rank 0: let everybody write into a folder that is new; the files there, with their sizes and sha256.
+
+        Raises:
+            OSError: if any process could not.
+        """
+        self._tell(("write", str(folder)))
+        return self._write(folder, shards)
+
+    def done(self, outcome: Any) -> None:
+        """Rank 0: tell the others what came of it in the end."""
+        self._tell(("done", outcome))
+
+    def assist(self, shards: Mapping[str, Tensor]) -> Any:
+        """Any other rank: write as often as rank 0 says; what came of it in the end."""
+        while True:
+            what, value = self._told()
+            if what == "done":
+                return value
+            try:
+                self._write(Path(value), shards)
+            except Exception:
+                continue  # rank 0 knows of it as well, and says how it goes on
+
+    def _write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        try:
+            save(dict(shards), storage_writer=FileSystemWriter(folder), process_group=self.group)
+        except CheckpointException as error:  # all of them get it, and it is no Exception
+            failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+            own_failure = failures.get(dist.get_rank(self.group))
+            if own_failure is not None and not isinstance(own_failure, Exception):
+                raise own_failure from None  # Ctrl-C
+            told = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items())
+            raise OSError(f"the shards could not be written to {str(folder)!r}: {told}") from None
+        rank = dist.get_rank(self.group)
+        own: dict[str, Any] = {}
+        problem = None
+        try:
+            for path in sorted(folder.iterdir()):
+                if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == ".metadata"):
+                    own[path.name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        except OSError as error:
+            problem = f"rank {rank}: {error}"
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (own, problem), group=self.group)
+        if problems := [problem for _, problem in every if problem is not None]:
+            raise OSError(f"what was written to {str(folder)!r} cannot be read: {'; '.join(problems)}")
+        return {name: told for files, _ in every for name, told in files.items()}
+
+    def _tell(self, message: Any) -> None:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list([message], src=0, group=self.group)
+
+    def _told(self) -> Any:
+        import torch.distributed as dist
+
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=0, group=self.group)
+        return message[0]
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, piece by piece."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_HARMLESS = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+_HARMLESS_FROM = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata that torch.distributed.checkpoint pickles, and calls nothing that such metadata does not consist of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in _HARMLESS_FROM or module == "torch" else None
+        is_class = isinstance(found, type) and found.__module__ in _HARMLESS_FROM
+        if (module, name) in _HARMLESS or is_class or isinstance(found, torch.dtype):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the metadata of a checkpoint does not hold a {module}.{name}")
+
+
+def _reader(folder: str | os.PathLike[str]) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with open(Path(self.path) / ".metadata", "rb") as file:
+                return _MetadataUnpickler(file).load()
+
+    return Reader(folder)

@@ -1,0 +1,145 @@
+"""What MixUp and CutMix have in common: samples are mixed in pairs, and the losses of both targets likewise. Not a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_number
+
+from .batches import changed, check_place, tensor_at
+from .ranks import MIX, MIX_LOSS
+
+__all__ = ["SampleMixing"]
+
+
+class SampleMixing(Handler):
+    """Mixes each sample with another of its batch, as `mixed` says, and the losses of both targets in the same shares.
+
+    For each batch are drawn, from the handler's own generator on the CPU: two numbers of Gamma(alpha) in float64, whose first
+    divided by their sum is distributed as Beta(alpha, alpha); then a permutation of the batch; then what `mixed` draws.
+
+    Args:
+        alpha: see above; above zero.
+        input: where the batch, a tuple, list or dict, has the inputs.
+        target: where it has the targets: a tensor of shape (N, ...).
+
+    Attributes:
+        lam: the share of each sample in the last mixed batch; None before the first.
+    """
+
+    trains = True
+
+    def __init__(self, alpha: float, *, input: int | str, target: int | str, name: str | None) -> None:
+        super().__init__(name=name)
+        self.alpha = check_number(self, "alpha", alpha, above=0)
+        self.input = check_place(self, "input", input)
+        self.target = check_place(self, "target", target)
+        if input == target:
+            raise ValueError(
+                f"{type(self).__name__}(input={input!r}, target={target!r}): inputs and targets have different places"
+            )
+        self.lam: float | None = None
+        # By the targets of a batch, as long as somebody holds it: lam, and the targets that were mixed in. A step that
+        # computes its gradients again comes back to earlier batches of its window.
+        self._mixed: WeakTensorKeyDictionary | None = None
+
+    def mixed(
+        self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, float]:
+        """The mixed inputs, and the share lam that is left of each sample.
+
+        Args:
+            inputs: of shape (N, ...).
+            partner: the permutation, on the inputs' device: with which sample each is mixed.
+            gammas: the two numbers of Gamma(alpha).
+            generator: for further draws.
+        """
+        raise NotImplementedError
+
+    def attached(self, engine: Engine) -> None:
+        engine.claim("the mixing of samples", by=self)
+
+    @on(Events.STARTED, phase=Phase.PREPARE)
+    def begin(self, engine: Engine) -> None:
+        """Refuse what cannot be mixed."""
+        for update in engine.updates:
+            if update.loss_function is None:
+                raise ValueError(
+                    f"{self.name!r}: update {update.name!r} is a single function, whose loss cannot be computed again for the "
+                    "targets that are mixed in; give its forward and its loss: Update(forward, loss, ...)"
+                )
+        if engine.replaced_gradients is not None:
+            other = getattr(engine.replaced_gradients, "__self__", engine.replaced_gradients)
+            raise ValueError(
+                f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from parts of "
+                "it; detach one of the two, or use smaller batches with GradientAccumulation"
+            )
+        if self._mixed is None:
+            self._mixed = WeakTensorKeyDictionary()
+
+    @on(Events.GET_BATCH_COMPLETED, rank=MIX)
+    def mix(self, engine: Engine) -> None:
+        """Mix the inputs of the batch; its targets stay."""
+        batch = engine.state.batch
+        if batch is None:
+            return
+        inputs, targets = tensor_at(self, batch, "input"), tensor_at(self, batch, "target")
+        if inputs.shape[:1] != targets.shape[:1]:
+            raise ValueError(f"{self.name!r}: inputs of shape {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
+        # Each process mixes otherwise; that of rank 0 as one alone would.
+        generator = self.generator(engine, of_rank=engine.processes.rank or None)
+        gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
+        partner = torch.randperm(len(inputs), generator=generator).to(inputs.device, non_blocking=True)
+        mixed, self.lam = self.mixed(inputs, partner, gammas, generator)
+        assert self._mixed is not None
+        own = targets.view_as(targets)  # an object of its own, also if the data gives the same one again
+        self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
+        engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
+
+    @on(Events.LOSS_COMPUTED, rank=MIX_LOSS)
+    def mix_loss(self, engine: Engine) -> None:
+        """Mix the loss of the batch's targets with that of the targets that were mixed in."""
+        update, batch = engine.state.update, engine.state.batch
+        assert self._mixed is not None
+        found = self._mixed.get(tensor_at(self, batch, "target"))
+        if found is None:
+            raise RuntimeError(
+                f"{self.name!r}: the batch's targets are not those that were mixed; what replaces or cuts them has to come "
+                "before: at GET_BATCH_COMPLETED in Phase.PREPARE, or in the data"
+            )
+        lam, targets = found
+        other = update.loss_function(engine, update.output, changed(batch, self.target, targets))
+        update.loss = update.backward_loss = lam * update.backward_loss + (1 - lam) * other
+
+    @on(Events.ENDED)
+    def forget(self, engine: Engine) -> None:
+        """Let go of the batches, but for those of an open window: the next run may compute its gradients again."""
+        if not any(update.kept for update in engine.updates):
+            self._mixed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was mixed into the batches of open windows, whose gradients may be computed again."""
+        windows, mixed = {}, self._mixed
+        for update in () if self.engine is None else self.engine.updates:
+            if update.kept and mixed is not None:
+                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.kept]
+                windows[update.name] = [None if one is None else list(one) for one in found]
+        return {"windows": windows} if windows else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._mixed = WeakTensorKeyDictionary()
+        for update in () if self.engine is None else self.engine.updates:
+            for (batch, *_), one in zip(update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False):
+                if one is not None:
+                    own = tensor_at(self, batch, "target")
+                    self._mixed[own] = (one[0], one[1].to(own.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a handler has mixed nothing."""
+        return super().__getstate__() | {"_mixed": None}

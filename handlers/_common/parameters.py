@@ -1,0 +1,117 @@
+"""Parameters, as several handlers need them: by name, chosen by patterns, and their gradients. Not a handler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, UpdateState
+from signalfire.distributed import is_sharded, local_part, norms_over_ranks
+
+__all__ = [
+    "alike",
+    "all_names",
+    "any_sharded",
+    "gradients_of",
+    "longest_match",
+    "matches",
+    "named_parameters",
+    "norm_of_all",
+    "norms",
+    "total_norm",
+    "unmatched",
+]
+
+
+def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    """All parameters of the engine's modules; of several modules, with the module's name in front."""
+    several = len(engine.modules) > 1
+    return {
+        name: parameter
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters(prefix=root if several else "")
+    }
+
+
+def all_names(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """Every parameter with all of its names, of which a shared one has several; of several modules, as `named_parameters`."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for root, module in modules.items():
+        prefix = root if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+    return names
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter is inside a path, such as "backbone", or fits a pattern with ``*``, ``?`` or ``[]``."""
+    if any(sign in pattern for sign in "*?["):
+        return fnmatchcase(name, pattern)
+    path = pattern.rstrip(".")
+    return name == path or name.startswith(f"{path}.")
+
+
+def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
+    """The longest of the patterns that match a parameter under one of its names; None if none does."""
+    there = list(names)
+    fitting = (pattern for pattern in patterns if any(matches(name, pattern) for name in there))
+    return max(fitting, key=len, default=None)
+
+
+def unmatched(pattern: str, names: Iterable[str]) -> str:
+    """What to say of a pattern that matches none of these parameters."""
+    there = list(names)
+    shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in all)" if len(there) > 5 else "")
+    return f"{pattern!r} matches no parameter; there are: {shown or 'none'}"
+
+
+def gradients_of(update: UpdateState) -> list[Tensor]:
+    """The gradients of an update's parameters, in the order of these, without those that have none."""
+    return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
+
+
+def any_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Whether an update's parameters or gradients are spread over processes: all of them are, or none."""
+    return bool(tensors) and is_sharded(tensors[0])
+
+
+def alike(gradients: Sequence[Tensor]) -> bool:
+    """Whether one kernel takes them all: ordinary dense tensors of one device and dtype, through which nothing flows back."""
+    first = gradients[0]
+    device, dtype = first.device, first.dtype
+    return all(
+        type(one) is Tensor
+        and one.dtype is dtype
+        and one.device == device
+        and one.layout is torch.strided
+        and not one.requires_grad
+        for one in gradients
+    )
+
+
+def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The p-norm of each gradient, on its device; 0 of an empty one. Of sharded ones, that of the whole."""
+    if any_sharded(gradients):
+        parts = norms([local_part(gradient) for gradient in gradients], norm_type)
+        return list(norms_over_ranks(torch.stack(parts), gradients, norm_type))
+    try:
+        return list(torch._foreach_norm(gradients, norm_type)) if gradients else []
+    except RuntimeError:  # a sparse gradient, or an empty one
+        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+        return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]
+
+
+def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all gradients together, which ``torch.nn.utils.get_total_norm`` gives, also of sharded ones."""
+    if not any_sharded(gradients):
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+    return norm_of_all(gradients, norm_type)
+
+
+def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """As `total_norm`, of gradients that are `alike` or sharded, at a lower cost; there has to be one."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
+    return total

@@ -1,0 +1,128 @@
+"""What loggers write, and when: losses, the learning rates that were used, metrics. Not a handler that is attached itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.interval import check_every
+
+__all__ = ["Record", "ScalarLogger"]
+
+
+class Record(NamedTuple):
+    """Values that were measured at one place of the run, by their tags; ``step`` counts the first update's optimizer steps."""
+
+    epoch: int
+    iteration: int
+    step: int
+    values: dict[str, float]
+
+
+class ScalarLogger(Handler):
+    """Gathers the numbers of a run; a subclass writes them in `record`.
+
+    The losses are those of the updates that were made in the iteration; inside a window, the rates are those of the step to
+    come. A metric is written once for each new value, also if the run was stopped between the two.
+
+    Args:
+        every: the interval of losses and learning rates, in iterations; new values of metrics are written after every
+            evaluation, every epoch and at the end.
+    """
+
+    writes = True
+    rank_zero_only = True
+
+    def __init__(self, *, every: str | Interval, name: str | None) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every, units=["it"])
+        count = int(self.every.value)
+        self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
+        self._rates: dict[str, float] = {}
+        self._rates_at = 0
+        self._seen: dict[str, int] = {}
+        self._told_seen = False  # whether the loaded state said what was written
+        self._early: list[Record] = []
+
+    def record(self, record: Record) -> None:
+        """Write this."""
+        raise NotImplementedError
+
+    def _record(self, engine: Engine, values: dict[str, float]) -> None:
+        state = engine.state
+        record = Record(state.epoch, state.iteration, engine.updates[0].steps, values)
+        if state.epoch == 0:  # before the first epoch: a loaded state may still say that all of this was written
+            self._early.append(record)
+            return
+        if self._early:
+            early, self._early = self._early, []
+            for one in early:
+                self.record(one)
+        self.record(record)
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def begin(self, engine: Engine) -> None:
+        """What was measured up to here was written by the run before."""
+        self._seen = dict(engine.state.metrics.serials)
+        self._told_seen = False
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def go_on(self, engine: Engine) -> None:
+        """Go on with what the checkpoint knows of; a logger that it does not know begins here."""
+        self._early = []
+        if not self._told_seen:
+            self._seen = dict(engine.state.metrics.serials)
+
+    @on("rates_used", phase=Phase.RECORD)
+    def note_rates(self, engine: Engine) -> None:
+        """Note the rates before a schedule moves them: those are the ones that are used."""
+        if self._rates_at != engine.state.iteration:
+            self._rates, self._rates_at = {}, engine.state.iteration
+        self._rates.update(_rates(engine, engine.state.update))
+
+    @on("every", phase=Phase.RECORD)
+    def write_losses(self, engine: Engine) -> None:
+        """Write the losses and the rates."""
+        iteration = engine.state.iteration
+        several = len(engine.updates) > 1
+        if self._rates_at != iteration:
+            self._rates = {}
+        values: dict[str, float] = {}
+        for update in engine.updates:
+            loss = update.loss
+            if loss is not None and update.left_out != iteration:  # otherwise it is that of an earlier one
+                values[f"loss/{update.name}" if several else "loss"] = loss.item()
+            for tag, rate in _rates(engine, update).items():
+                values[tag] = self._rates.get(tag, rate)
+        if values:
+            self._record(engine, values)
+
+    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    def write_metrics(self, engine: Engine) -> None:
+        """Write the metrics that are new."""
+        metrics = engine.state.metrics
+        values = {f"metrics/{name}": value for name, value in metrics.numbers_since(self._seen).items()}
+        self._seen = dict(metrics.serials)
+        if values:
+            self._record(engine, values)
+
+    @on(Events.ENDED, phase=Phase.PERSIST)
+    def close(self, engine: Engine) -> None:
+        """Let go of what a run without an epoch left."""
+        self._early = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": dict(sorted(self._seen.items()))} if self._seen else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = dict(state.get("seen", {}))
+        self._told_seen = True
+
+
+def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
+    groups = [] if update.optimizer is None else update.optimizer.param_groups
+    tag = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update.name}"
+    if len(groups) == 1:
+        return {tag: float(groups[0]["lr"])}
+    return {f"{tag}/group{i}": float(group["lr"]) for i, group in enumerate(groups)}

@@ -1,0 +1,276 @@
+"""Log files of lines that are never torn and go on where a checkpoint stands. Not a handler that is attached itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.checks import check_bool
+
+from .folders import open_folder
+from .scalars import Record, ScalarLogger
+
+__all__ = ["TextLogger"]
+
+_CHUNK = 2**20
+
+
+class TextLogger(ScalarLogger):
+    """Appends lines to a file, and cuts it back to what a loaded checkpoint knows of.
+
+    Each record is handed to the operating system at once, so that a killed process loses none; `sync_written` forces all of
+    them onto the disk, before a checkpoint says that they are there. The state holds the file's length and the
+    sha256 of its content up to there. A file that begins with this content is cut to that length. Any other one is set aside:
+    it is renamed, ``log.csv`` to ``log.1.csv``, and never changed. If it is a log of this kind, the records in front of the
+    last that the checkpoint knows of are copied from it.
+
+    Args:
+        path: the file; its folder is made if it is not there.
+        every: as for `ScalarLogger`.
+        time: whether records say when they were made, in seconds since 1970.
+    """
+
+    header = ""
+
+    def __init__(self, path: str | os.PathLike[str], *, every: str | Interval, time: bool, name: str | None) -> None:
+        super().__init__(every=every, name=name)
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"{type(self).__name__}(path={path!r}): it has to be the path of a file")
+        self.path = Path(path)
+        self.time = check_bool(self, "time", time)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): it is a folder; give a file in it")
+        self._file: _LineFile | None = None
+        self._length = 0
+        self._digest = ""
+        self._last_iteration = 0
+        self._last_lines = ""  # those of the last iteration in which something was written
+
+    @abstractmethod
+    def lines(self, record: Record) -> str:
+        """The lines, each with its end, that a record is written as."""
+
+    @abstractmethod
+    def iteration_of(self, line: str) -> int:
+        """The iteration that a line is of.
+
+        Raises:
+            ValueError: if the line is none of this kind of log.
+        """
+
+    def attached(self, engine: Engine) -> None:
+        engine.claim(f"the file {os.path.abspath(self.path)!r}", by=self)
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def begin(self, engine: Engine) -> None:
+        super().begin(engine)
+        open_folder(self, self.path.parent)
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def go_on(self, engine: Engine) -> None:
+        """Cut the file back to what the checkpoint knows of."""
+        super().go_on(engine)
+        self._close()
+        if self._length or self.path.exists():
+            self._open()
+
+    def record(self, record: Record) -> None:
+        """Append the record to the file."""
+        lines = self.lines(record)
+        if self._file is None:
+            self._open()
+        assert self._file is not None
+        try:  # `_told` would cost each row 1.3 us
+            self._file.append(lines)
+        except OSError as error:
+            self._tell(error)
+            raise
+        if record.iteration != self._last_iteration:
+            self._last_iteration, self._last_lines = record.iteration, ""
+        self._last_lines += lines
+
+    def _open(self) -> None:
+        with self._told():
+            _aside(self.path).unlink(missing_ok=True)  # of a process that was killed
+            self._file = _LineFile.begin(self.path, self._length, self._digest)
+            if self._file is None:
+                known = self.header + self._earlier_lines() + self._last_lines if self._length else self.header
+                self._file = _LineFile.anew(self.path, known)
+
+    def _earlier_lines(self) -> str:
+        """The lines in front of those that the checkpoint tells itself, from a file that is not quite the one it knows."""
+        if not self.path.exists():
+            return ""
+        kept = []
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line == self.header:
+                    continue
+                try:
+                    if line.endswith("\n") and self.iteration_of(line) < self._last_iteration:
+                        kept.append(line)
+                except ValueError:
+                    continue
+        return "".join(kept)
+
+    @on(Events.ENDED, phase=Phase.PERSIST)
+    def close(self, engine: Engine) -> None:
+        """Close the file, with all of it on the disk."""
+        super().close(engine)
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        self._length, self._digest = file.length, file.digest
+        with suppress(OSError) if file.failed else self._told():
+            file.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: OSError) -> None:
+        error.add_note(f"{self.name!r} ({type(self).__name__}): the log {str(self.path)!r} could not be written")
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        file = self._file
+        if file is not None:
+            self._length, self._digest = file.length, file.digest
+        if self._length:
+            state["file"] = {
+                "length": self._length,
+                "sha256": self._digest,
+                "iteration": self._last_iteration,
+                "lines": self._last_lines,
+            }
+        return state
+
+    def sync_written(self) -> None:
+        """Have all records on the disk: a checkpoint with this state says that they are there."""
+        if self._file is not None:
+            with self._told():
+                self._file.sync()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._close()
+        file = state.get("file", {"length": 0, "sha256": "", "iteration": 0, "lines": ""})
+        self._length, self._digest = file["length"], file["sha256"]
+        self._last_iteration, self._last_lines = file["iteration"], file["lines"]
+
+
+class _LineFile:
+    """An open file at whose end lines are added, each of them wholly or not at all.
+
+    Attributes:
+        length: the bytes that are in it.
+        failed: whether something could not be written.
+    """
+
+    def __init__(self, file: IO[bytes], length: int, content: Any) -> None:
+        self._file = file
+        self._content = content
+        self._synced = False
+        self.length = length
+        self.failed = False
+
+    @classmethod
+    def begin(cls, path: Path, length: int, digest: str) -> _LineFile | None:
+        """Cut a file back to its known beginning; None if it does not begin like that. Safe at any moment of a crash."""
+        if length == 0 or not path.is_file():
+            return None
+        content = hashlib.sha256()
+        left = length
+        with open(path, "rb") as file:
+            while left and (part := file.read(min(left, _CHUNK))):
+                content.update(part)
+                left -= len(part)
+        if left or content.hexdigest() != digest:
+            return None
+        os.truncate(path, length)
+        return cls(open(path, "ab", buffering=0), length, content)
+
+    @classmethod
+    def anew(cls, path: Path, lines: str) -> _LineFile:
+        """Begin a file with these lines; one that is in its place is set aside first."""
+        if path.exists() and path.stat().st_size:
+            # Copied, so that there is a file under the name at any moment.
+            shutil.copy2(path, _free_name(path))
+        aside = _aside(path)
+        data = lines.encode()
+        try:
+            with open(aside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+        return cls(open(path, "ab", buffering=0), len(data), hashlib.sha256(data))
+
+    @property
+    def digest(self) -> str:
+        digest: str = self._content.hexdigest()
+        return digest
+
+    def append(self, lines: str) -> None:
+        data = lines.encode()
+        try:
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except BaseException:
+            self.failed = True
+            with suppress(OSError):
+                self._file.truncate(self.length)  # no torn line, not even on a full disk
+            raise
+        self._content.update(data)
+        self.length += len(data)
+        self._synced = False
+
+    def sync(self) -> None:
+        if not self._synced:
+            os.fsync(self._file.fileno())
+            self._synced = True
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}.new")
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

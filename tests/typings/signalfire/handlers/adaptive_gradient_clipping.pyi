@@ -1,0 +1,1 @@
+from handlers.adaptive_gradient_clipping import *

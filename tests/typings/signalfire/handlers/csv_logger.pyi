@@ -1,0 +1,1 @@
+from handlers.csv_logger import *

@@ -1,0 +1,1 @@
+from handlers.distributed_data_parallel import *

@@ -1,0 +1,1 @@
+from handlers.early_stopping import *

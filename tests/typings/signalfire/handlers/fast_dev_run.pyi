@@ -1,0 +1,1 @@
+from handlers.fast_dev_run import *

@@ -1,0 +1,1 @@
+from handlers.fully_sharded_data_parallel import *

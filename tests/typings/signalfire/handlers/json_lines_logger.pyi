@@ -1,0 +1,1 @@
+from handlers.json_lines_logger import *

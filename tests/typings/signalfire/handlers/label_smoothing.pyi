@@ -1,0 +1,1 @@
+from handlers.label_smoothing import *

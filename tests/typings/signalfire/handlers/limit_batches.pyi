@@ -1,0 +1,1 @@
+from handlers.limit_batches import *

@@ -1,0 +1,1 @@
+from handlers.lr_scheduling import *

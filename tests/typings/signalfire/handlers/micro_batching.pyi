@@ -1,0 +1,1 @@
+from handlers.micro_batching import *

@@ -1,0 +1,1 @@
+from handlers.mixed_precision import *

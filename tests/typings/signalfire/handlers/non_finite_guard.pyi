@@ -1,0 +1,1 @@
+from handlers.non_finite_guard import *

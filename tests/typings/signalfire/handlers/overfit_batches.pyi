@@ -1,0 +1,1 @@
+from handlers.overfit_batches import *

@@ -1,0 +1,1 @@
+from handlers.progress_bar import *

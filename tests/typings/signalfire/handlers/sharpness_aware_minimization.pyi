@@ -1,0 +1,1 @@
+from handlers.sharpness_aware_minimization import *

@@ -1,0 +1,1 @@
+from handlers.tensorboard import *

@@ -1,0 +1,1 @@
+from handlers.true_precision import *

@@ -1,0 +1,1 @@
+from handlers.truncated_bptt import *

@@ -1,0 +1,1 @@
+from handlers.update_frequency import *
