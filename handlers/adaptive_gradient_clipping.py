@@ -14,7 +14,7 @@ from signalfire.distributed import local_part
 
 from ._common.parameters import all_names, longest_match, matches, norms, unmatched
 from ._common.ranks import CLIP_ADAPTIVELY
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["AdaptiveGradientClipping"]
 
@@ -81,7 +81,7 @@ class AdaptiveGradientClipping(Handler):
         self._clipped: dict[str, tuple[list[Tensor], list[Tensor]]] = {}  # by update: all of its parameters, and ours
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             engine.claim(f"adaptively clipping the gradients of update {update.name!r}", by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)

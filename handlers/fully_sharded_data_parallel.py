@@ -17,7 +17,7 @@ from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsha
 from signalfire.randomness import unchanged_random_state
 
 from ._common.distribution import Distribution, Shares, broadcast
-from ._common.ranks import PUT_TOGETHER
+from ._common.ranks import GATHER_WEIGHTS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -339,7 +339,7 @@ class FullyShardedDataParallel(Distribution):
 
     # ---- evaluating, and ending -----------------------------------------------------------------------------------
 
-    @on("gathering", phase=Phase.PREPARE, rank=PUT_TOGETHER)
+    @on("gathering", phase=Phase.PREPARE, rank=GATHER_WEIGHTS)
     def gather(self, engine: Engine) -> None:
         """Hold whole weights until the evaluation is over."""
         engine.enter(unsharded(engine.modules.values()))

@@ -10,7 +10,7 @@ from signalfire.checks import check_number
 from signalfire.distributed import local_part
 
 from ._common.parameters import alike, any_sharded, gradients_of, norm_of_all
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["GradientClipping"]
 
@@ -61,7 +61,7 @@ class GradientClipping(Handler):
         self.total_norm: Tensor | None = None
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             engine.claim(f"clipping the gradients of update {update.name!r}", by=self)
 
     @on(Events.GRADIENTS_READY)

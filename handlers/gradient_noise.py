@@ -12,7 +12,7 @@ from signalfire.distributed import local_part, spread_like
 
 from ._common.parameters import gradients_of
 from ._common.ranks import ADD_NOISE
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["GradientNoise"]
 
@@ -57,7 +57,7 @@ class GradientNoise(Handler):
         self._drawing: dict[torch.device, torch.Generator] = {}  # the generators of this iteration
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             engine.claim(f"adding noise to the gradients of update {update.name!r}", by=self)
 
     def variance(self, step: int) -> float:

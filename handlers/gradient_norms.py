@@ -14,7 +14,7 @@ from signalfire.interval import check_every, unfiltered
 
 from ._common.parameters import gradients_of, named_parameters, norms
 from ._common.ranks import MEASURE_GRADIENTS
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["GradientNorms"]
 
@@ -79,7 +79,7 @@ class GradientNorms(Handler):
     def announce(self, engine: Engine) -> None:
         """Say which metrics there will be."""
         self._names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             self._announce(engine, update)
 
     @on("measuring", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS)

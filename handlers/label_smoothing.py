@@ -9,7 +9,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.checks import check_number
 
 from ._common.ranks import SMOOTH_LOSS
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["LabelSmoothing"]
 
@@ -46,13 +46,13 @@ class LabelSmoothing(Handler):
         self.update = update
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             engine.claim(f"smoothing the labels of update {update.name!r}", by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
         """Refuse an update without an output."""
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             if update.loss_function is None:
                 raise ValueError(
                     f"{self.name!r}: update {update.name!r} is a single function, whose output nobody sees; give its forward "

@@ -11,7 +11,7 @@ import torch
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.checks import check_choice, check_int, check_number
 
-from ._common.ranks import LOOK
+from ._common.ranks import READ_FLAGS
 
 __all__ = ["MixedPrecision"]
 
@@ -129,7 +129,7 @@ class MixedPrecision(Handler):
         update = engine.state.update
         update.ask(partial(_veto, update), *self._found(update).values())
 
-    @on("unscaling", phase=Phase.FINALIZE, rank=LOOK)
+    @on("unscaling", phase=Phase.FINALIZE, rank=READ_FLAGS)
     def look(self, engine: Engine) -> None:
         """Read what was asked. This is the window's one synchronisation."""
         engine.state.update.look()

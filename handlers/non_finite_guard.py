@@ -14,8 +14,8 @@ from signalfire.checks import check_choice, check_int
 from signalfire.distributed import local_part
 
 from ._common.parameters import gradients_of, named_parameters, norms
-from ._common.ranks import GUARD, LOOK, NOTE_LOSS
-from ._common.updates import updates_meant
+from ._common.ranks import CHECK_FINITE, READ_FLAGS, RECORD_LOSS
+from ._common.updates import selected_updates
 
 __all__ = ["NonFiniteGuard"]
 
@@ -79,10 +79,10 @@ class NonFiniteGuard(Handler):
         self._losses: dict[str, list[tuple[int, Tensor]]] = {}  # of the open window: iteration and loss
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             engine.claim(f"guarding update {update.name!r} against what is not finite", by=self)
 
-    @on("watching", phase=Phase.FINALIZE, rank=NOTE_LOSS)
+    @on("watching", phase=Phase.FINALIZE, rank=RECORD_LOSS)
     def note_loss(self, engine: Engine) -> None:
         """Remember the loss on its device until the window is complete: looking at it now would wait for the device."""
         update = engine.state.update
@@ -93,7 +93,7 @@ class NonFiniteGuard(Handler):
             losses.clear()
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=GUARD)
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_FINITE)
     def judge(self, engine: Engine) -> None:
         """Ask whether what the step would be made from is finite."""
         update = engine.state.update
@@ -109,7 +109,7 @@ class NonFiniteGuard(Handler):
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
         )
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=LOOK)
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS)
     def look(self, engine: Engine) -> None:
         """Read what was asked, here and by the gradient scaler."""
         engine.state.update.look()

@@ -15,7 +15,7 @@ from signalfire.distributed import local_part
 from signalfire.update import needs_closure
 
 from ._common.parameters import total_norm
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["SharpnessAwareMinimization"]
 
@@ -81,7 +81,7 @@ class SharpnessAwareMinimization(Handler):
     @on(Events.STARTED)
     def prepare(self, engine: Engine) -> None:
         """Refuse optimizers with a closure; find the buffers."""
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             assert update.optimizer is not None
             if needs_closure(update.optimizer):
                 raise ValueError(

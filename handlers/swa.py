@@ -109,9 +109,9 @@ class SWA(AveragedWeights):
         if self.lr is not None:
             engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
 
-    def look(self, engine: Engine) -> None:
+    def bind_tensors(self, engine: Engine) -> None:
         """Find the parameters and buffers, and see that BatchNorm statistics can be gathered."""
-        super().look(engine)
+        super().bind_tensors(engine)
         if self.bn_data is None and self.bn_batches != 0 and (norms := _batch_norms(engine)):
             raise ValueError(
                 f"{self.name!r}: the model has {len(norms)} BatchNorm layer(s), whose statistics have to be gathered for the "

@@ -72,10 +72,10 @@ class TensorBoardLogger(ScalarLogger):
             self._cut_from = None
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
-    def go_on(self, engine: Engine) -> None:
+    def resume(self, engine: Engine) -> None:
         """What the stopped run wrote from the loaded iteration on is cut off; what the checkpoint knows of, written again."""
-        known = self._told_seen
-        super().go_on(engine)
+        known = self._seen_loaded
+        super().resume(engine)
         iteration = engine.state.iteration
         self._cut_from = iteration if known else iteration + 1
         if known and self._last and self._last_step == iteration:

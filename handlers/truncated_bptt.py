@@ -13,7 +13,7 @@ from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.batches import parts, rebuilt
 from signalfire.checks import check_int
 
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["TruncatedBPTT"]
 
@@ -109,20 +109,20 @@ class TruncatedBPTT(Handler):
         self._outputs: list[Tensor] | None = []  # None: they cannot be joined
 
     def attached(self, engine: Engine) -> None:
-        updates = updates_meant(engine, self.update)
+        updates = selected_updates(engine, self.update)
         for update in updates:
             engine.claim(f"the time chunks of update {update.name!r}", by=self)
         for update in updates:
             update.regular = False
 
     def detached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             update.regular, update.more, update.hidden = True, False, None
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
         """Refuse steps that compute their gradients more than once."""
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             update.regular = False  # another handler may have said otherwise when it left
             self._refuse_again(update)
 

@@ -8,7 +8,7 @@ from math import lcm
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.checks import check_int
 
-from ._common.ranks import CHOOSE_UPDATES
+from ._common.ranks import SELECT_UPDATES
 
 __all__ = ["UpdateFrequency"]
 
@@ -118,7 +118,7 @@ class UpdateFrequency(Handler):
                     f"known which of every {every} iterations is the epoch's last to make it; give epoch_length= to run()"
                 )
 
-    @on(Events.ITERATION_STARTED, rank=CHOOSE_UPDATES)
+    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES)
     def choose(self, engine: Engine) -> None:
         """Leave out the updates whose turn it is not."""
         state = engine.state

@@ -307,13 +307,13 @@ def test_bad_arguments_are_refused() -> None:
         Validation(model, batches(3))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="iterable"):
         Validation(evaluator_of(model), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="iterator is used up"):
+    with pytest.raises(TypeError, match="iterator is exhausted"):
         Validation(evaluator_of(model), iter(batches(3)))
     with pytest.raises(ValueError, match=r"Validation\(every='often'\)"):
         Validation(evaluator_of(model), batches(3), every="often")
     with pytest.raises(ValueError, match=r"Validation\(data=\{\}\)"):
         Validation(evaluator_of(model), {})
-    with pytest.raises(TypeError, match=r"'late'.*iterator is used up"):
+    with pytest.raises(TypeError, match=r"'late'.*iterator is exhausted"):
         Validation(evaluator_of(model), {"early": batches(3), "late": iter(batches(3))})
     with pytest.raises(TypeError, match=r"'late'.*iterable"):
         Validation(evaluator_of(model), {"early": batches(3), "late": 3})
