@@ -241,7 +241,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("MixedPrecision", "TruePrecision"): "in charge of the precision",
         ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "in charge of how often a step computes its gradients",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
-        ("LBFGS", "MixedPrecision, fp16"): "which their scaling for fp16 does not allow",
+        ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
         ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its own step, by a closure",
         ("LBFGS", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
