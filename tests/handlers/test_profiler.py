@@ -254,7 +254,7 @@ def test_torchs_profiler_has_the_operators_within_the_acts(tmp_path: Path) -> No
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Profiler\(torch_profiler=True\): give a folder"):
+    with pytest.raises(ValueError, match=r"Profiler\(torch_profiler=True\): the trace needs a folder"):
         Profiler(torch_profiler=True)
     with pytest.raises((TypeError, ValueError), match="trace_iterations=0"):
         Profiler(trace_iterations=0)
