@@ -243,7 +243,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
         ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
-        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its own step, by a closure",
+        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its step, by a closure",
         ("LBFGS", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
     }.items()
 }
