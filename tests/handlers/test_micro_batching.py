@@ -162,7 +162,7 @@ def test_the_whole_batch_counts_exactly_once() -> None:
 
     def watch(engine: Engine) -> None:
         def note(engine: Engine) -> None:
-            held.append((engine.state.update.held, engine.state.update.extra_weight))
+            held.append((engine.state.update.window.held, engine.state.update.window.extra_weight))
 
         engine.connect(Events.GRADIENTS_READY, note)
 
