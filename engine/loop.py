@@ -106,7 +106,7 @@ class Loop:
         state, updates, boundary, feed = engine.state, engine.updates, engine.boundary, engine.feed
         signals, completed = engine.iteration_signals, engine.signal(Events.ITERATION_COMPLETED)
         perform, stops = performer(engine), boundary.stops
-        first, usual = updates[0], updates if len(updates) == 1 else None
+        first, usual = updates[0], updates if len(updates) == 1 else []
         while not boundary.limit_reached() or feed.only_its_end_is_missing():
             batches, last = self.begin_epoch()
             for iteration in range(state.iteration + 1, last + 1):

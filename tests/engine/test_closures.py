@@ -341,7 +341,7 @@ def test_after_the_step_the_update_shows_the_first_evaluation() -> None:
 
 def test_gradients_are_computed_again_inside_a_step_only() -> None:
     engine = trained(epochs=1)
-    with pytest.raises(RuntimeError, match="inside the step alone"):
+    with pytest.raises(RuntimeError, match="inside the step only"):
         engine.updates[0].again()
 
 
@@ -458,7 +458,7 @@ def test_an_error_inside_the_closure_leaves_an_engine_that_can_run() -> None:
     assert engine.regions.depth == 0
     assert engine.updates[0].evaluation == 0
     assert engine.updates[0].window.kept == []
-    with pytest.raises(RuntimeError, match="inside the step alone"):
+    with pytest.raises(RuntimeError, match="inside the step only"):
         engine.updates[0].again()
     engine.run(make_data(), max_epochs=2)
     assert len(recorded) > 2

@@ -219,7 +219,7 @@ def test_a_state_is_refused_from_the_moment_the_batch_is_there() -> None:
     for event in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.UPDATE_COMPLETED):
         engine = make_engine()
         engine.connect(event(once=2), lambda engine: engine.state_dict())
-        with pytest.raises(RuntimeError, match="not inside an iteration"):
+        with pytest.raises(RuntimeError, match="called inside an iteration"):
             engine.run(make_data(), max_epochs=1)
 
 
@@ -404,7 +404,7 @@ def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)
-    with pytest.raises(TypeError, match="say why"):
+    with pytest.raises(TypeError, match="give the reason"):
         engine.run(make_data(), max_epochs=1)
 
 
@@ -412,7 +412,7 @@ def test_a_stop_without_a_reason_is_refused() -> None:
 def test_there_is_no_epoch_to_end_between_two(event: Events) -> None:
     engine = make_engine()
     engine.connect(event, lambda engine: engine.terminate_epoch("why"))
-    with pytest.raises(RuntimeError, match="no epoch is going on"):
+    with pytest.raises(RuntimeError, match="no epoch is under way"):
         engine.run(make_data(), max_epochs=2)
 
 
@@ -608,7 +608,7 @@ def test_two_catalogues_of_one_name_are_told_apart() -> None:
     engine = make_engine()
     engine.register_events(Mine)
     for catalogue in (other, namesake):
-        with pytest.raises(ValueError, match="another catalogue of this name"):
+        with pytest.raises(ValueError, match="another catalogue has this name"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
 
 

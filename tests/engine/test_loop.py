@@ -580,7 +580,7 @@ def test_the_state_shares_no_tensor_with_the_engine() -> None:
 def test_the_state_may_not_be_taken_inside_an_update() -> None:
     engine = make_engine()
     engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.state_dict())
-    with pytest.raises(RuntimeError, match="not inside an iteration"):
+    with pytest.raises(RuntimeError, match="called inside an iteration"):
         engine.run(make_data(), max_epochs=1)
 
 
