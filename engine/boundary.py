@@ -111,8 +111,18 @@ class Boundary(Part):
     # ---- asking ---------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, *, by: str) -> None:
-        """Stop the run at the next boundary, or at once where it can; see `Engine.terminate`."""
+        """Stop the run once all receivers of this event have run; see `Engine.terminate`.
+
+        Inside an iteration, a step that was not made yet is skipped, and updates that have not begun are omitted; an iteration
+        of which no update has begun is not made at all. With several ranks one may ask: then all stop, at the end of the
+        iteration, whose other updates are made. ``min_epochs`` and ``min_iters`` delay a stop; until it takes effect `withdraw`
+        cancels it.
+        """
         engine = self.engine
+        if not engine.running:
+            raise RuntimeError(f"terminate({reason!r}): the engine is not running")
+        if not isinstance(reason, str) or not reason:
+            raise TypeError(f"terminate({reason!r}): give the reason in a few words")
         self.stops.setdefault(by, reason)
         self.wake()
         loop = engine.loop
@@ -125,6 +135,8 @@ class Boundary(Part):
 
     def end_epoch(self, reason: str) -> None:
         """End the epoch at the next boundary; see `Engine.terminate_epoch`."""
+        if not self.engine.running or not self.engine.state.epoch_open:
+            raise RuntimeError(f"terminate_epoch({reason!r}): no epoch is under way")
         self.epoch_stop = reason
         self.wake()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import blinker
 from blinker import ANY
 
-from .events import NEVER, EventEnum, Events, Filter, check_receiver, resolve
+from .events import NEVER, AnyEvent, EventEnum, Events, Filter, check_receiver, resolve
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -518,6 +518,38 @@ class Bus(blinker.Namespace):
                 signal.emit(engine, signal.count(engine))
         finally:
             self.between_events()
+
+    def connect(
+        self, engine: Engine, event: AnyEvent, receiver: Receiver, phase: Phase, rank: int
+    ) -> Callable[[], None]:
+        """Connect a receiver to each plain event of an expression; returns what disconnects it. See `Engine.connect`."""
+        pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
+        check_receiver(receiver, f"connect({event})")
+        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        for signal, connection in made:
+            if any(connection.same(other) for other in signal.connections):
+                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+        for signal, connection in made:
+            signal.add(connection)
+            connection.restart(engine)
+
+        def disconnect() -> None:
+            for signal, connection in made:
+                signal.remove(connection)
+
+        return disconnect
+
+    def disconnect(self, receiver: Receiver) -> None:
+        """Disconnect a function from all of its events."""
+        connected = [signal for signal in self.all() if signal.has(receiver)]
+        if not connected:
+            raise ValueError(f"detach({receiver!r}): this function is not connected")
+        for signal in connected:
+            signal.disconnect(receiver)
+
+    def has(self, receiver: object, event: EventEnum | None = None) -> bool:
+        """Whether a function is connected, to this event if one is given."""
+        return any(signal.has(receiver) for signal in (self.all() if event is None else [self.of(event)]))
 
     def call_through(self, around: Around | None) -> None:
         """Call every receiver through ``around(signal, connection)`` instead of ``connection.call``; None undoes it."""

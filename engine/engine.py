@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 
 from .acts import Overrides
 from .boundary import Boundary
-from .bus import Bus, Connection, Phase, Receiver, Signal
+from .bus import Bus, Phase, Receiver, Signal
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
-from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
+from .events import AnyEvent, EventEnum, Events
 from .group import Group
 from .handler import Handler
 from .interval import Interval
@@ -49,11 +49,8 @@ class Engine:
         seed: the seed of the handlers' random draws; torch's initial seed by default. It does not seed the global
             generators: `Seeding` does.
         training: whether to train; by default, if any update has an optimizer.
-        streams: where the model's and the data's draws from the global generators (Python, NumPy, torch) come from. "shared":
-            one stream for all, as in a plain PyTorch loop. "separate": the generators are reseeded from (seed, epoch) before an
-            epoch's data is iterated, and from (seed, update's name, iteration) before each update, so that a handler that
-            changes how often the model draws, such as SharpnessAwareMinimization, shifts no later draw. For ablations: the
-            difference that a handler makes varies less. It costs 10 to 25 us an update. It may be set between runs.
+        streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
+            "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
 
     Attributes:
         state: where the run stands.
@@ -62,12 +59,10 @@ class Engine:
         updates: the updates at work.
         handlers: the attached handlers by name.
         signals: the blinker namespace of the signals.
-        seed: the seed of the run.
-        training: whether the engine trains.
-        dry_run: whether handlers that write files (`Handler.writes`) are left out of every run.
+        seed, training: as given, or as derived from torch and from the updates.
+        dry_run: whether handlers that write files (`Handler.writes`) are disabled in every run.
 
-    What handlers' authors need stands on the parts: ``regions``, ``overrides``, ``snapshots``, ``boundary``, ``feed`` and
-    ``group``; `signalfire.handler` lists it.
+    Authors of handlers find more on the parts; `signalfire.handler` lists it.
 
     Example:
         >>> import torch
@@ -131,11 +126,8 @@ class Engine:
         """Run up to the first of the given bounds; called again with larger ones, it continues.
 
         Args:
-            data: an iterable of batches: a DataLoader, a list, a generator function's result. None for a run without data.
-                A batch of None is skipped. A resumed run skips by index in a DataLoader over a map-style dataset and in a
-                sequence; other data may have ``batches_from(start)``, or ``state_dict()`` and ``load_state_dict()``, to begin
-                in its middle, and is read again if it has not. Samples of a map-style dataset are fetched with the global
-                generators seeded from (seed, epoch, index), and samplers with ``set_epoch`` receive the epoch.
+            data: an iterable of batches: a DataLoader, a list, a generator. None for a run without data. A batch of None is
+                skipped. `signalfire.data` says how a resumed run finds its place in it.
             max_epochs: up to this epoch. An engine that evaluates runs one epoch by default.
             max_iters: up to this iteration over all epochs.
             max_steps: up to this many optimizer steps of the first update.
@@ -157,21 +149,11 @@ class Engine:
                 "run() was called on an engine that is running; evaluate with another engine: "
                 "engine.evaluate(evaluator, data)"
             )
-        if self.overrides.data is not None:
-            data = self.overrides.data(self, data)
-        self.state.set_bounds(
-            training=self.training,
-            has_data=data is not None,
-            max_epochs=max_epochs,
-            max_iters=max_iters,
-            max_steps=max_steps,
-            max_time=max_time,
-            min_epochs=min_epochs,
-            min_iters=min_iters,
-            epoch_length=epoch_length,
-        )
-        writers = [name for name, one in self.handlers.items() if one.writes and one.enabled] if self.dry_run else []
-        with self.without(*writers):
+        with self.without(*(self.handlers.writers() if self.dry_run else ())):
+            if self.overrides.data is not None:
+                data = self.overrides.data(self, data)
+            self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
+                                  min_iters, epoch_length)  # fmt: skip
             self.loop = Loop(self, data, epoch_length)
             try:
                 self.loop.run()
@@ -198,33 +180,21 @@ class Engine:
         """
         if not isinstance(evaluator, Engine) or evaluator.training:
             raise ValueError(
-                f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation(), which has no "
-                "optimizer"
+                f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()"
             )
         return evaluate(self, evaluator, data, prefix=prefix, **bounds)
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
         """Stop the run once all receivers of this event have run. An open window is discarded; COMPLETED is still emitted.
 
-        Inside an iteration, a step that was not made yet is skipped, and updates that have not begun are omitted; an iteration
-        of which no update has begun is not made at all. With several ranks one may ask: then all stop, at the end of the
-        iteration, whose other updates are made.
-
         Args:
             reason: stored in ``state.stop_reason``.
-            by: who asks; the same name may cancel it with `Boundary.withdraw` before it takes effect, as while
-                ``min_epochs`` or ``min_iters`` delay it.
+            by: who asks; the same name may cancel it with `Boundary.withdraw` before it takes effect. See `Boundary.stop`.
         """
-        if not self.running:
-            raise RuntimeError(f"terminate({reason!r}): the engine is not running")
-        if not isinstance(reason, str) or not reason:
-            raise TypeError(f"terminate({reason!r}): give the reason in a few words")
         self.boundary.stop(reason, by=by)
 
     def terminate_epoch(self, reason: str) -> None:
         """End the epoch once all receivers of this event have run; EPOCH_COMPLETED is emitted, then the next epoch begins."""
-        if not self.running or not self.state.epoch_open:
-            raise RuntimeError(f"terminate_epoch({reason!r}): no epoch is under way")
         self.boundary.end_epoch(reason)
 
     @property
@@ -253,16 +223,17 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the model's first parameter is; the CPU without a model."""
-        parameters = (parameter for root in self.modules.values() for parameter in root.parameters())
-        first = next(parameters, None)
+        first = next((parameter for root in self.modules.values() for parameter in root.parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
     def find_update(self, name: str | None = None) -> UpdateState:
         """The update with this name; the first without one."""
-        for update in self.updates:
-            if name is None or update.name == name:
-                return update
-        raise KeyError(f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}")
+        found = next((update for update in self.updates if name in (None, update.name)), None)
+        if found is None:
+            raise KeyError(
+                f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}"
+            )
+        return found
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -287,21 +258,7 @@ class Engine:
 
     def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
         """Call ``receiver(engine)`` at an event; the returned handle disconnects it, also as a context manager."""
-        pairs = [(self.signal(one), chosen) for one, chosen in resolve(event)]
-        check_receiver(receiver, f"connect({event})")
-        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
-        for signal, connection in made:
-            if any(connection.same(other) for other in signal.connections):
-                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
-        for signal, connection in made:
-            signal.add(connection)
-            connection.restart(self)
-
-        def disconnect() -> None:
-            for signal, connection in made:
-                signal.remove(connection)
-
-        return Attachment(disconnect)
+        return Attachment(self.signals.connect(self, event, receiver, phase, rank))
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
         """Decorate a function to be called as ``function(engine)`` at an event.
@@ -344,51 +301,28 @@ class Engine:
         """
         if isinstance(handler, Handler | str):
             self.handlers.detach(handler)
-            return
-        connected = [signal for signal in self.signals.all() if signal.has(handler)]
-        if not connected:
-            raise ValueError(f"detach({handler!r}): this function is not connected")
-        for signal in connected:
-            signal.disconnect(handler)
+        else:
+            self.signals.disconnect(handler)
 
     def has(self, handler: Handler | str | Receiver, event: EventEnum | None = None) -> bool:
         """Whether a handler, by itself or by name, or a function is attached (at this event, if one is given)."""
-        if isinstance(handler, str):
-            return handler in self.handlers and self.handlers.has(self.handlers[handler], event)
-        if isinstance(handler, Handler):
+        if isinstance(handler, Handler | str):
             return self.handlers.has(handler, event)
-        return any(signal.has(handler) for signal in (self.signals.all() if event is None else [self.signal(event)]))
+        return self.signals.has(handler, event)
 
     def find(self, kind: type[H]) -> H:
         """The one attached handler of a class, typed as such.
 
+        For example, ``engine.find(History).table()``.
+
         Raises:
             KeyError: if there is none or more than one, listing what is attached.
-
-        Example:
-            >>> from signalfire import Engine, Update
-            >>> from signalfire.handlers import History
-            >>> engine = Engine(Update.from_function(lambda engine, batch: None))
-            >>> _ = engine.attach(History())
-            >>> engine.find(History)
-            <History 'history'>
         """
         return self.handlers.of_class(kind)
 
-    @contextmanager
-    def without(self, *names: str) -> Iterator[None]:
+    def without(self, *names: str) -> AbstractContextManager[None]:
         """Disable these handlers inside the ``with`` block, as if they had never been attached."""
-        if self.running:
-            raise RuntimeError(
-                f"without({', '.join(map(repr, names))}) was called during a run, where a disabled handler stays disabled until "
-                "the next iteration boundary at least; set handler.enabled instead"
-            )
-        found = [self.handlers.named(name) for name in names]
-        with ExitStack() as stack:
-            for handler in [handler for handler in found if handler.enabled]:
-                handler.enabled = False
-                stack.callback(setattr, handler, "enabled", True)
-            yield
+        return self.handlers.without(names)
 
     def toggle(self, handler: Handler) -> None:
         """Make what is connected agree with ``handler.enabled``; setting ``enabled`` calls this."""
@@ -403,8 +337,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that is needed to resume: position, modules, optimizers, handlers, random states; all copied.
 
-        With several ranks each has to call it. On rank 0 it is the state of all; on the others, their own, from which only
-        the same process resumes.
+        With several ranks each has to call it. On rank 0 it is the state of all; on the others, their own.
 
         Raises:
             RuntimeError: inside an iteration, where half of it would be saved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -136,16 +137,31 @@ class Registry(Mapping[str, Handler], Part):
             self._refuse_setup(handler)
         self._settle_later(handler)
 
-    def has(self, handler: Handler, event: EventEnum | None = None) -> bool:
-        """Whether this handler is attached, and connected to this event if one is given."""
-        record = self._records.get(handler.name)
-        if record is None or record.handler is not handler:
+    def has(self, handler: Handler | str, event: EventEnum | None = None) -> bool:
+        """Whether a handler, by itself or by name, is attached, and connected to this event if one is given."""
+        record = self._records.get(handler if isinstance(handler, str) else handler.name)
+        if record is None or (isinstance(handler, Handler) and record.handler is not handler):
             return False
         return event is None or any(signal.event is event for signal, _ in record.connections or ())
 
-    def named(self, handler: Handler | str) -> Handler:
-        """The attached handler with this name, or this handler itself if it is attached."""
-        return self._find(handler).handler
+    @contextmanager
+    def without(self, names: Iterable[str]) -> Iterator[None]:
+        """Disable the handlers with these names inside the ``with`` block; see `Engine.without`."""
+        if self.engine.running:
+            raise RuntimeError(
+                f"without({', '.join(map(repr, names))}) was called during a run, where a disabled handler stays disabled until "
+                "the next iteration boundary at least; set handler.enabled instead"
+            )
+        found = [self._find(name).handler for name in names]
+        with ExitStack() as stack:
+            for handler in [handler for handler in found if handler.enabled]:
+                handler.enabled = False
+                stack.callback(setattr, handler, "enabled", True)
+            yield
+
+    def writers(self) -> list[str]:
+        """The names of the enabled handlers that write files or send something away."""
+        return [name for name, handler in self.items() if handler.writes and handler.enabled]
 
     def of_class(self, kind: type[H]) -> H:
         """The one attached handler of a class; see `Engine.find`."""

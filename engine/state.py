@@ -171,7 +171,6 @@ class State:
 
     def set_bounds(
         self,
-        *,
         training: bool,
         has_data: bool,
         max_epochs: int | None,

@@ -882,7 +882,7 @@ def test_an_act_that_does_not_exist_is_not_replaced() -> None:
             engine.overrides.replace(Override.SEEDING, print, by=self)
 
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="expected one of Override.WINDOW, Override.GRADIENTS"):
+    with pytest.raises(ValueError, match=r"expected one of Override\.WINDOW, Override\.GRADIENTS"):
         trainer.attach(Wrong())
     assert trainer.handlers == {}
 

@@ -682,7 +682,7 @@ def test_it_keeps_its_promises(limit: int) -> None:
 def test_two_of_them_refuse_each_other() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=make_model(), seed=0)
     engine.attach(MicroBatching(4))
-    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* 'gradients'"):
+    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* the computation of gradients"):
         engine.attach(MicroBatching(2, name="other"))
 
 

@@ -358,7 +358,7 @@ def test_an_error_inside_the_last_window_leaves_its_length() -> None:
     with trainer.connect(Events.BACKWARD_STARTED(once=5), fail), pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)
     windows: list[int] = []
-    trainer.connect(Events.EPOCH_COMPLETED, lambda engine: windows.append(engine.updates[1].window))
+    trainer.connect(Events.EPOCH_COMPLETED, lambda engine: windows.append(engine.updates[1].window.length))
     trainer.run(make_data(), max_epochs=2)
     assert set(windows) == {2}
 
@@ -386,7 +386,7 @@ def test_frequencies_that_leave_an_iteration_without_an_update_are_refused(handl
 
 def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_without_an_update() -> None:
     trainer = make_trainer(UpdateFrequency(generator=2))
-    with pytest.raises(ValueError, match=r"both 'update_frequency' and 'second'.*how often each update is made"):
+    with pytest.raises(ValueError, match=r"both 'update_frequency' and 'second'.*how often each update runs"):
         trainer.attach(UpdateFrequency(critic=2, name="second"))
 
 
