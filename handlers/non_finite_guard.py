@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int
 from signalfire.distributed import local_part
 
@@ -80,7 +81,7 @@ class NonFiniteGuard(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.claim(f"guarding update {update.name!r} against non-finite values", by=self)
+            engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
 
     @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS)
     def record_loss(self, engine: Engine) -> None:
@@ -89,7 +90,7 @@ class NonFiniteGuard(Handler):
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
         losses = self._losses.setdefault(update.name, [])
-        if update.held == 0:  # a new window, possibly after a discarded one
+        if update.window.held == 0:  # a new window, possibly after a discarded one
             losses.clear()
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
@@ -141,7 +142,7 @@ class NonFiniteGuard(Handler):
             return
         # The run still continues, so `min_epochs` or `min_iters` delay the stop; another update may still require it.
         if all(number < self.patience for number in self._in_a_row.values()):
-            engine.withdraw_termination(by=self.name)
+            engine.boundary.withdraw(by=self.name)
 
     def _reason(self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]]) -> str:
         """What is not finite, and where; called only after a bad step."""
@@ -163,7 +164,7 @@ class NonFiniteGuard(Handler):
     @on(Events.ENDED)
     def clear_losses(self, engine: Engine) -> None:
         """Drop the losses, unless a window stays open for the next run."""
-        if not any(update.filled for update in engine.updates):
+        if not any(update.window.filled for update in engine.updates):
             self._losses = {}
 
     def state_dict(self) -> dict[str, Any]:

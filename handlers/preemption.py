@@ -113,7 +113,7 @@ class Preemption(Handler):
             self.preempted = received.name
             self._received_at = time.monotonic()
             if (engine := self.engine) is not None and engine.running:
-                engine.preempt(f"preempted by {received.name}")
+                engine.boundary.preempt(f"preempted by {received.name}")
         elif self.preempted == received.name and time.monotonic() - self._received_at >= self.repeat_seconds:
             self._forward(received, frame)
 

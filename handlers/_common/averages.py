@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
@@ -39,7 +40,7 @@ class AveragedWeights(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.claim("the weights used for evaluation", by=self)
+        engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
 
     @on(Events.STARTED)
     def bind_tensors(self, engine: Engine) -> None:
@@ -51,7 +52,7 @@ class AveragedWeights(Handler):
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
             self._averages.bind(engine, self.name)
-        engine.enter(self._averages.in_place())
+        engine.regions.enter(self._averages.in_place())
 
     @on(Events.WEIGHTS_LOADED)
     def use_loaded_weights(self, engine: Engine) -> None:

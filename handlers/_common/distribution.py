@@ -33,7 +33,7 @@ class Distribution(Handler):
     """Joins the process group, and reports which rank failed and where when one is lost.
 
     Args:
-        shares: Policy for sharding data over the ranks; see `Engine.join`.
+        shares: Policy for sharding data over the ranks; see `Group.join`.
         backend: Backend of torch.distributed.
         timeout: Timeout in seconds; see `together`.
 
@@ -58,7 +58,7 @@ class Distribution(Handler):
 
     def attached(self, engine: Engine) -> None:
         self.processes = together(backend=self.backend, timeout=self.timeout)
-        engine.join(self.processes, by=self, shares=self.shares)
+        engine.group.join(self.processes, by=self, shares=self.shares)
         several = self.processes.several  # a single process needs no work in an iteration
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
@@ -94,7 +94,7 @@ class Distribution(Handler):
             update.weight = update.weight * update.share
 
     @on("buffers_event", phase=Phase.PREPARE, rank=BROADCAST_BUFFERS)
-    def broadcast_buffers(self, engine: Engine) -> None:
+    def sync_buffers(self, engine: Engine) -> None:
         """Broadcast the buffers of rank 0."""
         if self._buffers:
             with torch.no_grad():

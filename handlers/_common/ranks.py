@@ -97,4 +97,4 @@ COMMUTING = {
     ("ENDED", "CHANGE"): "each closes something of its own, or restores what it changed",
 }
 """Pairs of (event, phase) in which handlers of different classes share a rank, and why their order does not matter. Two handlers
-of one class commute (Checkpoints write different files of one snapshot), or exclude each other (`Engine.claim`)."""
+of one class commute (Checkpoints write different files of one snapshot), or exclude each other (`Overrides.claim`)."""

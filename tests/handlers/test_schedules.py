@@ -391,7 +391,7 @@ def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
         engine.run(batches(), max_epochs=2)
     assert engine.state.iteration == 0
     assert "step" not in vars(engine.updates[0].optimizer)
-    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): that is 11 steps"):
+    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these are 11 steps"):
         warmup_stable_decay(warmup=0.5, decay=6)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"polynomial\(warmup=11\)"):
         polynomial(warmup=11)(optimizer_of(0.4), total_steps=10)
@@ -401,7 +401,7 @@ def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
         one_cycle(warmup=11)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"one_cycle\(warmup=1\.0\).*leaves none"):
         one_cycle(warmup=1.0)(optimizer_of(0.4), total_steps=10)
-    with pytest.raises(ValueError, match=r"warmup\(amount=11\): that is 11"):
+    with pytest.raises(ValueError, match=r"warmup\(amount=11\): these are 11"):
         warmup(11, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"warmup\(amount=10\).*leaves none for the schedule"):
         warmup(10, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)
