@@ -28,7 +28,7 @@ class Validation(Handler):
         data: The validation data, iterable more than once. Or a mapping from names to several data sets, evaluated in this
             order; the metrics of each are prefixed with its name and a slash.
         every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
-        prefix: Prefix of the metrics' names, to tell several validations apart.
+        prefix: Prefix of the metrics' names, to distinguish several validations.
         at_start: Whether to evaluate before the first batch, too.
         sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
             discarded and no handler writes files.

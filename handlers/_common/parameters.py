@@ -112,6 +112,6 @@ def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """A faster `total_norm` for at least one gradient; all have to be `alike` or sharded."""
+    """A faster `total_norm` for at least one gradient; all must be `alike` or sharded."""
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
     return total
