@@ -102,8 +102,6 @@ class Engine:
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
 
-    # ---- running --------------------------------------------------------------------------------------------------
-
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -236,6 +234,7 @@ class Engine:
         """Decorate a function to be called as ``function(engine)`` at an event.
 
         Example:
+            >>> from signalfire import Engine, Events, Update
             >>> engine = Engine(Update.from_function(lambda engine, batch: None))
             >>> @engine.on(Events.ITERATION_COMPLETED(every=2))
             ... def show(engine):
