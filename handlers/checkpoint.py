@@ -254,7 +254,7 @@ class Checkpoint(Handler):
     @on("resuming", phase=Phase.PREPARE)
     def go_on(self, engine: Engine) -> None:
         """Load the newest good checkpoint, of several processes the one that rank 0 finds."""
-        if engine.state.epoch > 0 or engine.has_loaded_state:
+        if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         found = self._next_to_try() if engine.processes.first else None
         if (found := engine.processes.broadcast(found)) is not None:
@@ -291,7 +291,7 @@ class Checkpoint(Handler):
             return
         # All processes of a run may do so at once, and make the same empty file.
         self._failures_folder.mkdir(exist_ok=True)
-        (self._failures_folder / f"{self._resumed_from}@{engine.run_id}").touch()
+        (self._failures_folder / f"{self._resumed_from}@{engine.snapshots.run_id}").touch()
 
     @property
     def _failures_folder(self) -> Path:
@@ -333,30 +333,31 @@ class Checkpoint(Handler):
         if engine.processes.first:
             self._own(engine)
         self._names, self._superseded = engine.processes.broadcast((self._names, self._superseded))
-        if engine.origin is not None and (
-            changed := differences(engine.origin["manifest"], engine.device, engine.processes.size)
+        if engine.snapshots.origin is not None and (
+            changed := differences(engine.snapshots.origin["manifest"], engine.device, engine.processes.size)
         ):
             warnings.warn(
-                f"the run goes on from {engine.origin['path']!r}, but not as it was ({', '.join(changed)}): it may not be "
+                f"the run goes on from {engine.snapshots.origin['path']!r}, but not as it was "
+                f"({', '.join(changed)}): it may not be "
                 "bit-exact",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _own(self, engine: Engine) -> Ownership:
-        if self._ownership is not None and self._ownership.run == engine.run_id:
+        if self._ownership is not None and self._ownership.run == engine.snapshots.run_id:
             return self._ownership
         runs, source = set[str](), None
-        if engine.origin is not None:
-            path = Path(engine.origin["path"])
-            for damaged in map(Path, engine.origin["damaged"]):
+        if engine.snapshots.origin is not None:
+            path = Path(engine.snapshots.origin["path"])
+            for damaged in map(Path, engine.snapshots.origin["damaged"]):
                 if _same(damaged.parent, self.folder) and self.files.exists(damaged):
                     set_aside(damaged, self.files)
-            runs = {engine.origin["manifest"]["run"], *engine.origin["manifest"]["lineage"]}
+            runs = {engine.snapshots.origin["manifest"]["run"], *engine.snapshots.origin["manifest"]["lineage"]}
             source = visible_name(path.name) if _same(path.parent, self.folder) else None
         there = dict(self._manifests())
         runs &= {manifest["run"] for manifest in there.values()}  # so that it does not grow with every resume
-        self._ownership = Ownership(self.name, engine.run_id, frozenset(runs), source)
+        self._ownership = Ownership(self.name, engine.snapshots.run_id, frozenset(runs), source)
         own = {name: manifest for name, manifest in there.items() if self._ownership.owns(name, manifest)}
         for one in self._decided:
             names = [name for name in own if own[name]["iteration"] == one.iteration and _is_numbered(name, one.base)]
@@ -435,7 +436,7 @@ class Checkpoint(Handler):
         if self._write is not None:  # at an event at which it is not polled
             self._harvest(engine)
         try:
-            state = engine.weights() if self.weights_only else engine.snapshot(at_once=not self.asynchronous)
+            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not self.asynchronous)
             self._sync_written(engine)
             write = self._prepare(engine, entry, state, list(self._decided))
         except BaseException:
@@ -462,7 +463,7 @@ class Checkpoint(Handler):
     @on("holding", phase=Phase.PERSIST, rank=HOLD)
     def hold(self, engine: Engine) -> None:
         """Hold the state from which the run can go on if an error ends it."""
-        self._held = engine.snapshot()
+        self._held = engine.snapshots.take()
 
     @on("failing", phase=Phase.PERSIST)
     def save_held(self, engine: Engine) -> None:
@@ -488,7 +489,7 @@ class Checkpoint(Handler):
         """Write the state of this very point; it is not counted in keep, which stays that of a run that was not stopped."""
         if self._write is not None:
             self._harvest(engine)
-        state = engine.snapshot()
+        state = engine.snapshots.take()
         self._sync_written(engine)
         self._save_besides(engine, state, "preempted")
 
@@ -515,7 +516,9 @@ class Checkpoint(Handler):
 
     def _prepare(self, engine: Engine, entry: Entry, state: Mapping[str, Any], decided: list[Entry] | None) -> _Write:
         ownership = (
-            self._own(engine) if engine.processes.first else Ownership(self.name, engine.run_id, frozenset(), None)
+            self._own(engine)
+            if engine.processes.first
+            else Ownership(self.name, engine.snapshots.run_id, frozenset(), None)
         )
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         steps = {update.name: update.steps for update in engine.updates}
@@ -581,7 +584,7 @@ class Checkpoint(Handler):
             self._resumed_from = None  # the run has got further
             if engine.processes.first:
                 shutil.rmtree(self._failures_folder, ignore_errors=True)  # what stays is only a count
-        engine.tell_saved()
+        engine.snapshots.report_saved()
         for problem in write.problems if engine.processes.first else ():
             warnings.warn(
                 f"{self.name!r}: what the checkpoint {write.name!r} supersedes could not be removed: {problem}",

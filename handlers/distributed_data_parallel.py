@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
 
 from ._common.distribution import Distribution, Shares, broadcast
@@ -111,7 +112,7 @@ class DistributedDataParallel(Distribution):
         self.forward_event = Events.FORWARD_STARTED if self._active else None
         self.backward_event = Events.BACKWARD_COMPLETED if self._active else None
         if self._active:
-            engine.replace("reduction", self.reduce, by=self)
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 
@@ -185,9 +186,8 @@ class DistributedDataParallel(Distribution):
 
     def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
         # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
-        wrapper = TorchDDP(
-            _CallTracker(module, parameters), init_sync=False, forward_sync_buffers=False, **self.options
-        )  # type: ignore[arg-type]
+        tracker = _CallTracker(module, parameters)
+        wrapper = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
         held = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 from signalfire.data import FirstBatches
 
@@ -39,7 +40,7 @@ class FastDevRun(Handler):
             raise RuntimeError(
                 f"{self.name!r} cannot be attached during a run, whose data is already set; attach it before run()"
             )
-        engine.replace("data", self.limit, by=self)
+        engine.overrides.replace(Override.DATA, self.limit, by=self)
         self._dry_before, engine.dry_run = engine.dry_run, True
 
     def detached(self, engine: Engine) -> None:
@@ -60,5 +61,5 @@ class FastDevRun(Handler):
     def end_epoch(self, engine: Engine) -> None:
         """End an epoch whose length is not given by the data."""
         state = engine.state
-        if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.on_last_batch():
+        if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.feed.on_last_batch():
             engine.terminate_epoch(f"{self.name} limits epochs to {self.batches} batches")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from signalfire import Engine, Events, Handler, Phase
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import Monitor
 from signalfire.randomness import unchanged_random_state
@@ -348,7 +349,7 @@ class Study:
         for name, handler in engine.handlers.items():
             phases = {subscription.phase for subscription in handler.subscriptions}
             sets_up = engine.has(name, Events.MODEL_SETUP)
-            acts = any(what.startswith("the act ") for what in engine.claimed_by(name))
+            acts = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
             left_out = writes_or_shows(handler) or sets_up or name in measuring
             if handler.enabled and not left_out and (acts or not phases.isdisjoint(_CHANGING)):
                 found.append(name)

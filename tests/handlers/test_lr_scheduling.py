@@ -481,10 +481,7 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 def test_a_monitor_goes_with_plateau_only() -> None:
     for handler, told in (
         (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= is only for ReduceLROnPlateau"),
-        (
-            LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)),
-            "ReduceLROnPlateau; give the name of its metric",
-        ),
+        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
     ):
         engine, rates = engine_of(network(), handler)
         with pytest.raises(ValueError, match=told):
