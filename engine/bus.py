@@ -508,6 +508,12 @@ class Bus(blinker.Namespace):
             signal.around = self.around
         return signal
 
+    def fire(self, engine: Engine, event: EventEnum) -> None:
+        """Emit an event of a user's own catalogue."""
+        if type(event) is Events:
+            raise ValueError(f"fire({event}): the engine emits its own events; for one of yours subclass EventEnum")
+        self.emit(engine, event)
+
     def emit(self, engine: Engine, event: EventEnum) -> None:
         """Emit an event: count it, and call its receivers."""
         self.between_events()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from .bus import Bus, Phase, Receiver, Signal
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
-from .events import AnyEvent, EventEnum, Events
+from .events import AnyEvent, EventEnum
 from .group import Group
 from .handler import Handler
 from .interval import Interval
@@ -26,7 +26,7 @@ from .registry import Attachment, Registry
 from .snapshots import Snapshots
 from .state import State
 from .step import IterationSignals
-from .streams import STREAMS
+from .streams import Streams, check_streams
 from .update import Update, UpdateState
 from .wiring import Wiring
 
@@ -39,15 +39,12 @@ H = TypeVar("H", bound=Handler)
 class Engine:
     """Runs updates over data and emits an event at every step; every feature is a handler of those events.
 
-    Training, evaluation and prediction use the same class: an engine whose updates have no optimizer evaluates, that is, it runs
-    in eval mode without gradients, and every run of it starts anew.
+    An engine whose updates have no optimizer evaluates: it runs in eval mode without gradients, and each run starts anew.
 
     Args:
         update: what to do in every iteration, or several updates in order.
-        model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if the update's
-            functions need none.
-        seed: the seed of the handlers' random draws; torch's initial seed by default. It does not seed the global
-            generators: `Seeding` does.
+        model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if no update needs one.
+        seed: the seed of the handlers' draws; torch's initial seed by default. `Seeding` seeds the global generators.
         training: whether to train; by default, if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
             "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
@@ -65,9 +62,7 @@ class Engine:
     Authors of handlers find more on the parts; `signalfire.handler` lists it.
 
     Example:
-        >>> import torch
         >>> from functools import partial
-        >>> from signalfire import Engine, Update
         >>> model = torch.nn.Linear(2, 1)
         >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
         >>> trainer = Engine(update, model=model, seed=0)
@@ -82,14 +77,12 @@ class Engine:
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         seed: int | None = None,
         training: bool | None = None,
-        streams: Literal["shared", "separate"] = "shared",
+        streams: Streams = "shared",
     ) -> None:
         specs = _checked_specs(update)
+        self.training = _trains(specs, training)
         if seed is not None:
             check_seed("Engine", seed)
-        self.training = any(spec.optimizer is not None for spec in specs) if training is None else training
-        if self.training and (missing := [spec.name for spec in specs if spec.optimizer is None]):
-            raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
         self.loop: Loop | None = None
         self.streams = streams
         self.modules = _named_modules(model)
@@ -109,8 +102,6 @@ class Engine:
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
 
-    # ---- running --------------------------------------------------------------------------------------------------
-
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -128,12 +119,10 @@ class Engine:
         Args:
             data: an iterable of batches: a DataLoader, a list, a generator. None for a run without data. A batch of None is
                 skipped. `signalfire.data` says how a resumed run finds its place in it.
-            max_epochs: up to this epoch. An engine that evaluates runs one epoch by default.
-            max_iters: up to this iteration over all epochs.
+            max_epochs, max_iters: up to this epoch or iteration, counted over all runs. Evaluation runs one epoch by default.
             max_steps: up to this many optimizer steps of the first update.
             max_time: up to this much wall-clock time in this call, such as "15min".
-            min_epochs: `terminate` takes effect only once this many epochs are complete.
-            min_iters: likewise for iterations.
+            min_epochs, min_iters: `terminate` takes effect only once this many are complete.
             epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
                 the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
 
@@ -145,10 +134,7 @@ class Engine:
             ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
         """
         if self.running:
-            raise RuntimeError(
-                "run() was called on an engine that is running; evaluate with another engine: "
-                "engine.evaluate(evaluator, data)"
-            )
+            raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):
             if self.overrides.data is not None:
                 data = self.overrides.data(self, data)
@@ -164,19 +150,15 @@ class Engine:
     def evaluate(
         self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any
     ) -> dict[str, Any]:
-        """Run another engine inside this one; what it measures is stored in this engine's metrics.
+        """Run an evaluator on data, store what it measures in this engine's metrics, and return it.
 
-        It changes no random stream, no gradient, no module's train or eval flag. What receivers of EVALUATION_STARTED enter
-        (`Regions.enter`) is left as soon as the other run has ended.
+        It changes no random stream, no gradient, no module's train or eval flag.
 
         Args:
-            evaluator: an engine that evaluates.
+            evaluator: an engine that does not train.
             data: its data.
             prefix: put before the names of its metrics.
             bounds: for ``evaluator.run``.
-
-        Returns:
-            The metrics under their names here.
         """
         if not isinstance(evaluator, Engine) or evaluator.training:
             raise ValueError(
@@ -208,17 +190,13 @@ class Engine:
         return self.group.processes
 
     @property
-    def streams(self) -> Literal["shared", "separate"]:
+    def streams(self) -> Streams:
         """Whether model and data draw from one stream, or each update and each epoch from its own; see the class."""
         return self._streams
 
     @streams.setter
-    def streams(self, streams: Literal["shared", "separate"]) -> None:
-        if streams not in STREAMS:
-            raise ValueError(f"Engine(streams={streams!r}): expected {' or '.join(map(repr, STREAMS))}")
-        if self.running:
-            raise RuntimeError(f"Engine: streams={streams!r} was set during a run; set it between runs")
-        self._streams: Literal["shared", "separate"] = streams
+    def streams(self, streams: Streams) -> None:
+        self._streams: Streams = check_streams(streams, running=self.running)
 
     @property
     def device(self) -> torch.device:
@@ -228,21 +206,15 @@ class Engine:
 
     def find_update(self, name: str | None = None) -> UpdateState:
         """The update with this name; the first without one."""
-        found = next((update for update in self.updates if name in (None, update.name)), None)
-        if found is None:
-            raise KeyError(
-                f"no update is named {name!r}; there are: {', '.join(update.name for update in self.updates)}"
-            )
-        return found
+        names = [update.name for update in self.updates]
+        if name is not None and name not in names:
+            raise KeyError(f"no update is named {name!r}; there are: {', '.join(names)}")
+        return self.updates[0 if name is None else names.index(name)]
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
     def signal(self, event: EventEnum) -> Signal:
-        """The blinker signal of an event.
-
-        Raises:
-            TypeError, ValueError: for what is no event, or one whose catalogue is not registered.
-        """
+        """The blinker signal of an event without a filter, whose catalogue is registered."""
         return self.signals.of(event)
 
     def register_events(self, *catalogues: type[EventEnum]) -> None:
@@ -252,9 +224,7 @@ class Engine:
 
     def fire(self, event: EventEnum) -> None:
         """Emit an event of your own: its receivers run now, in the order of phases."""
-        if type(event) is Events:
-            raise ValueError(f"fire({event}): the engine emits its own events; for one of yours subclass EventEnum")
-        self.signals.emit(self, event)
+        self.signals.fire(self, event)
 
     def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
         """Call ``receiver(engine)`` at an event; the returned handle disconnects it, also as a context manager."""
@@ -269,9 +239,8 @@ class Engine:
             >>> @engine.on(Events.ITERATION_COMPLETED(every=2))
             ... def show(engine):
             ...     print(engine.state.iteration)
-            >>> _ = engine.run(max_iters=4)
+            >>> _ = engine.run(max_iters=3)
             2
-            4
         """
 
         def decorate(function: F) -> F:
@@ -285,20 +254,13 @@ class Engine:
     def attach(self, *handlers: Handler) -> Attachment:
         """Attach handlers; the order never matters for the ones that come with Signalfire.
 
-        Returns:
-            A handle: ``handle.detach()`` detaches them, and it works as a context manager.
-
-        Raises:
-            TypeError, ValueError: for what is no handler, or a name that is taken; then none of them is attached.
+        Either all are attached, or an error leaves and none is. The returned handle detaches them, by ``handle.detach()`` or as
+        a context manager.
         """
         return self.handlers.attach(handlers)
 
     def detach(self, handler: Handler | str | Receiver) -> None:
-        """Detach a handler, by itself or by name, or a function from all of its events.
-
-        Raises:
-            KeyError, ValueError: if there is no such handler or function.
-        """
+        """Detach a handler, by itself or by name, or a function from all of its events; an error if it is not attached."""
         if isinstance(handler, Handler | str):
             self.handlers.detach(handler)
         else:
@@ -373,10 +335,7 @@ class Engine:
         self.snapshots.load_weights(weights)
 
     def reset(self) -> None:
-        """Begin anew: counters and handlers as new, optimizers built by factories anew, weights kept.
-
-        An optimizer that was given built keeps its state: how to build it is not known.
-        """
+        """Begin anew: counters, handlers and optimizers as new (but for optimizers that were given built), weights kept."""
         if self.running:
             raise RuntimeError("reset() was called during a run; call it between runs")
         for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals):
@@ -387,8 +346,7 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an Engine can be neither copied nor pickled, since its handlers and receivers belong to it; build another one with "
-            "the same function, and give it this one's state_dict()"
+            "an Engine can be neither copied nor pickled; build another, and give it this one's state_dict()"
         )
 
     def __str__(self) -> str:
@@ -410,6 +368,13 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     if len(set(names)) < len(names):
         raise ValueError(f"Engine: two updates have the same name in {names}; give Update(..., name=)")
     return specs
+
+
+def _trains(specs: Sequence[Update], training: bool | None) -> bool:
+    trains = any(spec.optimizer is not None for spec in specs) if training is None else training
+    if trains and (missing := [spec.name for spec in specs if spec.optimizer is None]):
+        raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
+    return trains
 
 
 def _named_modules(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module]:

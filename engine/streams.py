@@ -9,7 +9,7 @@ It costs 10 to 25 us an update. ``engine.streams`` may be set between runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .randomness import cuda_generators, derived_seed, mixed, reseed
 
@@ -17,9 +17,23 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["STREAMS", "begin_stream", "model_streams"]
+__all__ = ["Streams", "begin_stream", "check_streams", "model_streams"]
 
-STREAMS = ("shared", "separate")
+Streams = Literal["shared", "separate"]
+
+
+def check_streams(streams: Streams, *, running: bool) -> Streams:
+    """Check what ``engine.streams`` is set to.
+
+    Raises:
+        ValueError: for another word.
+        RuntimeError: during a run.
+    """
+    if streams not in get_args(Streams):
+        raise ValueError(f"Engine(streams={streams!r}): expected {' or '.join(map(repr, get_args(Streams)))}")
+    if running:
+        raise RuntimeError(f"Engine: streams={streams!r} was set during a run; set it between runs")
+    return streams
 
 
 def begin_stream(engine: Engine, *what: object) -> None:

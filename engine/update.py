@@ -46,7 +46,8 @@ class Update:
         ...     return engine.model(batch[0])
         >>> def loss(engine, output, batch):
         ...     return torch.nn.functional.mse_loss(output, batch[1])
-        >>>         >>> Update(forward, loss, partial(torch.optim.SGD, lr=0.1)).name
+        >>> from functools import partial
+        >>> Update(forward, loss, partial(torch.optim.SGD, lr=0.1)).name
         'main'
     """
 

@@ -508,7 +508,7 @@ def test_run_inside_run_is_refused() -> None:
     def again(engine: Engine) -> None:
         engine.run(make_data(), max_epochs=1)
 
-    with pytest.raises(RuntimeError, match="engine that is running"):
+    with pytest.raises(RuntimeError, match="called during a run"):
         engine.run(make_data(), max_epochs=1)
 
 

@@ -829,7 +829,9 @@ def test_a_second_replacer_is_an_error_that_names_both_and_changes_nothing(
     data, first, second = make_data(), kind(name="first"), kind(name="second")
     trainer = make_trainer()
     trainer.attach(first)
-    with pytest.raises(ValueError, match=r"both 'first' and 'second' .* (the optimizer step|the computation of gradients)"):
+    with pytest.raises(
+        ValueError, match=r"both 'first' and 'second' .* (the optimizer step|the computation of gradients)"
+    ):
         trainer.attach(second)
     assert list(trainer.handlers) == ["first"]
     assert second.engine is None
