@@ -185,7 +185,7 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"inputs of shape \(4, 2\)"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
         ((torch.zeros(4, 2, 3), None), r"tuple\) has no tensor at 1.*CutMix\(target=\)"),
     ],
