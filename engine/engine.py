@@ -1120,7 +1120,8 @@ class Engine(HandlerHost):
         Raises:
             ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.
         """
-        weights = read_shards(self, weights)
+        parameters = (p for root in self.modules.values() for p in root.parameters())
+        weights = read_shards(weights, parameters=parameters, device=self.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         if set(weights) != set(self.modules):
             raise ValueError(f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(self.modules)}")

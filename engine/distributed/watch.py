@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..events import Events
+from .liveness import boot_id, find_process, machine_name
 
 __all__ = ["Watch", "cut_connections"]
 
@@ -82,7 +83,7 @@ class Watch:
         self._store = PrefixStore(f"signalfire/watch/{Watch.made}", store.clone())  # type: ignore[attr-defined]
         Watch.made += 1
         self._own: Told = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "reports": 0}
-        self._own["born"] = _born(os.getpid())
+        self._own["started"] = _started(os.getpid())
         self._since = 0.0
         self._next = 0  # of self.others, to be read
         self._explained = self._failed = False  # this rank knows by itself
@@ -203,7 +204,7 @@ class Watch:
         told = self.told.get(other)
         if told is None or told.get("failed") or told.get("left") or told["machine"] != self._own["machine"]:
             return False
-        return bool(_born(told["pid"]) != told["born"])
+        return bool(_started(told["pid"]) != told["started"])
 
     def _name(self, other: int) -> str:
         told = self.told[other]
@@ -358,29 +359,12 @@ def _place(where: str) -> tuple[int, ...]:
     return (*(int(number) for number in re.findall(r"\d+", where)), event)
 
 
-def _born(pid: int) -> str | None:
-    """When a process was started; None if it is gone. Its number alone may be another one's by now."""
-    if not os.path.isdir("/proc/self"):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return "once"
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+def _started(pid: int) -> int | None:
+    """When a process of this machine started; None if it has ended, as a zombie has."""
+    found = find_process(pid)
+    return None if found is None or found.defunct else found.started
 
 
 def _machine() -> str:
-    """What processes that see each other by their numbers have in common: the kernel and the space of numbers."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            found.append(file.read().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+    """Equal for processes that can look each other up by their ids: of one machine since its boot, in one namespace."""
+    return f"{machine_name()} {boot_id()}"
