@@ -900,7 +900,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "micro_batching" in told["pieces"]
     assert "units='blcks.*' matches no module; there are: first, blocks" in told["units"]
     assert "'blocks' is a ModuleList, which is never called" in told["list"]
-    assert "on_exception=True cannot write a sharded model" in told["exception"]
+    assert "on_exception=True cannot save a sharded model" in told["exception"]
     assert "the processes have [1, 0] batches" in told["sam"]
     assert "drop_last=True" in told["sam"]
     assert told["chosen"] == ", blocks.0, blocks.1, first, last"
