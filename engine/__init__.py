@@ -11,9 +11,9 @@ from .data import CombinedData, DataError, ReloadedData, RereadingWarning
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
-from .host import Attachment
 from .interval import Interval
 from .randomness import seed_everything
+from .registry import Attachment
 from .state import MetricStore, State
 from .update import Update, UpdateState
 from .wiring import Wiring

@@ -12,7 +12,7 @@ import copy
 import inspect
 import weakref
 from bisect import insort
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from itertools import count
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import blinker
 from blinker import ANY
 
-from .events import NEVER, EventEnum, Events, Filter, check_receiver
+from .events import NEVER, AnyEvent, EventEnum, Events, Filter, check_receiver, resolve
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -314,9 +314,23 @@ class Signal(blinker.NamedSignal):
 
     # ---- sending --------------------------------------------------------------------------------------------------
 
-    def emit(self, engine: Engine, count: int) -> None:
-        """Call the receivers in order. The first error stops the others and leaves, saying whose it was."""
-        plan = self._plan if count < self._filtered_due else self._select(count)
+    def emit(
+        self, engine: Engine, count: int | None, owner: str | None = None, phases: Collection[Phase] | None = None
+    ) -> None:
+        """Call the receivers in order. The first error skips the others and leaves, with a note that names its receiver.
+
+        Every receiver is called from here, so that notes and profiles are complete.
+
+        Args:
+            engine: the argument of each receiver.
+            count: the count that filters are compared with; None calls only receivers without a filter.
+            owner: the name of a handler, to call its receivers only.
+            phases: the phases whose receivers are called; all by default.
+        """
+        if count is None or owner is not None or phases is not None:
+            plan = self._subset(count, owner, phases)
+        else:
+            plan = self._plan if count < self._filtered_due else self._select(count)
         receiver: Receiver | None = None
         try:
             for receiver in plan:
@@ -391,6 +405,19 @@ class Signal(blinker.NamedSignal):
             self._selected = self._new_plan([one for one in self._active(self._connections) if one not in left_out])
         return self._selected
 
+    def _subset(self, count: int | None, owner: str | None, phases: Collection[Phase] | None) -> Plan:
+        """The plan of this count without the receivers of other handlers and phases."""
+        connections = self._plan.connections if count is None else self._select(count).connections
+        return self._new_plan(
+            [
+                one
+                for one in connections
+                if (owner is None or one.owner == owner)
+                and (phases is None or one.phase in phases)
+                and (count is not None or one.filter is None)
+            ]
+        )
+
     def _new_plan(self, connections: list[Connection]) -> Plan:
         around = self.around
         calls = [one.call if around is None else around(self, one) for one in connections]
@@ -440,22 +467,98 @@ class SignalGroup:
 
 
 class Bus(blinker.Namespace):
-    """The signals of one engine, by name; a blinker namespace."""
+    """The signals of one engine, by name; a blinker namespace.
+
+    Attributes:
+        around: what `call_through` was given.
+        between_events: called before and after every event that `emit` emits.
+    """
 
     around: Around | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._catalogues: set[type[EventEnum]] = {Events}
+        self.between_events: Callable[[], None] = _nothing
+
+    def register(self, catalogue: type[EventEnum]) -> None:
+        """Make a catalogue of events known, so that its events have signals."""
+        if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
+            raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
+        if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
+            raise ValueError(f"register_events({catalogue!r}): another catalogue has this name; rename one of the two")
+        self._catalogues.add(catalogue)
+
     def of(self, event: EventEnum) -> Signal:
-        """The signal of an event; it is made when it is first asked for."""
+        """The signal of an event; it is created when it is first asked for.
+
+        Raises:
+            TypeError, ValueError: for what is no plain event, or one whose catalogue is not registered.
+        """
+        if not isinstance(event, EventEnum):
+            resolve(event)
+            raise TypeError(f"{event} is filtered; only an event without a filter has a signal")
+        if type(event) not in self._catalogues:
+            raise ValueError(
+                f"{event} is not known to this engine: call engine.register_events({type(event).__name__}) first"
+            )
         signal = self.get(event.full_name)
         if not isinstance(signal, Signal):
             signal = self[event.full_name] = Signal(event)
             signal.around = self.around
-        if signal.event is not event:
-            raise ValueError(f"{event}: there is another catalogue of this name; rename one of the two classes")
         return signal
 
+    def fire(self, engine: Engine, event: EventEnum) -> None:
+        """Emit an event of a user's own catalogue."""
+        if type(event) is Events:
+            raise ValueError(f"fire({event}): the engine emits its own events; for one of yours subclass EventEnum")
+        self.emit(engine, event)
+
+    def emit(self, engine: Engine, event: EventEnum) -> None:
+        """Emit an event: count it, and call its receivers."""
+        self.between_events()
+        try:
+            signal = self.of(event)
+            signal.fired += 1
+            if signal.receivers:
+                signal.emit(engine, signal.count(engine))
+        finally:
+            self.between_events()
+
+    def connect(
+        self, engine: Engine, event: AnyEvent, receiver: Receiver, phase: Phase, rank: int
+    ) -> Callable[[], None]:
+        """Connect a receiver to each plain event of an expression; returns what disconnects it. See `Engine.connect`."""
+        pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
+        check_receiver(receiver, f"connect({event})")
+        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        for signal, connection in made:
+            if any(connection.same(other) for other in signal.connections):
+                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+        for signal, connection in made:
+            signal.add(connection)
+            connection.restart(engine)
+
+        def disconnect() -> None:
+            for signal, connection in made:
+                signal.remove(connection)
+
+        return disconnect
+
+    def disconnect(self, receiver: Receiver) -> None:
+        """Disconnect a function from all of its events."""
+        connected = [signal for signal in self.all() if signal.has(receiver)]
+        if not connected:
+            raise ValueError(f"detach({receiver!r}): this function is not connected")
+        for signal in connected:
+            signal.disconnect(receiver)
+
+    def has(self, receiver: object, event: EventEnum | None = None) -> bool:
+        """Whether a function is connected, to this event if one is given."""
+        return any(signal.has(receiver) for signal in (self.all() if event is None else [self.of(event)]))
+
     def call_through(self, around: Around | None) -> None:
-        """Call every receiver through what ``around(signal, connection)`` makes of ``connection.call``; None: by itself again."""
+        """Call every receiver through ``around(signal, connection)`` instead of ``connection.call``; None undoes it."""
         self.around = around
         for signal in self.all():
             signal.around = around
@@ -465,8 +568,40 @@ class Bus(blinker.Namespace):
         """Every signal that was asked for so far."""
         return [signal for signal in self.values() if isinstance(signal, Signal)]
 
+    def reset(self) -> None:
+        """Count every event from the start again."""
+        for signal in self.all():
+            signal.fired = 0
+
+    def rewind(self, engine: Engine) -> None:
+        """Forget what was worked out from earlier counts, in every signal."""
+        for signal in self.all():
+            signal.rewind(engine)
+
+    def _counted(self) -> list[Signal]:
+        """The signals whose count is part of a saved state. Counts of saves are not: a state cannot count its own save."""
+        return [one for one in self.all() if one.event.counter == "fired" and one.event not in _SAVES]
+
+    def state_dict(self) -> dict[str, int]:
+        """How often each event that is counted by its emissions was emitted, without those that never were."""
+        counted = sorted(self._counted(), key=lambda one: str(one.event))
+        return {str(one.event): one.fired for one in counted if one.fired}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for event in [event for catalogue in self._catalogues for event in catalogue if str(event) in state]:
+            self.of(event)  # a receiver that is connected later counts from the first emission
+        for signal in self._counted():
+            signal.fired = state.get(str(signal.event), 0)
+
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
-        """The signal with this name. Signals belong to events: they are not made from a name."""
+        """The signal with this name. Signals belong to events: none is created from a name."""
         if name not in self:
-            raise KeyError(f"no signal is named {name!r}: an event's signal is engine.signal(event)")
+            raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
         return self[name]
+
+
+_SAVES = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
+
+
+def _nothing() -> None:
+    pass

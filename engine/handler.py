@@ -17,7 +17,7 @@ from .randomness import derived_seed
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Handler", "Subscription", "on"]
+__all__ = ["Handler", "Subscription", "bind", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -202,3 +202,8 @@ class Handler:
     def __repr__(self) -> str:
         off = "" if self._enabled else ", disabled"
         return f"<{type(self).__name__} {self.name!r}{off}>"
+
+
+def bind(handler: Handler, engine: Engine | None) -> None:
+    """Say which engine a handler is attached to; for the engine's registry."""
+    handler._engine = None if engine is None else weakref.ref(engine)

@@ -239,10 +239,10 @@ class _Clock:
         self.next = time.monotonic() + seconds
 
     def restart(self, engine: Engine) -> None:
-        self.next = engine.now() + self.seconds
+        self.next = engine.group.now() + self.seconds
 
     def __call__(self, engine: Engine) -> bool:
-        now = engine.now()
+        now = engine.group.now()
         if now < self.next:
             return False
         self.next = now + self.seconds

@@ -1,8 +1,9 @@
-"""Cleaning up: regions, which are always left, and errors that come up meanwhile, which are always told."""
+"""Cleaning up: context managers that are always left, and errors that come up meanwhile, which are never lost."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 __all__ = ["Regions", "note_problems"]
@@ -11,34 +12,67 @@ T = TypeVar("T")
 
 
 class Regions:
-    """The context managers that are open around what the engine does now.
+    """The context managers that are open around what the engine is doing.
+
+    A region is a part of a run at whose end everything that was entered inside it is left: the run itself, an evaluation, an
+    update, the forward with its loss.
 
     Attributes:
-        depth: how many are open; a region that opens remembers it, and closes what was entered since.
+        depth: how many context managers are open; a region remembers it when it opens.
     """
 
-    __slots__ = ("_open", "depth")
+    __slots__ = ("_entered", "_regions", "depth")
 
     def __init__(self) -> None:
-        self._open: list[AbstractContextManager[Any]] = []
+        self._entered: list[AbstractContextManager[Any]] = []
+        self._regions = 0  # how many regions are open, those inside an iteration not counted
         self.depth = 0
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
+        """Enter a context manager that is left at the end of the innermost open region, also after an error.
+
+        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
+        """
+        if not self._regions:
+            raise RuntimeError(f"enter({manager!r}): no region is open outside a run")
         value = manager.__enter__()
-        self._open.append(manager)
+        self._entered.append(manager)
         self.depth += 1
         return value
 
+    def open(self) -> None:
+        """Open a region, which is closed with `close_all`, or with the ``with`` block of `region`."""
+        self._regions += 1
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """A region around the ``with`` block."""
+        outside = self.depth
+        self._regions += 1
+        try:
+            yield
+        except BaseException as error:
+            self._regions -= 1
+            self.close(outside, error)
+            raise
+        self._regions -= 1
+        self.close(outside)
+
+    def close_all(self, error: BaseException | None) -> None:
+        """Close the outermost region."""
+        self._regions = 0
+        self.close(0, error)
+
     def close(self, outside: int, error: BaseException | None = None) -> None:
-        """Leave what was entered since the depth was ``outside``: last in, first out, every one, also after an error.
+        """Leave what was entered since the depth was ``outside``: last in, first out, all of it, also after an error.
 
         Args:
-            outside: the depth to come back to.
-            error: what is leaving. It goes on leaving, whatever a manager answers; what goes wrong here is noted on it.
+            outside: the depth to return to.
+            error: the error that is being raised. No manager can suppress it; what goes wrong here is added to its notes.
         """
         leaving = error
         while self.depth > outside:
-            manager = self._open.pop()
+            manager = self._entered.pop()
             self.depth -= 1
             try:
                 if leaving is None:
@@ -55,9 +89,9 @@ class Regions:
 
 
 def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
-    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself.
+    """Report the errors of cleaning up: in the notes of the error that is being raised, or by raising the first of them.
 
-    An interrupt is never swallowed: it leaves in place of an error.
+    An interrupt is never swallowed: it is raised in place of an error.
     """
     leaving = error
     if error is None or isinstance(error, Exception):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .bus import Phase, Signal
+from .bus import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
@@ -29,46 +29,30 @@ FORMAT = 1
 
 
 def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
-    """Everything that is needed to go on; of several processes, that of all on rank 0.
+    """Everything that is needed to resume; with several ranks, that of all on rank 0.
 
     Args:
         engine: whose state it is.
         at_once: whether it is written before anything can change: then its tensors may be the engine's own. Otherwise it shares
             none with the engine.
     """
-    state = engine.state
     taken = partial(copied, tensor=_itself) if at_once else copied
+    position = engine.state.state_dict() | engine.boundary.state_dict()
     own = {
         "format": FORMAT,
-        "engine": {
-            "epoch": state.epoch,
-            "iteration": state.iteration,
-            "epoch_start": state.epoch_start,
-            "epoch_open": state.epoch_open,
-            "stop_reason": state.stop_reason,
-            "stops": dict(engine._stops),  # asked for, and to take effect
-            "epoch_stop": engine._epoch_stop,
-            "stopped_bounds": engine._stopped_bounds,
+        "engine": position
+        | {
             "seed": engine.seed,
-            "fired": {name: signal.fired for name, signal in _counted_signals(engine) if signal.fired},
-            "metrics": taken(state.metrics.state_dict()),
+            "fired": engine.signals.state_dict(),
+            "metrics": taken(engine.state.metrics.state_dict()),
         },
         "modules": {name: taken(root.state_dict()) for name, root in engine.modules.items()},
         "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
-        "handlers": {
-            name: taken(engine._held_states.get(name) or handler.state_dict())
-            for name, handler in sorted(engine.handlers.items())
-        },
-        "data": taken(_position(engine)),
+        "handlers": {name: taken(state) for name, state in engine.handlers.state_dict().items()},
+        "data": taken(engine.feed.state_dict()),
         "random": packed(random_state()),
     }
     return of_all(own, engine.processes)
-
-
-def _position(engine: Engine) -> dict[str, Any] | None:
-    if engine._position is not None:  # loaded, or that of the run before: the data is not there yet
-        return engine._position
-    return None if engine._source is None else engine._source.state_dict()
 
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
@@ -80,55 +64,41 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     for name, root in engine.modules.items():
         root.load_state_dict(spread_over(root, saved["modules"][name]))
     for update in engine.updates:
-        part = saved["updates"][update.name]
-        update.steps = part["steps"]
-        if update.optimizer is not None and part["optimizer"] is not None:
-            update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
-        update.discard()
-        update.filled = 0
-        with torch.no_grad():
-            for index, value in part["own_parameters"].items():
-                update.parameters[index].copy_(value)
-        window = part["window"]
-        if window is not None and (missing := sorted(set(window["made_with"]) - set(_takes_part(engine)))):
-            warnings.warn(
-                f"the gradients of the open accumulation window of update {update.name!r} were made with "
-                f"{', '.join(map(repr, missing))}, which this run does without: they are discarded",
-                stacklevel=2,
-            )
-            window = None
-        if window is not None:
-            update.filled, update.held = window["filled"], window["held"]
-            update.extra_weight = copied(window["extra_weight"])
-            if update.kept is not None:
-                update.kept.extend(copied(window["kept"]))
-            for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
-                parameter.grad = (
-                    None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
-                )
-    for name, handler in engine.handlers.items():
-        if name in saved["handlers"]:
-            state_of_handler = copied(saved["handlers"][name])
-            if handler.enabled:
-                handler.load_state_dict(state_of_handler)
-            else:  # it has not begun; it gets its state when it takes part again
-                engine._held_states[name] = state_of_handler
+        _put_update_back(engine, update, saved["updates"][update.name])
+    engine.handlers.load_state_dict({name: copied(state) for name, state in saved["handlers"].items()})
     position = saved["engine"]
-    state = engine.state
-    state.epoch, state.iteration = position["epoch"], position["iteration"]
-    state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
-    state.stop_reason, engine._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
-    engine.ask_again(position["stops"], position["epoch_stop"])
+    engine.state.load_state_dict(position)
+    engine.boundary.load_state_dict(position)
     engine.seed = position["seed"]
-    state.metrics.load_state_dict(copied(position["metrics"]))
-    for event in [event for catalogue in engine._catalogues for event in catalogue]:
-        if str(event) in position["fired"]:
-            engine.signal(event)  # somebody may listen to it later, and count from the first
-    for name, signal in _counted_signals(engine):
-        signal.fired = position["fired"].get(name, 0)
+    engine.state.metrics.load_state_dict(copied(position["metrics"]))
+    engine.signals.load_state_dict(position["fired"])
     set_random_state(saved["random"])
     data: dict[str, Any] | None = saved["data"]
     return data
+
+
+def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any]) -> None:
+    update.steps = part["steps"]
+    if update.optimizer is not None and part["optimizer"] is not None:
+        update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
+    update.discard()
+    update.window.filled = 0
+    with torch.no_grad():
+        for index, value in part["own_parameters"].items():
+            update.parameters[index].copy_(value)
+    window = part["window"]
+    if window is None:
+        return
+    if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
+        warnings.warn(
+            f"the gradients of the open accumulation window of update {update.name!r} were made with "
+            f"{', '.join(map(repr, missing))}, which this run does without: they are discarded",
+            stacklevel=2,
+        )
+        return
+    update.window.load_state_dict(copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")}))
+    for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
+        parameter.grad = None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
 
 
 def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -176,9 +146,10 @@ def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str
     """A state for another number of processes: the dealt samples that were taken count as so many turns of these."""
     processes = engine.processes
     position, data = dict(saved["engine"]), saved["data"]
-    if data is not None and engine._source is not None and engine._source.manner != "own":
+    source = engine.feed.source
+    if data is not None and source is not None and source.manner != "own":
         iteration: int = position["iteration"]
-        then, now = data.get("batch_size_now"), engine._source.batch_size
+        then, now = data.get("batch_size_now"), source.batch_size
         if then is None or now is None:
             then = now = 1  # whatever the batches are, they are the same ones
 
@@ -226,7 +197,7 @@ _MAKING_GRADIENTS = (
 )
 
 
-def _takes_part(engine: Engine) -> list[str]:
+def _changing_gradients(engine: Engine) -> list[str]:
     """The handlers that have a hand in gradients: those that change anything from the batch to the end of the backward."""
     connections = [one for event in _MAKING_GRADIENTS for one in engine.signal(event).connections]
     return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
@@ -234,7 +205,7 @@ def _takes_part(engine: Engine) -> list[str]:
 
 def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> None:
     """Refuse gradients that are out of reach: those of a sharded model are, until a backward has reduced them."""
-    if update.held and not any(gradient is not None for gradient in gradients):
+    if update.window.held and not any(gradient is not None for gradient in gradients):
         raise RuntimeError(
             f"the open window of update {update.name!r} holds gradients that were not reduced over the processes yet, and cannot "
             "be saved: save where windows end, as epochs do, or have every batch reduced "
@@ -244,7 +215,7 @@ def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> N
 
 def _check_kept(update: UpdateState) -> None:
     """Refuse batches, kept for a step that looks at them again, whose types no safe load accepts."""
-    for batch, *_ in update.kept or ():
+    for batch, *_ in update.window.kept or ():
         if (found := _unsafe(batch)) is not None:
             raise TypeError(
                 f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which cannot be saved "
@@ -264,12 +235,12 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     optimizer = update.optimizer
     names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
     window = None
-    if update.filled:
+    if update.window.filled:
         gradients = [taken(p.grad) for p in update.parameters]
         _check_reduced(update, gradients)
         _check_kept(update)
-        window = {"filled": update.filled, "held": update.held, "extra_weight": taken(update.extra_weight),
-                  "gradients": gradients, "kept": taken(update.kept), "made_with": _takes_part(engine)}  # fmt: skip
+        window = {key: taken(value) for key, value in update.window.state_dict().items()}
+        window |= {"gradients": gradients, "made_with": _changing_gradients(engine)}
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
@@ -323,15 +294,6 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
                 f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
                 f"and here it optimizes {names}"
             )
-
-
-def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
-    """Those whose count is a part of the state. That of the saves is not: a state cannot hold what comes of itself."""
-    saves = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
-    counted = [
-        signal for signal in engine.signals.all() if signal.event.counter == "fired" and signal.event not in saves
-    ]
-    return sorted((str(signal.event), signal) for signal in counted)
 
 
 _ATOMS = {bool, bytes, float, int, str, NoneType}

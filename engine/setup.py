@@ -32,14 +32,11 @@ def build_optimizers(engine: Engine) -> None:
                     f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
                     "or the Update parameters="
                 )
-            update.optimizer = spec.optimizer(parameters)
-            update._parameters_of = []  # it may have had another one before
-            if not isinstance(update.optimizer, Optimizer):
-                made, update.optimizer = update.optimizer, None
-                raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
+            update.take_optimizer(spec.optimizer(parameters))
         optimizer = update.optimizer
-        if update.kept is None and needs_closure(optimizer):
-            update.kept = []
+        assert optimizer is not None
+        if update.window.kept is None and needs_closure(optimizer):
+            update.window.kept = []
         known = {p for root in engine.modules.values() for p in root.parameters()}
         if known and not any(p in known for p in update.parameters):
             raise ValueError(
@@ -51,7 +48,7 @@ def build_optimizers(engine: Engine) -> None:
 
 def check_windows(engine: Engine) -> None:
     """Refuse to accumulate for one of several updates that share parameters: each would clear what the other holds."""
-    if len(engine.updates) > 1 and any(update.window > 1 for update in engine.updates):
+    if len(engine.updates) > 1 and any(update.window.length > 1 for update in engine.updates):
         seen: dict[object, str] = {}
         for update in engine.updates:
             for parameter in update.parameters:

@@ -114,12 +114,16 @@ def as_number(value: Any) -> float | None:
         return None
 
 
+_POSITION = ("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason")
+
+
 class State:
     """Where a run stands. Handlers read it; the engine moves it.
 
     Attributes:
         epoch: the current epoch, counted from 1; 0 before the first.
         iteration: the current iteration over all epochs, counted from 1; 0 before the first.
+        completed: the last iteration whose updates were all made: `iteration` from ITERATION_COMPLETED on.
         batch: the current batch; None if the run has no data, or if the batch is to be skipped.
         update: the update at work, with its output, loss and skipped.
         plan: the updates of this iteration; a receiver of ITERATION_STARTED may replace it.
@@ -132,8 +136,8 @@ class State:
     """
 
     __slots__ = (
-        "batch", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs", "max_iters",
-        "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "stop_reason", "update",
+        "batch", "completed", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs",
+        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "stop_reason", "update",
     )  # fmt: skip
 
     def __init__(self, first: UpdateState) -> None:
@@ -151,17 +155,22 @@ class State:
         self.min_iters = 0
         self.restart()
 
+    def reset(self) -> None:
+        """Back to before the first epoch, without metrics."""
+        self.restart()
+        self.metrics.clear()
+
     def restart(self) -> None:
         """Back to before the first epoch."""
         self.epoch = 0
         self.iteration = 0
+        self.completed = 0
         self.epoch_start = 0  # the iterations that were completed when this epoch began
         self.epoch_open = False  # whether EPOCH_STARTED was told and EPOCH_COMPLETED not yet
         self.stop_reason: str | None = None
 
     def set_bounds(
         self,
-        *,
         training: bool,
         has_data: bool,
         max_epochs: int | None,
@@ -198,6 +207,15 @@ class State:
             raise ValueError("run(max_steps=): an engine that evaluates makes no optimizer steps")
         self.max_epochs, self.max_iters, self.max_steps, self.max_seconds = max_epochs, max_iters, max_steps, seconds
         self.min_epochs, self.min_iters = min_epochs, min_iters
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the run, without metrics and bounds."""
+        return {key: getattr(self, key) for key in _POSITION}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key in _POSITION:
+            setattr(self, key, state[key])
+        self.completed = self.iteration
 
     @property
     def epoch_iteration(self) -> int:

@@ -192,13 +192,7 @@ def _receivers(engine: Engine) -> dict[str, str]:
     counts = {
         f"signal {name}": str(len(signal.receivers)) for name, signal in engine.signals.items() if signal.receivers
     }
-    acts = {
-        "gradients": engine.replaced_gradients,
-        "step": engine.replaced_step,
-        "data": engine.replaced_data,
-        "reduction": engine.replaced_reduction,
-    } | {f"window of {update.name}": update.window_of for update in engine.updates}
-    return counts | {f"replaced {act}": "yes" for act, function in acts.items() if function is not None}
+    return counts | {f"replaced {what}": "yes" for what in engine.overrides.replaced()}
 
 
 def _same(expected: dict[str, str], found: dict[str, str], promise: str) -> None:

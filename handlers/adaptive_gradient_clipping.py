@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 from signalfire.distributed import local_part
 
@@ -82,7 +83,7 @@ class AdaptiveGradientClipping(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in updates_meant(engine, self.update):
-            engine.claim(f"adaptively clipping the gradients of update {update.name!r}", by=self)
+            engine.overrides.claim(Override.ADAPTIVE_CLIPPING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def choose(self, engine: Engine) -> None:

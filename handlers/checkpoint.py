@@ -213,7 +213,7 @@ class Checkpoint(Handler):
     @on("resume_event", phase=Phase.PREPARE)
     def resume(self, engine: Engine) -> None:
         """Load the newest good version; in distributed runs, the one that rank 0 finds."""
-        if engine.state.epoch > 0 or engine.has_loaded_state:
+        if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
         found = self._failures.newest(where=where, files=self.files) if engine.processes.first else None
@@ -226,7 +226,7 @@ class Checkpoint(Handler):
         """Count an error of this process that ended the run before it saved more than it was resumed from."""
         error = engine.state.exception
         if error is not None and not lost_another(error):
-            self._failures.add(engine.run_id)
+            self._failures.add(engine.snapshots.run_id)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def open(self, engine: Engine) -> None:
@@ -253,13 +253,13 @@ class Checkpoint(Handler):
         if engine.processes.first:
             self._saver.adopt(self._run(engine))
         self.retention.share(engine.processes)
-        checkpoints.warn_if_environment_changed(engine.origin, engine.device, engine.processes.size)
+        checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.size)
 
     def _run(self, engine: Engine) -> checkpoints.SavingRun:
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         position["steps"] = {update.name: update.steps for update in engine.updates}
         return checkpoints.SavingRun(
-            engine.run_id, engine.origin, position, engine.device, engine.processes, self.files
+            engine.snapshots.run_id, engine.snapshots.origin, position, engine.device, engine.processes, self.files
         )
 
     # ---- selecting ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Checkpoint(Handler):
         if self._saver.pending is not None:  # at an event without `collect_finished`
             self._collect_write(engine)
         try:
-            state = engine.weights() if self.weights_only else engine.snapshot(at_once=not self.asynchronous)
+            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not self.asynchronous)
             self._sync_written(engine)
             write = self._saver.prepare(self._run(engine), entry, state, counted=True)
         except BaseException:
@@ -334,7 +334,7 @@ class Checkpoint(Handler):
     @on("hold_event", phase=Phase.PERSIST, rank=HOLD)
     def hold_state(self, engine: Engine) -> None:
         """Hold the state from which a run can resume if an error ends this one."""
-        self._held = engine.snapshot()
+        self._held = engine.snapshots.take()
 
     @on("exception_event", phase=Phase.PERSIST)
     def save_held_state(self, engine: Engine) -> None:
@@ -361,7 +361,7 @@ class Checkpoint(Handler):
         """Write the current state; it does not count in ``keep``, so that what is kept does not depend on preemptions."""
         if self._saver.pending is not None:
             self._collect_write(engine)
-        state = engine.snapshot()
+        state = engine.snapshots.take()
         self._sync_written(engine)
         self._save_uncounted(engine, state, "preempted")
 
@@ -387,7 +387,7 @@ class Checkpoint(Handler):
         if write.name is None:
             return  # interrupted before it began
         self._failures.saved(clear=engine.processes.first)
-        engine.tell_saved()
+        engine.snapshots.report_saved()
         if engine.processes.first:
             write.warn_about_leftovers()
 

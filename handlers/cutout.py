@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
 
 from ._common.batches import changed, check_place, tensor_at
@@ -61,7 +62,7 @@ class Cutout(Handler):
         self.input = check_place(self, "input", input)
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("cutting parts out of samples", by=self)
+        engine.overrides.claim(Override.CUTOUT, by=self)
 
     @on(Events.GET_BATCH_COMPLETED)
     def cut(self, engine: Engine) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves, tensors_in
 from signalfire.checks import check_bool
 
@@ -64,7 +65,7 @@ class DeviceTransfer(Handler):
         self._copying: torch.cuda.Stream | None = None  # where batches are copied, while a run goes on
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the device", by=self)
+        engine.overrides.claim(Override.DEVICE, by=self)
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
     def place_model(self, engine: Engine) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
 
 from ._common.distribution import Distribution, Shares, broadcast
@@ -110,7 +111,7 @@ class DistributedDataParallel(Distribution):
         self.choosing = Events.FORWARD_STARTED if self._at_work else None
         self.noting = Events.BACKWARD_COMPLETED if self._at_work else None
         if self._at_work:
-            engine.replace("reduction", self.reduce, by=self)
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
@@ -87,7 +88,7 @@ class EarlyStopping(Handler):
 
     def attached(self, engine: Engine) -> None:
         if self.restoring is not None:
-            engine.claim("the weights at the end of the run", by=self)
+            engine.overrides.claim(Override.FINAL_WEIGHTS, by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def begin(self, engine: Engine) -> None:
@@ -106,7 +107,7 @@ class EarlyStopping(Handler):
             self._keep = self.keeping is not None
         else:
             self.waited += 1
-        engine.withdraw_termination(by=self.name)
+        engine.boundary.withdraw(by=self.name)
         reason = self._reason(value, unusable)
         if reason is not None:
             engine.terminate(reason, by=self.name)

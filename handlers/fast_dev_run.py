@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 from signalfire.data import FirstBatches
 
@@ -38,7 +39,7 @@ class FastDevRun(Handler):
             raise RuntimeError(
                 f"{self.name!r}: it cannot join a running engine, which has its data; attach it before run()"
             )
-        engine.replace("data", self.limit, by=self)
+        engine.overrides.replace(Override.DATA, self.limit, by=self)
         self._dry_before, engine.dry_run = engine.dry_run, True
 
     def detached(self, engine: Engine) -> None:
@@ -59,5 +60,5 @@ class FastDevRun(Handler):
     def end_epoch(self, engine: Engine) -> None:
         """End an epoch whose length is not that of the data."""
         state = engine.state
-        if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.on_last_batch():
+        if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.feed.on_last_batch():
             engine.terminate_epoch(f"{self.name} makes {self.batches} batches")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_number
 
 from ._common.parameters import all_names, longest_match, matches, unmatched
@@ -86,7 +87,7 @@ class Freezing(Handler):
         self._norms: list[tuple[nn.Module, float, bool]] = []
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("which parameters are frozen", by=self)
+        engine.overrides.claim(Override.FREEZING, by=self)
 
     @on(Events.STARTED)
     def find(self, engine: Engine) -> None:

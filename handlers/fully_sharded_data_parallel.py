@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.batches import tensors_in
 from signalfire.checks import check_bool, check_choice
 from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsharded
 from signalfire.randomness import unchanged_random_state
+from signalfire.restore import Buffers
 
 from ._common.distribution import Distribution, Shares, broadcast
 from ._common.ranks import PUT_TOGETHER
@@ -135,9 +137,9 @@ class FullyShardedDataParallel(Distribution):
         self.completing = Events.UPDATE_COMPLETED if several else None
         self.gathering = Events.EVALUATION_STARTED if several and self.gather_to_evaluate else None
         if several:
-            engine.replace("reduction", self.reduce, by=self)
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
             # Pieces of a batch are forwards of their own, of which every process would have to make as many.
-            engine.claim("the act 'gradients'", by=self)
+            engine.overrides.claim(Override.GRADIENTS, by=self)
 
     # ---- setting up -----------------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class FullyShardedDataParallel(Distribution):
                 self._roots.append(root)
                 self._hooks.append(root.register_forward_hook(self._note_output))
         reshard(engine.modules.values())
-        if self._dirty and not any(update.filled for update in engine.updates):
+        if self._dirty and not any(update.window.filled for update in engine.updates):
             self._reset()  # an error may have left it in the middle of something
         self._buffers = [buffer for root in self._roots for buffer in root.buffers()]  # type: ignore[attr-defined]
         self._set_sync(True)
@@ -249,7 +251,7 @@ class FullyShardedDataParallel(Distribution):
         self._dirty = True
 
     def _begin_backward(self, update: UpdateState) -> None:
-        if self._unreduced and update.held == 0:  # of a window that was discarded here
+        if self._unreduced and update.window.held == 0:  # of a window that was discarded here
             self._reset()
         syncs = update.completes or self.reduce_every_batch
         if syncs is not self._syncs:
@@ -275,8 +277,8 @@ class FullyShardedDataParallel(Distribution):
     def reduce(self, engine: Engine, update: UpdateState) -> None:
         """The act "reduction": the backward has done it, or a stand-in does."""
         self._take_part(engine, update)
-        if update.kept is not None and update.evaluation == 0:
-            kept = engine.processes.gather(len(update.kept))
+        if update.window.kept is not None and update.evaluation == 0:
+            kept = engine.processes.gather(len(update.window.kept))
             if len(set(kept)) > 1:
                 raise ValueError(
                     f"{self.name!r}: the window of update {update.name!r} is to be computed again, and the processes have "
@@ -315,10 +317,8 @@ class FullyShardedDataParallel(Distribution):
         state = engine.state
         current, state.batch = state.batch, self._batch
         output, loss, backward_loss, hidden = update.output, update.raw_loss, update.backward_loss, update.hidden
-        buffers = [(m._buffers, key, b, b.clone()) for root in engine.modules.values() for m in root.modules()
-                   for key, b in m._buffers.items() if b is not None]  # fmt: skip
         try:
-            with unchanged_random_state():
+            with unchanged_random_state(), Buffers(engine.modules.values()).unchanged():
                 self._begin_backward(update)
                 if update.forward is None:
                     update.function(engine, state.batch)
@@ -329,9 +329,6 @@ class FullyShardedDataParallel(Distribution):
         finally:
             state.batch = current
             update.output, update.raw_loss, update.backward_loss, update.hidden = output, loss, backward_loss, hidden
-            with torch.no_grad():
-                for own, key, buffer, before in buffers:
-                    own[key] = buffer.copy_(before)
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -342,7 +339,7 @@ class FullyShardedDataParallel(Distribution):
     @on("gathering", phase=Phase.PREPARE, rank=PUT_TOGETHER)
     def gather(self, engine: Engine) -> None:
         """Hold whole weights until the evaluation is over."""
-        engine.enter(unsharded(engine.modules.values()))
+        engine.regions.enter(unsharded(engine.modules.values()))
 
     @on(Events.ENDED)
     def let_go(self, engine: Engine) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 
 __all__ = ["GradientAccumulation"]
@@ -62,7 +63,7 @@ class GradientAccumulation(Handler):
         return reached[-1] if reached else 1
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("window", self.window, by=self, update=self.update)
+        engine.overrides.replace(Override.WINDOW, self.window, by=self, update=self.update)
 
     @on("weighing")
     def weigh(self, engine: Engine) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 from signalfire.distributed import local_part
 
@@ -62,7 +63,7 @@ class GradientClipping(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in updates_meant(engine, self.update):
-            engine.claim(f"clipping the gradients of update {update.name!r}", by=self)
+            engine.overrides.claim(Override.CLIPPING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.GRADIENTS_READY)
     def clip(self, engine: Engine) -> None:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 from signalfire.distributed import local_part, spread_like
 
@@ -58,7 +59,7 @@ class GradientNoise(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in updates_meant(engine, self.update):
-            engine.claim(f"adding noise to the gradients of update {update.name!r}", by=self)
+            engine.overrides.claim(Override.NOISE, by=self, target=f"of update {update.name!r}")
 
     def variance(self, step: int) -> float:
         """The noise's variance after so many optimizer steps."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 
 from ._common.ranks import SMOOTH_LOSS
@@ -47,7 +48,7 @@ class LabelSmoothing(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in updates_meant(engine, self.update):
-            engine.claim(f"smoothing the labels of update {update.name!r}", by=self)
+            engine.overrides.claim(Override.LABEL_SMOOTHING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from signalfire import Engine, Handler
+from signalfire.acts import Override
 from signalfire.data import FirstBatches
 
 __all__ = ["LimitBatches"]
@@ -49,7 +50,7 @@ class LimitBatches(Handler):
         self.validation = validation
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("data", self.limit, by=self)
+        engine.overrides.replace(Override.DATA, self.limit, by=self)
 
     def limit(self, engine: Engine, data: Any) -> Any:
         """What the engine iterates instead of its data."""

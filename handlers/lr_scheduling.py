@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
+from signalfire.planning import steps_to_come
 
 from ._common.torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
 from ._common.updates import made_step
@@ -88,7 +90,9 @@ class LRScheduling(Handler):
         self.requiring = None if self.monitor is None else Events.EPOCH_COMPLETED
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
+        engine.overrides.claim(
+            Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
+        )
 
     @on(Events.STARTED)
     def build(self, engine: Engine) -> None:
@@ -164,7 +168,7 @@ class LRScheduling(Handler):
             done = state.epoch - state.epoch_open
             return None if state.max_epochs is None else self.stepped + state.max_epochs // every - done // every
         update = engine.find_update(self.update)
-        to_come = engine.steps_to_come(update)
+        to_come = steps_to_come(engine, update)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
     @on("stepping", phase=Phase.CONTROL)

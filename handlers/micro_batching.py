@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
+from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
 from signalfire.checks import check_bool, check_int
+from signalfire.restore import attempt
 
 __all__ = ["MicroBatching"]
 
@@ -108,12 +110,12 @@ class MicroBatching(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.replace("gradients", self.compute, by=self)
+        engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
 
     @on(Events.STARTED)
     def check(self, engine: Engine) -> None:
         """Refuse a run without data, in which there is nothing to cut."""
-        if not engine.has_data:
+        if not engine.feed.has_data:
             raise ValueError(f"{self.name!r}: a run without data has no batches to cut; detach it")
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
@@ -140,7 +142,7 @@ class MicroBatching(Handler):
                 break
             late = self._late(engine, update)
             with _left_out(late):
-                done = engine.attempt(update, partial(self._reduce_if_it_fails, work, largest))
+                done = attempt(engine, update, partial(self._reduce_if_it_fails, work, largest))
             if done:
                 self._tell(engine, update, seen, late)
                 break
@@ -191,7 +193,7 @@ class MicroBatching(Handler):
     ) -> None:  # fmt: skip
         """Compute one piece after the other, note in ``seen`` what each gave, and let all of them count as one batch."""
         completes = update.completes
-        held, extra_weight = update.held, update.extra_weight
+        held, extra_weight = update.window.held, update.window.extra_weight
         total, several = sum(sizes), len(sizes) > 1
         try:
             for place, (batch, size) in enumerate(zip(batches, sizes, strict=True), 1):
@@ -201,10 +203,10 @@ class MicroBatching(Handler):
                 engine.state.batch = batch
                 # What the window and earlier pieces gave counts as held, so that whoever watches sees no window begin anew.
                 before = held + sum(piece.gave for piece in seen)
-                update.held, update.extra_weight, update.weight = before, 0, share
+                update.window.held, update.window.extra_weight, update.weight = before, 0, share
                 compute()
                 # What the weight was in the end: somebody may have set another when the loss was computed.
-                extra, gave = update.extra_weight, update.held > before
+                extra, gave = update.window.extra_weight, update.window.held > before
                 own = not gave or (isinstance(extra, int | float) and extra == share - 1)
                 output = _detached(update.output) if several else update.output
                 seen.append(
@@ -226,13 +228,13 @@ class MicroBatching(Handler):
             update.weight, update.completes = 1, completes
         gave_all = [piece for piece in seen if piece.gave]
         if not gave_all:
-            update.held, update.extra_weight = held, extra_weight
+            update.window.held, update.window.extra_weight = held, extra_weight
             return
-        update.held = held + 1
+        update.window.held = held + 1
         if len(gave_all) == len(sizes) and all(piece.own for piece in gave_all):
-            update.extra_weight = extra_weight  # the shares are 1 together, whatever their sum is rounded to
+            update.window.extra_weight = extra_weight  # the shares are 1 together, whatever their sum is rounded to
         else:
-            update.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
+            update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
 
     def _reduce_if_it_fails(self, work: Callable[[], None], largest: int) -> None:
         self._ran_out = False
@@ -267,15 +269,7 @@ class MicroBatching(Handler):
             for signal in late:
                 if piece.raw_loss is None if signal.event is Events.LOSS_COMPUTED else update.forward is None:
                     continue
-                for connection in signal.connections if not signal.is_muted else ():
-                    due = connection.filter is None or connection.filter.next_due(state.iteration) == state.iteration
-                    if connection.phase > Phase.FINALIZE and due:
-                        try:
-                            connection.call(engine)
-                        except BaseException as error:
-                            error.add_note(f"raised by {connection!r} at {signal.event}, epoch {state.epoch}, "
-                                           f"iteration {state.iteration}")  # fmt: skip
-                            raise
+                signal.emit(engine, state.iteration, phases=_LATE_PHASES)
         update.weight = 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,6 +321,9 @@ def _conclude(update: UpdateState, seen: list[_Piece]) -> None:
         total = sum(piece.weight for piece in lossy)
         if isinstance(total, Tensor) or total != 0:
             update.raw_loss, update.backward_loss = update.raw_loss / total, update.backward_loss / total
+
+
+_LATE_PHASES = tuple(phase for phase in Phase if phase > Phase.FINALIZE)
 
 
 @contextmanager

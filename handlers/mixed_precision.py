@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int, check_number
 
 from ._common.ranks import LOOK
@@ -75,9 +76,9 @@ class MixedPrecision(Handler):
         self._autocast: torch.autocast | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the precision", by=self)
+        engine.overrides.claim(Override.PRECISION, by=self)
         if self.scaling is not None and engine.training:
-            engine.compute_gradients_once(by=self)
+            engine.overrides.compute_gradients_once(by=self)
             _discard_windows(engine)
 
     def detached(self, engine: Engine) -> None:
@@ -91,7 +92,7 @@ class MixedPrecision(Handler):
         self._autocast = torch.autocast(device, dtype=self.dtype)
         if self.scaling is not None and engine.training:
             for update in engine.updates:
-                if update.kept is not None:
+                if update.window.kept is not None:
                     raise ValueError(
                         f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes its gradients "
                         "several times in a step, which their scaling for fp16 does not allow; use MixedPrecision('bf16')"
@@ -107,7 +108,7 @@ class MixedPrecision(Handler):
     def cast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the types that the forward chose."""
         assert self._autocast is not None
-        engine.enter(self._autocast)
+        engine.regions.enter(self._autocast)
 
     @on("scaling", phase=Phase.FINALIZE)
     def scale(self, engine: Engine) -> None:
@@ -177,5 +178,5 @@ def _veto(update: UpdateState, *overflowed: bool) -> None:
 def _discard_windows(engine: Engine) -> None:
     """What an open window holds is scaled, or it is not; a step on gradients of both kinds would ruin the weights."""
     for update in engine.updates:
-        if update.filled:
+        if update.window.filled:
             update.discard()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int
 from signalfire.distributed import local_part
 
@@ -80,7 +81,7 @@ class NonFiniteGuard(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in updates_meant(engine, self.update):
-            engine.claim(f"guarding update {update.name!r} against what is not finite", by=self)
+            engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
 
     @on("watching", phase=Phase.FINALIZE, rank=NOTE_LOSS)
     def note_loss(self, engine: Engine) -> None:
@@ -89,7 +90,7 @@ class NonFiniteGuard(Handler):
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
         losses = self._losses.setdefault(update.name, [])
-        if update.held == 0:  # nothing is left of a window that was discarded
+        if update.window.held == 0:  # nothing is left of a window that was discarded
             losses.clear()
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
@@ -141,7 +142,7 @@ class NonFiniteGuard(Handler):
             return
         # Only a stop that the run's minimum bounds hold back gets here; another update may still want it.
         if all(number < self.patience for number in self._in_a_row.values()):
-            engine.withdraw_termination(by=self.name)
+            engine.boundary.withdraw(by=self.name)
 
     def _reason(self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]]) -> str:
         """What is not finite, and where; asked only when something is."""
@@ -163,7 +164,7 @@ class NonFiniteGuard(Handler):
     @on(Events.ENDED)
     def forget(self, engine: Engine) -> None:
         """Windows that were left open are discarded."""
-        if not any(update.filled for update in engine.updates):
+        if not any(update.window.filled for update in engine.updates):
             self._losses = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from signalfire import Engine, Handler, seed_everything
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
 from signalfire.randomness import derived_seed, unchanged_random_state
 
@@ -41,7 +42,7 @@ class OverfitBatches(Handler):
         self._kept: _Kept | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("data", self.keep, by=self)
+        engine.overrides.replace(Override.DATA, self.keep, by=self)
 
     def detached(self, engine: Engine) -> None:
         self._kept = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
 from signalfire.interval import check_every
 
@@ -98,7 +99,11 @@ class ParameterScheduling(Handler):
         return _Ramp(start, end, over, cosine=True)
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"{self.field!r} of update {engine.find_update(self.update).name!r}", by=self)
+        engine.overrides.claim(
+            Override.PARAMETER_GROUP,
+            by=self,
+            target=f"{self.field!r} of update {engine.find_update(self.update).name!r}",
+        )
 
     @on(Events.STARTED, phase=Phase.FINALIZE)
     def begin(self, engine: Engine) -> None:

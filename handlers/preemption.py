@@ -114,7 +114,7 @@ class Preemption(Handler):
             self.preempted = came.name
             self._came_at = time.monotonic()
             if (engine := self.engine) is not None and engine.running:
-                engine.preempt(f"preempted by {came.name}")
+                engine.boundary.preempt(f"preempted by {came.name}")
         elif self.preempted == came.name and time.monotonic() - self._came_at >= self.repeat_seconds:
             self._hand_on(came, frame)
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
 
 from ._common.folders import check_folder, open_folder
@@ -130,7 +131,7 @@ class Profiler(Handler):
         self._of_torch: Any = None
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("how receivers are called", by=self)
+        engine.overrides.claim(Override.RECEIVER_CALLS, by=self)
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 

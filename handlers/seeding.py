@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
+from signalfire.acts import Override
 from signalfire.randomness import derived_seed
 
 from ._common.ranks import SEED
@@ -31,7 +32,7 @@ class Seeding(Handler):
         self.seed = seed
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("seeding", by=self)
+        engine.overrides.claim(Override.SEEDING, by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED)
     def plant(self, engine: Engine) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.distributed import local_part
+from signalfire.restore import Buffers
 from signalfire.update import needs_closure
 
 from ._common.parameters import total_norm
@@ -69,13 +71,13 @@ class SharpnessAwareMinimization(Handler):
         self.eta = float(check_number(self, "eta", eta, least=0))
         self.every = check_int(self, "every", every)
         self.update = update
-        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers = Buffers()
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.replace("step", self.step, by=self, again=True)
+        engine.overrides.replace(Override.STEP, self.step, by=self, again=True)
         for update in engine.updates:
-            if update.held and not update.kept:  # of a window left open between two runs: it cannot be computed again
+            if update.window.held and not update.window.kept:  # left open between two runs: it cannot be recomputed
                 update.discard()
 
     @on(Events.STARTED)
@@ -89,19 +91,18 @@ class SharpnessAwareMinimization(Handler):
                     "inside its own step, by a closure, and would not use those at the moved weights; take an optimizer "
                     f"without a closure, or detach {self.name!r}"
                 )
-        modules = {module: None for root in engine.modules.values() for module in root.modules()}
-        self._buffers = [(module._buffers, key) for module in modules for key in module._buffers]
+        self._buffers = Buffers(engine.modules.values())
 
     @on(Events.ENDED)
     def finish(self, engine: Engine) -> None:
         """Let go of the model."""
-        self._buffers = []
+        self._buffers = Buffers()
 
     def step(self, engine: Engine, update: UpdateState, step: Callable[[], Any]) -> None:
         """The optimizer's step, with the gradients at the moved weights."""
         if self.update in (None, update.name) and (update.steps + 1) % self.every == 0:
             parameters = [p for p in update.parameters if p.requires_grad and p.grad is not None]
-            with self._moved(parameters), self._buffers_put_back():
+            with self._moved(parameters), self._buffers.unchanged():
                 update.again()
         step()
 
@@ -135,15 +136,3 @@ class SharpnessAwareMinimization(Handler):
             torch._foreach_mul_(gradients, sizes)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             local_part(parameter).addcmul_(local_part(gradient), scale.to(parameter.device))
-
-    @contextmanager
-    def _buffers_put_back(self) -> Iterator[None]:
-        before = [None if (buffer := own[key]) is None else (buffer, buffer.clone()) for own, key in self._buffers]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for (own, key), kept in zip(self._buffers, before, strict=True):
-                    if kept is not None:
-                        kept[0].copy_(kept[1])
-                    own[key] = None if kept is None else kept[0]

@@ -12,12 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.data import generators_of
 from signalfire.distributed import unsharded
+from signalfire.evaluation import prepare_batch
 from signalfire.interval import check_every
 from signalfire.randomness import unchanged_random_state
+from signalfire.restore import Modes
 
 from ._common.averages import AveragedWeights
 from ._common.batches import check_data
@@ -107,7 +110,9 @@ class SWA(AveragedWeights):
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
         if self.lr is not None:
-            engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
+            engine.overrides.claim(
+                Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
+            )
 
     def look(self, engine: Engine) -> None:
         """Find the parameters and buffers, and see that BatchNorm statistics can be gathered."""
@@ -184,7 +189,7 @@ class SWA(AveragedWeights):
         """Let the BatchNorm layers see the data. They average it with equal weights, as they do without a momentum."""
         update = engine.find_update(self.update)
         forward = update.forward or update.function
-        modes = [(module, module.training) for root in engine.modules.values() for module in root.modules()]
+        modes = Modes(engine.modules.values())
         if not engine.running:
             for root in engine.modules.values():
                 root.train()
@@ -200,13 +205,12 @@ class SWA(AveragedWeights):
             with torch.no_grad(), unchanged_random_state(*generators_of(data)), unsharded(engine.modules.values()):
                 for batch in islice(data, self.bn_batches) if norms else ():
                     if batch is not None:
-                        forward(engine, map_leaves(partial(_on_device, engine.device), engine.prepared(batch)))
+                        forward(engine, map_leaves(partial(_on_device, engine.device), prepare_batch(engine, batch)))
                         seen += 1
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            for module, mode in modes:
-                module.training = mode
+            modes.put_back()
         if engine.processes.several:  # what each of them has seen may be in another order
             buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
             for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):

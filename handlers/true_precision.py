@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice
 
@@ -41,7 +42,7 @@ class TruePrecision(Handler):
         self._before: dict[tuple[str, str], torch.dtype] = {}  # of what was converted, by module and tensor
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the precision", by=self)
+        engine.overrides.claim(Override.PRECISION, by=self)
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
     def convert(self, engine: Engine) -> None:

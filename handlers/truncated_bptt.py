@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
 from signalfire.checks import check_int
 
@@ -111,7 +112,7 @@ class TruncatedBPTT(Handler):
     def attached(self, engine: Engine) -> None:
         updates = updates_meant(engine, self.update)
         for update in updates:
-            engine.claim(f"the time chunks of update {update.name!r}", by=self)
+            engine.overrides.claim(Override.TIME_CHUNKS, by=self, target=f"of update {update.name!r}")
         for update in updates:
             update.regular = False
 
@@ -127,7 +128,7 @@ class TruncatedBPTT(Handler):
             self._refuse_again(update)
 
     def _refuse_again(self, update: UpdateState) -> None:
-        if update.kept is not None:
+        if update.window.kept is not None:
             raise ValueError(
                 f"{self.name!r}: steps of update {update.name!r} compute their gradients more than once, because its "
                 f"{type(update.optimizer).__name__} takes a closure or a handler asks for it, and the hidden states in front "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import lcm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 
 from ._common.ranks import CHOOSE_UPDATES
@@ -81,7 +82,7 @@ class UpdateFrequency(Handler):
     def attached(self, engine: Engine) -> None:
         for update in self.every:
             engine.find_update(update)
-        engine.claim("how often each update is made", by=self)
+        engine.overrides.claim(Override.UPDATE_FREQUENCY, by=self)
         if all(update.name in self.every for update in engine.updates):
             period = range(1, lcm(*self.every.values()) + 1)
             idle = next((i for i in period if not any(self.is_made(update, i) for update in self.every)), None)
@@ -112,7 +113,7 @@ class UpdateFrequency(Handler):
         """Refuse windows of which nobody can know in time that the epoch closes them."""
         for name, every in self.every.items():
             update = engine.find_update(name)
-            if every > 1 and update.window > 1 and engine.state.epoch_length is None:
+            if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
                     f"{self.name!r}: gradients of update {name!r} are accumulated, but over data without a length it is not "
                     f"known which of every {every} iterations is the epoch's last to make it; give epoch_length= to run()"
@@ -128,9 +129,9 @@ class UpdateFrequency(Handler):
     def close_window(self, engine: Engine) -> None:
         """Close the open window where the update is made for the last time in the epoch."""
         update = engine.state.update
-        if update.window > 1 and not update.more and self._last_in_epoch(engine, update):
-            self._window = update.window
-            update.window = update.filled + 1
+        if update.window.length > 1 and not update.more and self._last_in_epoch(engine, update):
+            self._window = update.window.length
+            update.window.length = update.window.filled + 1
 
     def _last_in_epoch(self, engine: Engine, update: UpdateState) -> bool:
         state = engine.state
@@ -142,7 +143,7 @@ class UpdateFrequency(Handler):
     def open_window(self, engine: Engine) -> None:
         """Give the next window its full length again."""
         if self._window is not None:
-            engine.state.update.window = self._window
+            engine.state.update.window.length = self._window
             self._window = None
 
     @on(Events.ENDED)

@@ -212,7 +212,7 @@ class _Side:
         self.go.release()
         self.waits.acquire()
         self.state = random_state()
-        source = None if self.engine is None else self.engine._source
+        source = None if self.engine is None else self.engine.feed.source
         self.own = [] if source is None else [(one, one.get_state()) for one in generators_of(source.data)]
         if self.error is not None:
             self.error.add_note(f"in run {self.name!r} of divergence()")
@@ -299,7 +299,7 @@ def _check_apart(a: Engine, b: Engine) -> None:
 def _in_pieces(a: _Side, b: _Side) -> bool:
     """Whether this event is one of a piece of a batch, which need not be that of the other run."""
     engines = [side.engine for side in (a, b) if side.engine is not None]
-    return a.event in _GRADIENTS and any(engine.replaced_gradients is not None for engine in engines)
+    return a.event in _GRADIENTS and any(engine.overrides.gradients is not None for engine in engines)
 
 
 def _one_ended(first: _Side, other: _Side) -> Divergence:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from signalfire import Engine, Events, Handler, Phase
+from signalfire.acts import Override
 from signalfire.monitor import Monitor
 
 from .results import Variant
@@ -106,9 +107,9 @@ def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[
     for name, handler in engine.handlers.items():
         phases = {subscription.phase for subscription in handler.subscriptions}
         sets_up = engine.has(name, Events.MODEL_SETUP)
-        acts = any(what.startswith("the act ") for what in engine.claimed_by(name))
+        overrides = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
         left_out = writes_or_shows(handler) or sets_up or name in measuring
-        if handler.enabled and not left_out and (acts or not phases.isdisjoint(_CHANGING)):
+        if handler.enabled and not left_out and (overrides or not phases.isdisjoint(_CHANGING)):
             found.append(name)
     return found
 

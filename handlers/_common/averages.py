@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
@@ -40,7 +41,7 @@ class AveragedWeights(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.claim("the weights used for evaluation", by=self)
+        engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
 
     @on(Events.STARTED)
     def look(self, engine: Engine) -> None:
@@ -52,7 +53,7 @@ class AveragedWeights(Handler):
         """Put the averages in place of the weights until the evaluation, or the export, is over."""
         if not engine.running:
             self._averages.bind(engine, self.name)
-        engine.enter(self._averages.in_place())
+        engine.regions.enter(self._averages.in_place())
 
     @on(Events.WEIGHTS_LOADED)
     def stand_back(self, engine: Engine) -> None:

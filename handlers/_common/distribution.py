@@ -61,7 +61,7 @@ class Distribution(Handler):
 
     def attached(self, engine: Engine) -> None:
         self.processes = together(backend=self.backend, timeout=self.timeout)
-        engine.join(self.processes, by=self, shares=self.shares)
+        engine.group.join(self.processes, by=self, shares=self.shares)
         several = self.processes.several  # alone, nothing is done in an iteration
         self.weighing = Events.LOSS_COMPUTED if several else None
         self.sharing = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None

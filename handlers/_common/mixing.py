@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 
 from .batches import changed, check_place, tensor_at
@@ -63,7 +64,7 @@ class SampleMixing(Handler):
         raise NotImplementedError
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the mixing of samples", by=self)
+        engine.overrides.claim(Override.MIXING, by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def begin(self, engine: Engine) -> None:
@@ -74,8 +75,8 @@ class SampleMixing(Handler):
                     f"{self.name!r}: update {update.name!r} is a single function, whose loss cannot be computed again for the "
                     "targets that are mixed in; give its forward and its loss: Update(forward, loss, ...)"
                 )
-        if engine.replaced_gradients is not None:
-            other = getattr(engine.replaced_gradients, "__self__", engine.replaced_gradients)
+        if engine.overrides.gradients is not None:
+            other = getattr(engine.overrides.gradients, "__self__", engine.overrides.gradients)
             raise ValueError(
                 f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from parts of "
                 "it; detach one of the two, or use smaller batches with GradientAccumulation"
@@ -120,22 +121,24 @@ class SampleMixing(Handler):
     @on(Events.ENDED)
     def forget(self, engine: Engine) -> None:
         """Let go of the batches, but for those of an open window: the next run may compute its gradients again."""
-        if not any(update.kept for update in engine.updates):
+        if not any(update.window.kept for update in engine.updates):
             self._mixed = None
 
     def state_dict(self) -> dict[str, Any]:
         """What was mixed into the batches of open windows, whose gradients may be computed again."""
         windows, mixed = {}, self._mixed
         for update in () if self.engine is None else self.engine.updates:
-            if update.kept and mixed is not None:
-                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.kept]
+            if update.window.kept and mixed is not None:
+                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.window.kept]
                 windows[update.name] = [None if one is None else list(one) for one in found]
         return {"windows": windows} if windows else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._mixed = WeakTensorKeyDictionary()
         for update in () if self.engine is None else self.engine.updates:
-            for (batch, *_), one in zip(update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False):
+            for (batch, *_), one in zip(
+                update.window.kept or (), state.get("windows", {}).get(update.name, ()), strict=False
+            ):
                 if one is not None:
                     own = tensor_at(self, batch, "target")
                     self._mixed[own] = (one[0], one[1].to(own.device))

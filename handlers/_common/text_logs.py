@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool
 
 from .folders import open_folder
@@ -66,7 +67,7 @@ class TextLogger(ScalarLogger):
         """
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"the file {os.path.abspath(self.path)!r}", by=self)
+        engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:

@@ -447,13 +447,13 @@ def digest(value: Any) -> str:
 def left(engine: Engine, folder: Path) -> list[str]:
     """What is in the folder besides the log, what is kept, what is to be removed with the next save, and what the last
     processes went on from, which stays."""
-    known, ours = {"log.csv"}, {engine.run_id}
+    known, ours = {"log.csv"}, {engine.snapshots.run_id}
     for one in engine.handlers.values():
         if isinstance(one, Checkpoint):
             known |= {name for name, _ in one.kept} | set(one.retention.superseded)
-    if engine.origin is not None:
-        known.add(Path(engine.origin["path"]).name)
-        ours |= {engine.origin["manifest"]["run"], *engine.origin["manifest"]["lineage"]}
+    if engine.snapshots.origin is not None:
+        known.add(Path(engine.snapshots.origin["path"]).name)
+        ours |= {engine.snapshots.origin["manifest"]["run"], *engine.snapshots.origin["manifest"]["lineage"]}
     rest = sorted(set(os.listdir(folder)) - known)
     manifests = {name: folder / name / "manifest.json" for name in rest}
     apart = {

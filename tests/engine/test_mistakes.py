@@ -35,9 +35,7 @@ def test_a_weight_for_each_sample() -> None:
     engine.attach(GradientAccumulation(2, weight=lambda engine: torch.ones(2)))
     with pytest.raises(RuntimeError) as caught:
         engine.run(DATA, max_epochs=1)
-    assert any(
-        "weight of update 'main' has shape (2,); it has to be one number" in note for note in caught.value.__notes__
-    )
+    assert any("weight of update 'main' has shape (2,); set one number" in note for note in caught.value.__notes__)
 
 
 def test_a_time_without_a_unit() -> None:

@@ -322,7 +322,10 @@ def test_what_is_written_at_once_is_what_a_copy_of_the_state_is(tmp_path: Path) 
     engine.attach(handler, EMA(0.9), GradientAccumulation(3), Metrics(loss=Average()))
     copies: list[dict[str, Any]] = []
     engine.connect(
-        Events.ITERATION_COMPLETED, lambda engine: copies.append(engine.snapshot()), phase=Phase.PERSIST, rank=10**6
+        Events.ITERATION_COMPLETED,
+        lambda engine: copies.append(engine.snapshots.take()),
+        phase=Phase.PERSIST,
+        rank=10**6,
     )
     engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=1)
     written = sorted(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
+from signalfire.acts import Override
 from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
@@ -164,7 +165,7 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> None:
     class Pieces(Handler):
         def attached(self, engine: Engine) -> None:
-            engine.replace("gradients", lambda engine, update, compute: compute(), by=self)
+            engine.overrides.replace(Override.GRADIENTS, lambda engine, update, compute: compute(), by=self)
 
     engine = build()
     engine.attach(CutMix(), Pieces())
@@ -197,7 +198,7 @@ def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -
 
 
 def test_only_one_handler_mixes_samples() -> None:
-    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' would be in charge of the mixing of samples"):
+    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' override the mixing of samples"):
         build().attach(CutMix(), MixUp())
 
 

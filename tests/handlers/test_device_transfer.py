@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from signalfire import Engine, Events, Update
+from signalfire.evaluation import prepare_batch
 from signalfire.handlers import DeviceTransfer
 
 META = torch.device("meta")  # a second device that every machine has: it shows what moved
@@ -279,7 +280,7 @@ def test_a_batch_can_be_prepared_outside_of_the_loop() -> None:
     counted: list[int] = []
     engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: counted.append(1))
     engine.state.batch = "as it was"
-    prepared = engine.prepared({"x": torch.ones(2)})
+    prepared = prepare_batch(engine, {"x": torch.ones(2)})
     assert prepared["x"].device == META
     assert engine.state.batch == "as it was"
     assert counted == [], "only what prepares batches is asked"

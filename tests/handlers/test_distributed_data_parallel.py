@@ -385,7 +385,7 @@ def _asked_for() -> dict[str, Any]:
                 skipped.append((engine.state.iteration, reason)) if (reason := engine.state.update.skipped) else None
             ),
         )
-        engine.connect(Events.PREEMPTED, lambda engine: preempted.append(engine.state.update.held))
+        engine.connect(Events.PREEMPTED, lambda engine: preempted.append(engine.state.update.window.held))
         for one in range(engine.processes.size) if rank < 0 else [rank]:
             on_rank(one, engine, event, act)
         engine.run(batches(*[4] * TURNS * engine.processes.size), **({"max_epochs": 3} | bounds))
@@ -424,11 +424,16 @@ def _asked_for() -> dict[str, Any]:
         GradientAccumulation(4),
     )
     go("end the epoch as it begins", Events.EPOCH_STARTED(once=2), lambda engine: engine.terminate_epoch("on"))
-    go("preempt", Events.LOSS_COMPUTED(once=4), lambda engine: engine.preempt("moved"), GradientAccumulation(3))
+    go(
+        "preempt",
+        Events.LOSS_COMPUTED(once=4),
+        lambda engine: engine.boundary.preempt("moved"),
+        GradientAccumulation(3),
+    )
     go(
         "preempt at the epoch's end",
         Events.EPOCH_COMPLETED(once=1),
-        lambda engine: engine.preempt("moved"),
+        lambda engine: engine.boundary.preempt("moved"),
         min_epochs=2,
     )
     return told
@@ -469,7 +474,7 @@ def _alarmed() -> dict[str, Any]:
     engine = make_engine()
 
     def set_alarm(engine: Engine) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: engine.preempt("alarm"))
+        signal.signal(signal.SIGALRM, lambda *_: engine.boundary.preempt("alarm"))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
 
     on_rank(1, engine, Events.ITERATION_COMPLETED(once=4), set_alarm)
@@ -1260,7 +1265,7 @@ def test_launched_alone_it_changes_nothing() -> None:
     engine.connect(Events.FORWARD_STARTED, lambda engine: seen.append(engine.model))
     engine.run(data, max_epochs=1)
     assert all(one is model for one in seen)
-    assert engine.replaced_reduction is None
+    assert engine.overrides.reduction is None
     check_handler(
         lambda: make_engine(with_ddp=False), DistributedDataParallel, data, changes_training=False, max_epochs=2
     )

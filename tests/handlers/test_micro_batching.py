@@ -162,7 +162,7 @@ def test_the_whole_batch_counts_exactly_once() -> None:
 
     def watch(engine: Engine) -> None:
         def note(engine: Engine) -> None:
-            held.append((engine.state.update.held, engine.state.update.extra_weight))
+            held.append((engine.state.update.window.held, engine.state.update.window.extra_weight))
 
         engine.connect(Events.GRADIENTS_READY, note)
 
@@ -682,7 +682,7 @@ def test_it_keeps_its_promises(limit: int) -> None:
 def test_two_of_them_refuse_each_other() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=make_model(), seed=0)
     engine.attach(MicroBatching(4))
-    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* 'gradients'"):
+    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* the computation of gradients"):
         engine.attach(MicroBatching(2, name="other"))
 
 

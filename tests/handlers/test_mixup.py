@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
+from signalfire.acts import Override
 from signalfire.handlers import (
     Accuracy,
     CutMix,
@@ -309,7 +310,7 @@ class Halves(Handler):
     """Computes gradients from two halves of the batch."""
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("gradients", self.compute, by=self)
+        engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
 
     def compute(self, engine: Engine, update: Any, compute: Any) -> None:
         whole = engine.state.batch
@@ -360,7 +361,7 @@ def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: d
 
 
 def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> None:
-    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' would be in charge of the mixing of samples"):
+    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' override the mixing of samples"):
         build().attach(MixUp(), CutMix())
     with pytest.raises(ValueError, match="mixup"):
         Engine(Update.supervised(F.cross_entropy), model=network()).attach(MixUp())

@@ -412,7 +412,7 @@ def test_a_run_that_nothing_saves_says_so() -> None:
         engine.run(loader(), max_epochs=1)
     saved: list[int] = []
     engine.reset()
-    engine.connect(Events.PREEMPTED, lambda engine: saved.append(engine.snapshot()["engine"]["iteration"]))
+    engine.connect(Events.PREEMPTED, lambda engine: saved.append(engine.snapshots.take()["engine"]["iteration"]))
     engine.run(loader(), max_epochs=1)
     assert saved == [2]
 

@@ -410,7 +410,7 @@ def test_it_keeps_every_handlers_promises(kind: Logger, tmp_path: Path) -> None:
 
 
 def test_two_loggers_of_one_file_are_refused(kind: Logger, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="in charge of the file"):
+    with pytest.raises(ValueError, match="override the file"):
         engine_of(kind(tmp_path / "log", name="one"), kind(tmp_path / "." / "log", name="two"))
 
 
