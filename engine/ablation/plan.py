@@ -32,7 +32,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study: those that are in the store, and those that are to be made; ``print`` it.
+    """The runs of a study: those in the store, and those to be made; ``print`` shows them by variant.
 
     Attributes:
         variants, seeds: what is compared, and over which seeds.
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """What they cost, one after the other; None if there is nothing to tell it by."""
+        """The time to make them one after the other; None if it cannot be estimated."""
         costs = [run.seconds for run in self.to_make if run.seconds is not None]
         return sum(costs) if len(costs) == len(self.to_make) else None
 

@@ -1,7 +1,7 @@
-"""Tensors that are spread over processes: their parts, their whole, and their way to the disk and back.
+"""Sharded tensors (DTensors): their local parts, the whole tensors, and how both are saved and loaded.
 
-A model that `fully_shard` has sharded has DTensors for parameters; gradients, optimizer states and averages are DTensors
-then, too. Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
+The parameters of a model that `fully_shard` has sharded are DTensors, and so are its gradients, optimizer states and averages.
+Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SHARDS = "shards"
-"""The entry of a loaded state that tells in which folder its sharded tensors lie."""
+"""The entry of a loaded state with the folder of its sharded tensors."""
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -58,12 +58,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor. Every process has to ask for it."""
+    """The whole tensor. Collective for a sharded one."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def spread_like(value: Any, own: Any) -> Any:
-    """A value spread over processes as another tensor is, or made whole if that one is."""
+    """Shard a value like another tensor, or make it whole if the other one is not sharded."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or value.is_meta:
         return value
     if is_sharded(own) and not is_sharded(value):
@@ -108,14 +108,14 @@ def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Let modules hold their parts only, which a forward without a backward may have put together."""
+    """Free the whole parameters that a forward without a backward may have gathered."""
     for module in _sharded_modules(roots):
         module.reshard()
 
 
 @contextmanager
 def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Hold whole parameters, so that forwards need no other process; every process has to enter, and none may train in it."""
+    """Hold whole parameters, so that a forward needs no other process. Collective to enter; no training inside."""
     modules = _sharded_modules(roots)
     before = [_reshards(module) for module in modules]
     try:
@@ -152,9 +152,9 @@ Place = tuple[Any, ...]
 
 
 def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state without what it holds of sharded tensors, and these by the path to their place in it.
+    """Split a state into the state without its sharded tensors, and these tensors by their paths in it.
 
-    A tensor of the same shape and type on the meta device stays in the place of each.
+    In its place, each leaves a tensor of the same shape and dtype on the meta device.
     """
     shards: dict[str, Tensor] = {}
     if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():  # then there is none
@@ -320,7 +320,7 @@ class ShardFiles:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, piece by piece."""
+    """The sha256 of a file, read in chunks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
