@@ -219,7 +219,7 @@ class Checkpoint(Handler):
         found = self._failures.newest(where=where, files=self.files) if engine.processes.first else None
         if (found := engine.processes.broadcast(found)) is not None:
             engine.load_state_dict(self.load(self.folder / found, name=self.name))
-            self._failures.resumed_from = found
+            self._failures.resumed(found)
 
     @on("failure_event", phase=Phase.PERSIST)
     def count_failure(self, engine: Engine) -> None:
@@ -231,7 +231,8 @@ class Checkpoint(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def open(self, engine: Engine) -> None:
         """Create the folder, so that a place that cannot be written shows before the first batch."""
-        self._saver.pending = self._held = None  # of a run that ended with an error
+        self._saver.abandon()  # what a run that ended with an error has left
+        self._held = None
         if engine.processes.several:
             self.retention.share(engine.processes)
         self.retention.restart()

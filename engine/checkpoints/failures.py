@@ -34,6 +34,10 @@ class ResumeFailures:
         self.path = folder / f".{handler}.failures"
         self.resumed_from: str | None = None
 
+    def resumed(self, version: str) -> None:
+        """The run was resumed from a version."""
+        self.resumed_from = version
+
     def add(self, run: str) -> None:
         """Count a run that failed, if it has not saved since it was resumed. All its processes may do so at the same time."""
         if self.resumed_from is not None:

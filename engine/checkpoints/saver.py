@@ -85,6 +85,10 @@ class Saver:
         self._ownership: Ownership | None = None
         self._shard_files: ShardFiles | None = None
 
+    def abandon(self) -> None:
+        """Drop a write that was never collected, of a run that ended with an error."""
+        self.pending = None
+
     def forget(self) -> None:
         """Forget which versions are the run's own: another state is loaded."""
         self._ownership = None
