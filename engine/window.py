@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from .data.feed import Feed
 
 __all__ = ["ONE", "ZERO", "Kept", "Window", "clear_gradients"]
 
@@ -19,6 +16,17 @@ ZERO, ONE = 0, 1
 
 Kept = tuple[Any, Tensor, Any, float]
 """What a window was computed from, if that may have to be repeated: batch, mean loss, weight and share of a micro-step."""
+
+
+class EpochEnd(Protocol):
+    """What a window asks of the data: windows do not straddle epochs."""
+
+    epoch_end: int
+    """The epoch's last iteration; 0 while it is not known."""
+
+    def on_last_batch(self) -> bool:
+        """Whether the current batch is the epoch's last; for unsized data, one batch is read ahead to know."""
+        ...
 
 
 class Window:
@@ -47,11 +55,11 @@ class Window:
         self.extra_weight: Any = ZERO
         self.kept: list[Kept] | None = None
 
-    def closes(self, feed: Feed, iteration: int, *, more: bool) -> bool:
+    def closes(self, feed: EpochEnd, iteration: int, *, more: bool) -> bool:
         """Count one more micro-step; whether it completes the window, which is known before its forward.
 
         Args:
-            feed: the data, which knows the epoch's last batch: windows do not straddle epochs.
+            feed: what knows the epoch's last batch.
             iteration: the current one.
             more: whether this iteration has further micro-steps, such as time chunks.
         """

@@ -597,7 +597,7 @@ def test_prefetched_copies_overlap_with_the_computation(prefetch: bool) -> None:
     update = Update(forward, lambda engine, output, batch: F.mse_loss(output, batch[1]), OPTIMIZERS["SGD"])
     engine = Engine(update, model=nn.Linear(1024, 1), seed=0)
     engine.attach(transfer)
-    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: copied.append(marked(transfer._copying)))
+    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: copied.append(marked(transfer._copy_stream)))
     engine.connect(Events.FORWARD_COMPLETED, lambda engine: computed.append(marked()))
     begin = marked()
     engine.run(data, max_epochs=1)

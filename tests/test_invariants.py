@@ -240,11 +240,11 @@ REFUSED: dict[frozenset[str], str] = {
         ("MicroBatching", "MixUp"): "mixes the samples of a whole batch",
         ("MixedPrecision", "TruePrecision"): "override the precision",
         ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "override how often a step computes its gradients",
-        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
-        ("LBFGS", "MixedPrecision, fp16"): "which their scaling for fp16 does not allow",
+        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
+        ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
-        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its own step, by a closure",
-        ("LBFGS", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
+        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its step, by a closure",
+        ("LBFGS", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
     }.items()
 }
 LBFGS = "LBFGS"

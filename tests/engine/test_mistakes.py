@@ -91,5 +91,5 @@ def test_checks_of_what_cannot_be_checked() -> None:
 
 
 def test_a_path_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"CSVLogger\(path=3\): it has to be the path of a file"):
+    with pytest.raises(TypeError, match=r"CSVLogger\(path=3\): expected the path of a file"):
         CSVLogger(3)  # type: ignore[arg-type]

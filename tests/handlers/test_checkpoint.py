@@ -1138,7 +1138,7 @@ def test_once_the_run_has_ended_no_thread_is_left(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="no folder"):
+    with pytest.raises(NotADirectoryError, match="not a folder"):
         Checkpoint(tmp_path / "file")
     engine = engine_of(Checkpoint(tmp_path / "file" / "below"))
     with pytest.raises(NotADirectoryError):

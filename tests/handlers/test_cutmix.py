@@ -178,14 +178,14 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
     def replace(engine: Engine) -> None:
         engine.state.batch = (engine.state.batch[0], engine.state.batch[1].clone())
 
-    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets are not those that were mixed"):
+    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets were replaced after mixing"):
         engine.run(batches((6, 7)), max_epochs=1)
 
 
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"inputs of shape \(4, 2\)"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
         ((torch.zeros(4, 2, 3), None), r"tuple\) has no tensor at 1.*CutMix\(target=\)"),
     ],

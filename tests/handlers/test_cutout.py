@@ -159,9 +159,9 @@ def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\), that is 0 spatial dimensions"),
-        ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\), that is 0 spatial dimensions"),
-        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"that is 1 spatial dimensions.*length=\(3, 3\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\) have 0 spatial dimensions"),
+        ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\) have 0 spatial dimensions"),
+        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"have 1 spatial dimensions.*length=\(3, 3\)"),
         (["cat", 1], r"list\) has no tensor at 0.*Cutout\(input=\)"),
     ],
 )

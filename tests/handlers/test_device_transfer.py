@@ -242,7 +242,7 @@ def test_prefetch_without_a_cuda_device_changes_nothing() -> None:
 
 
 def test_prefetch_of_copies_that_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="overlaps with nothing"):
+    with pytest.raises(ValueError, match="needs non-blocking copies"):
         DeviceTransfer("cpu", prefetch=True, non_blocking=False)
     with pytest.raises(TypeError, match="prefetch=1"):
         DeviceTransfer("cpu", prefetch=1)  # type: ignore[arg-type]

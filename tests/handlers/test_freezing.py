@@ -299,8 +299,8 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_batch(patter
     engine = trainer_of(model := Network(), Freezing({"head": None, pattern: 2}))
     with pytest.raises(ValueError, match="matches no parameter") as caught:
         run(engine)
-    assert f"'freezing': {pattern!r} matches no parameter; there are: 'backbone.0.weight'" in str(caught.value)
-    assert "(10 in all)" in str(caught.value)
+    assert f"'freezing': {pattern!r} matches no parameter; the parameters are: 'backbone.0.weight'" in str(caught.value)
+    assert "(10 in total)" in str(caught.value)
     assert all(p.requires_grad for p in model.parameters())
     assert engine.state.iteration == 0
 
@@ -420,7 +420,7 @@ def test_training_with_rates_by_part_equals_a_loop_by_hand() -> None:
 
 def test_bad_rates_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; there are: 'backbone"
+        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; the parameters are: 'backbone"
     ):
         discriminative_rates(Network(), {"haed": 0.1})
     with pytest.raises(ValueError, match=r"discriminative_rates\(rates\['head'\]=-1\)"):

@@ -901,7 +901,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "units='blcks.*' matches no module; there are: first, blocks" in told["units"]
     assert "'blocks' is a ModuleList, which is never called" in told["list"]
     assert "on_exception=True cannot write a sharded model" in told["exception"]
-    assert "the processes have [1, 0] batches" in told["sam"]
+    assert "the ranks have [1, 0] batches" in told["sam"]
     assert "drop_last=True" in told["sam"]
     assert told["chosen"] == ", blocks.0, blocks.1, first, last"
 
@@ -917,7 +917,7 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
     ("options", "told"),
     [
         ({"units": 3}, "units=3"),
-        ({"units": [int]}, "path of a module or a class"),
+        ({"units": [int]}, "neither the path of a module nor a module class"),
         ({"param_dtype": "int8"}, "param_dtype='int8'"),
         ({"reduce_dtype": torch.float16}, "reduce_dtype="),
         ({"timeout": 0}, "timeout=0"),

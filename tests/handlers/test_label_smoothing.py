@@ -169,7 +169,7 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 @pytest.mark.parametrize(
     ("output", "told"),
     [
-        (lambda x: (x, x), "tuple; it has to be a tensor of logits"),
+        (lambda x: (x, x), "tuple; expected a tensor of logits"),
         (lambda x: x.sum(2).sum(1), r"of shape \(5,\)"),
         (lambda x: x[:, :1], r"of shape \(5, 1, 3\)"),
     ],

@@ -338,7 +338,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
         x, y = engine.state.batch
         engine.state.batch = (x[:4], y[:4])
 
-    with pytest.raises(RuntimeError, match="'mixup': the batch's targets are not those that were mixed"):
+    with pytest.raises(RuntimeError, match="'mixup': the batch's targets were replaced after mixing"):
         engine.run(batches(), max_epochs=1)
 
 

@@ -430,7 +430,7 @@ def test_bad_arguments_are_refused(kind: Logger, tmp_path: Path) -> None:
             kind(tmp_path / "log", every=every)
     with pytest.raises(TypeError, match=rf"{name}\(time='yes'\)"):
         kind(tmp_path / "log", time="yes")
-    with pytest.raises(IsADirectoryError, match=rf"{name}\(path=.*it is a folder"):
+    with pytest.raises(IsADirectoryError, match=rf"{name}\(path=.*this is a folder"):
         kind(tmp_path)
 
 

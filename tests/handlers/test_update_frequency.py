@@ -380,7 +380,7 @@ def test_an_unknown_update_is_refused_when_it_is_attached() -> None:
     ],
 )
 def test_frequencies_that_leave_an_iteration_without_an_update_are_refused(handler: Any, iteration: int) -> None:
-    with pytest.raises(ValueError, match=f"in iteration {iteration} no update would be made"):
+    with pytest.raises(ValueError, match=f"no update would run in iteration {iteration}"):
         make_trainer(handler())
 
 
