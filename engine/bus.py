@@ -1,9 +1,9 @@
 """The bus: blinker signals whose receivers run in an explicit order.
 
-Stock blinker keeps its receivers in a set of ids, so that their order depends on memory addresses and the same script can
-train two different models; it holds receivers weakly, so that lambdas vanish; and it works out anew on every send whom
-to call. A `Signal` here keeps blinker's interface and bookkeeping and adds phases, strong references and a plan that
-is worked out once for each change.
+Stock blinker keeps its receivers in a set of ids: their order depends on memory addresses, so that two runs of one script
+can train different models. It holds receivers weakly, so that lambdas are lost, and selects the receivers anew on every send.
+`Signal` keeps blinker's interface and bookkeeping and adds phases, strong references, and a plan of calls that is recomputed
+only when connections change.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _connection_numbers = count()
 class Phase(IntEnum):
     """When a receiver runs within its event: by phase, then rank, then order of connection.
 
-    PERSIST comes last because a checkpoint written before CONTROL would resume with the patience and the schedule one
-    step behind.
+    CHANGE is the default. RECORD only reads. CONTROL adjusts schedules and stops runs. PERSIST writes to disk; it comes last
+    because a checkpoint written before CONTROL would resume with the patience and the schedule one step behind.
     """
 
-    PREPARE = 0  # make the inputs of this event right: device, unscaled gradients, validation, so that metrics exist
-    CHANGE = 1  # the default: what changes training, and users' functions
-    FINALIZE = 2  # the last change before the act: scale the loss, veto a step
+    PREPARE = 0  # prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)
+    CHANGE = 1  # change training; the default, also for users' functions
+    FINALIZE = 2  # last change before backward or step: scale the loss, skip a step
     RECORD = 3  # read only: history, loggers, progress bar
-    CONTROL = 4  # decide: schedules, patience, stop; last of all, which checkpoints to keep
-    PERSIST = 5  # write to disk what was decided
+    CONTROL = 4  # schedules, patience, stops; finally, which checkpoints to keep
+    PERSIST = 5  # write to disk
 
 
 class Connection:
-    """One receiver under one filter, at its place in the order."""
+    """One receiver with its filter, phase and rank."""
 
     __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver", "when")
 
@@ -60,12 +60,12 @@ class Connection:
         self.filter = filter
         self.owner = owner
         self.key = (int(phase), rank, next(_connection_numbers))
-        # An interval's predicate remembers when it passed last: each connection has one of its own.
+        # The predicate of an interval stores when it passed last: each connection needs its own copy.
         self.when = None if filter is None else copy.copy(filter.when)
         self.call = receiver if self.when is None else _guarded(receiver, self.when)
 
     def restart(self, engine: Engine) -> None:
-        """Let a predicate that remembers counts begin at the present ones."""
+        """Restart a predicate that stores counts from the current ones."""
         restart = getattr(self.when, "restart", None)
         if restart is not None:
             restart(engine)
@@ -89,10 +89,9 @@ def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
 
 
 class Plan(list[Receiver]):
-    """What a signal calls, worked out beforehand, and the connections that it stands for, one for one.
+    """The precomputed calls of a signal, and the connection of each.
 
-    A list of bound methods costs the least to work through: 35 ns a receiver, where objects with a ``__call__`` cost twice
-    to four times that.
+    A list of bound methods is the cheapest to call: 35 ns a receiver; objects with a ``__call__`` take two to four times as long.
     """
 
     __slots__ = ("__weakref__", "calls", "connections")
@@ -100,14 +99,15 @@ class Plan(list[Receiver]):
     def __init__(self, connections: list[Connection], calls: list[Receiver]) -> None:
         super().__init__(calls)
         self.connections = connections
-        self.calls = calls  # as they were: those of connections that are removed meanwhile are silenced
+        self.calls = calls  # the original calls: `silence` replaces those of removed connections in the list itself
 
     def connection(self, call: Receiver | None) -> Connection | None:
-        """Whose call it is."""
+        """The connection that a call belongs to; None if there is none."""
         pairs = zip(self.connections, self.calls, strict=True)
         return next((connection for connection, own in pairs if own is call), None)
 
     def silence(self, connected: tuple[Connection, ...]) -> None:
+        """Disable the calls of connections that are not among ``connected``."""
         for place, connection in enumerate(self.connections):
             if connection not in connected:
                 self[place] = _do_nothing
@@ -123,14 +123,14 @@ Around = Callable[["Signal", Connection], Receiver]
 class Signal(blinker.NamedSignal):
     """One event of one engine: a blinker signal with phases, strong references and a cached plan.
 
-    `connect`, `disconnect`, `connected_to`, `muted`, `receivers` and `send` are blinker's. The engine itself calls `emit`,
-    which does what `send` does without collecting results, and only when `due` says that somebody listens.
+    `connect`, `disconnect`, `connected_to`, `muted`, `receivers` and `send` are blinker's. The engine calls `emit`, which is
+    `send` without collecting results, and only when `due` shows that a receiver may have to run.
 
     Attributes:
-        due: the smallest count at which a receiver may have to run; `NEVER` while nobody listens.
-        fired: how often the event was fired, for events that are counted by that.
-        around: what `Bus.call_through` was given.
-        awaited: whether the engine itself waits for the event: then it is due, though nobody listens. See `wait`.
+        due: Smallest count at which a receiver may have to run; `NEVER` without receivers.
+        fired: Number of emissions, for events that are counted by them.
+        around: The wrapper set by `Bus.call_through`.
+        awaited: Whether the engine waits for the event, which makes it due without receivers; see `wait`.
     """
 
     __slots__ = (
@@ -163,11 +163,11 @@ class Signal(blinker.NamedSignal):
         self._muted = False
         self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
-        self._plan = Plan([], [])  # of those whom no count filters
-        self._filtered: list[Connection] = []  # the others
-        self._passing: list[Connection] = []  # of these, whose filters passed last
-        self._selected: Plan | None = None  # with those
-        self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
+        self._plan = Plan([], [])  # the connections without a filter on counts
+        self._filtered: list[Connection] = []  # those with one
+        self._passing: list[Connection] = []  # the filtered ones that passed in the last selection
+        self._selected: Plan | None = None  # the plan of that selection
+        self._plans: list[weakref.ref[Plan]] = []  # plans that may be executing
         self._filtered_due = NEVER
         super().__init__(event.label)
 
@@ -187,18 +187,18 @@ class Signal(blinker.NamedSignal):
         """Call ``receiver(engine)`` at this event. Connecting it again with the same phase and filter changes nothing.
 
         Raises:
-            TypeError: for a coroutine or generator function, or one that cannot be called with the engine alone.
-            ValueError: for a weak connection or one to a certain sender.
+            TypeError: for a coroutine or generator function, or one that cannot be called as ``receiver(engine)``.
+            ValueError: for ``weak=True``, or a ``sender``.
         """
         if sender is not ANY:
             raise ValueError(
-                f"{self.event}: sender={sender!r}: every engine has signals of its own, so that there is no "
-                "sender to choose; connect to that engine's signal"
+                f"{self.event}: sender={sender!r}: signals belong to one engine and take no sender; connect to the signal "
+                "of that engine"
             )
         if weak:
             raise ValueError(
-                f"{self.event}: weak=True: receivers are held strongly, since a lambda or closure would "
-                "vanish at once; disconnect the receiver when it is not wanted any more"
+                f"{self.event}: weak=True is not supported, since lambdas and closures would be collected at once; "
+                "disconnect the receiver when it is no longer needed"
             )
         check_receiver(receiver, str(self.event))
         connection = Connection(receiver, Phase(phase), rank, filter, owner)
@@ -207,6 +207,7 @@ class Signal(blinker.NamedSignal):
         return receiver
 
     def add(self, connection: Connection) -> None:
+        """Insert a connection at its place in the order."""
         ordered = list(self._connections)
         insort(ordered, connection, key=lambda one: one.key)
         self._replan(tuple(ordered))
@@ -219,9 +220,9 @@ class Signal(blinker.NamedSignal):
             super().disconnect(connection.receiver)
 
     def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
-        """Never call ``receiver`` at this event again, under none of its filters and phases."""
+        """Remove every connection of ``receiver`` to this event, whatever its filter and phase."""
         if sender is not ANY:
-            raise ValueError(f"{self.event}: sender={sender!r}: there is no sender to choose; leave it out")
+            raise ValueError(f"{self.event}: sender={sender!r}: signals take no sender; omit the argument")
         self._replan(tuple(one for one in self._connections if not one.of(receiver)))
         super().disconnect(receiver)
 
@@ -230,7 +231,7 @@ class Signal(blinker.NamedSignal):
         self._replan(())
 
     def has(self, receiver: object) -> bool:
-        """Whether this receiver is connected, under whatever filter and phase."""
+        """Whether this receiver is connected, with any filter and phase."""
         return any(connection.of(receiver) for connection in self._connections)
 
     @property
@@ -240,7 +241,7 @@ class Signal(blinker.NamedSignal):
 
     @property
     def is_muted(self) -> bool:
-        """Whether nobody is called; blinker's ``muted()`` sets it."""
+        """Whether all receivers are disabled; set by blinker's ``muted()``."""
         return self._muted
 
     @is_muted.setter
@@ -250,7 +251,7 @@ class Signal(blinker.NamedSignal):
 
     @property
     def last_phase(self) -> Phase:
-        """Receivers of later phases are left out."""
+        """The last phase whose receivers are called."""
         return self._last_phase
 
     @last_phase.setter
@@ -268,8 +269,7 @@ class Signal(blinker.NamedSignal):
         return tuple(one for one in connections if one.phase <= self._last_phase)
 
     def _replan(self, connections: tuple[Connection, ...]) -> None:
-        # A plan that is being worked through is left as it is, so that whoever was added waits for the next time; but
-        # whoever was removed does not run any more.
+        # A plan that is executing is kept: added receivers are first called at the next emission, removed ones are silenced.
         active = self._active(connections)
         for reference in self._plans:
             if (plan := reference()) is not None:
@@ -278,35 +278,36 @@ class Signal(blinker.NamedSignal):
         self._connections = connections
         self._filtered = [one for one in active if one.filter is not None and one.filter.counts]
         self._plan = self._new_plan([one for one in active if one not in self._filtered])
-        # 0: whatever the next count is, `_select` looks at it and works out the following one.
+        # 0: `_select` runs at the next count, whatever it is, and computes the one after it.
         self._filtered_due = 0 if self._filtered else NEVER
         first = [chosen.next_due(1) for one in self._filtered if (chosen := one.filter) is not None]
         self._set_due(0 if self._plan else min(first, default=NEVER))
 
     def _set_due(self, due: int) -> None:
         before, self.due = self.due, due
-        if self.awaited:  # looked at last: who waits may have interrupted this
+        if self.awaited:  # read last: a signal handler that calls `wait` may have interrupted this method
             due = self.due = 0
         if due != before and self.group is not None and (group := self.group()) is not None:
             if due < group.due:
                 group.due = due
-            elif before == group.due:  # otherwise another one is the next
+            elif before == group.due:  # otherwise another signal is due first
                 group.refresh()
 
     def wait(self, waiting: bool) -> None:
-        """Let the event be due, though nobody listens, or no longer; at any moment, also from a handler of SIGTERM.
+        """Make the event due without receivers, or undo that. May be called at any time, also from a SIGTERM handler.
 
-        So one comparison tells the loop whether there is anything to do: of the 305 ns of an empty iteration, it saves 14.
+        One comparison then covers receivers and everything else that waits for the event, which saves 14 of the 305 ns of an
+        empty iteration.
         """
         self.awaited = waiting
         self._set_due(0 if self._plan else self._filtered_due)
 
     def replan(self) -> None:
-        """Work out anew whom to call."""
+        """Recompute the plan of calls."""
         self._replan(self._connections)
 
     def rewind(self, engine: Engine) -> None:
-        """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
+        """Recompute everything that depends on counts, after they were reset or loaded."""
         if self._filtered:
             self.replan()
         for connection in self._connections:
@@ -317,15 +318,15 @@ class Signal(blinker.NamedSignal):
     def emit(
         self, engine: Engine, count: int | None, owner: str | None = None, phases: Collection[Phase] | None = None
     ) -> None:
-        """Call the receivers in order. The first error skips the others and leaves, with a note that names its receiver.
+        """Call the receivers in order. The first error skips the others and is raised with a note that names its receiver.
 
         Every receiver is called from here, so that notes and profiles are complete.
 
         Args:
-            engine: the argument of each receiver.
-            count: the count that filters are compared with; None calls only receivers without a filter.
-            owner: the name of a handler, to call its receivers only.
-            phases: the phases whose receivers are called; all by default.
+            engine: Argument of each receiver.
+            count: Count that filters are compared with; None calls only receivers without a filter.
+            owner: Name of a handler, to call only its receivers.
+            phases: Phases whose receivers are called; all by default.
         """
         if count is None or owner is not None or phases is not None:
             plan = self._subset(count, owner, phases)
@@ -336,35 +337,34 @@ class Signal(blinker.NamedSignal):
             for receiver in plan:
                 receiver(engine)
         except BaseException as error:
-            # None if an interrupt came before the first receiver.
-            at_work = plan.connection(receiver)
-            if at_work is not None:
-                self._blame(error, at_work, engine)
+            connection = plan.connection(receiver)
+            if connection is not None:  # else an interrupt came before the first receiver
+                self._add_note(error, connection, engine)
             raise
 
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
-        """Call every receiver, also after an error, and return the errors: for cleaning up."""
+        """Call every receiver even if some raise, and return the errors: for cleaning up."""
         errors: list[BaseException] = []
         plan = self._select(0)
         for call, connection in zip(plan, plan.connections, strict=True):
             try:
                 call(engine)
             except BaseException as error:
-                self._blame(error, connection, engine)
+                self._add_note(error, connection, engine)
                 errors.append(error)
         return errors
 
     def send(self, sender: Any = None, /, *, _async_wrapper: Any = None, **kwargs: Any) -> list[tuple[Receiver, Any]]:
         """Call the receivers in order and return (receiver, result) pairs, as blinker does.
 
-        Counts are read from the engine that is the sender; filters hold as they do in a run.
+        ``sender`` is the engine: counts are read from it, and filters apply as in a run.
         """
         plan = self._select(self.count(sender) if self._connections else 0)
         pairs = zip(plan, plan.connections, strict=True)
         return [(one.receiver, call(sender, **kwargs)) for call, one in pairs if call is not _do_nothing]
 
     def receivers_for(self, sender: Any) -> Generator[Receiver, None, None]:
-        """The receivers in order, each if its filter passes at its turn; for ``send_async``."""
+        """Yield the receivers in order, checking each ``when=`` just before; for ``send_async``."""
         plan = self._select(self.count(sender) if self._connections else 0)
         for call, connection in zip(plan, plan.connections, strict=True):
             if call is not _do_nothing and (connection.when is None or connection.when(sender)):
@@ -373,7 +373,7 @@ class Signal(blinker.NamedSignal):
     def count(self, engine: Engine) -> int:
         """The count that the event's filters are compared with."""
         if not hasattr(engine, "state"):
-            raise TypeError(f"{self.event}: sent by {engine!r}; the sender has to be the engine: signal.send(engine)")
+            raise TypeError(f"{self.event}: sent by {engine!r}; the sender must be the engine: signal.send(engine)")
         counter = self.event.counter
         if callable(counter):
             return counter(engine)
@@ -382,31 +382,31 @@ class Signal(blinker.NamedSignal):
         return 0 if counter is None else int(getattr(engine.state, counter))
 
     def _select(self, count: int) -> Plan:
-        """Whom to call at this count; also works out when a filter passes next."""
+        """The plan for this count; also computes when a filter passes next."""
         passing, following = [], NEVER
         for connection in self._filtered:
             assert connection.filter is not None
             due = connection.filter.next_due(count)
             if due <= count:
                 passing.append(connection)
-                # Others stay due: they may come again at this count, in several updates or time chunks.
+                # Other events stay due: several updates or time chunks may emit them again at this count.
                 if self._once_a_count:
                     due = connection.filter.next_due(count + 1)
             if due < following:
                 following = due
-        # A user's own counter may begin again at any time, so that nothing can be worked out from it.
+        # A user's counter may restart at any time, so that nothing can be predicted from it.
         self._filtered_due = 0 if callable(self.event.counter) else following
         self._set_due(0 if self._plan else self._filtered_due)
         if not passing:
             return self._plan
-        if self._selected is None or self._passing != passing:  # most often the same ones pass as the last time
+        if self._selected is None or self._passing != passing:  # usually the same ones pass as last time
             self._passing = passing
-            left_out = [one for one in self._filtered if one not in passing]
-            self._selected = self._new_plan([one for one in self._active(self._connections) if one not in left_out])
+            omitted = [one for one in self._filtered if one not in passing]
+            self._selected = self._new_plan([one for one in self._active(self._connections) if one not in omitted])
         return self._selected
 
     def _subset(self, count: int | None, owner: str | None, phases: Collection[Phase] | None) -> Plan:
-        """The plan of this count without the receivers of other handlers and phases."""
+        """The plan for this count, restricted to one handler, to some phases, or both."""
         connections = self._plan.connections if count is None else self._select(count).connections
         return self._new_plan(
             [
@@ -426,21 +426,21 @@ class Signal(blinker.NamedSignal):
         self._plans.append(weakref.ref(plan))
         return plan
 
-    def _blame(self, error: BaseException, connection: Connection, engine: Engine) -> None:
+    def _add_note(self, error: BaseException, connection: Connection, engine: Engine) -> None:
         state = engine.state
         error.add_note(f"raised by {connection!r} at {self.event}, epoch {state.epoch}, iteration {state.iteration}")
 
 
 def _is(one: object, other: object) -> bool:
-    # A bound method is a new object each time it is looked up; anything else is known by identity, as blinker has it.
+    # Bound methods are new objects at each access and are compared by value; anything else by identity, as in blinker.
     return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
 
 
 class SignalGroup:
-    """Signals of which most are silent most of the time: one comparison with ``due`` spares the comparisons with each.
+    """Signals with one common ``due``: a single comparison shows that none of them has a receiver to call.
 
     Attributes:
-        due: the smallest ``due`` of the group's signals.
+        due: Smallest ``due`` of the signals.
     """
 
     __slots__ = ("__weakref__", "_members", "due")
@@ -456,7 +456,7 @@ class SignalGroup:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Leave out the receivers of the phases that record and decide: what happens is done again, and they have seen it."""
+        """Skip the receivers of RECORD and later phases: gradients are computed again, and these have seen the first time."""
         for signal in self._members:
             signal.last_phase = Phase.FINALIZE
         try:
@@ -467,11 +467,11 @@ class SignalGroup:
 
 
 class Bus(blinker.Namespace):
-    """The signals of one engine, by name; a blinker namespace.
+    """The signals of one engine by name; a blinker namespace.
 
     Attributes:
-        around: what `call_through` was given.
-        between_events: called before and after every event that `emit` emits.
+        around: The wrapper set by `call_through`.
+        between_events: Called before and after every event that `emit` emits.
     """
 
     around: Around | None = None
@@ -482,7 +482,7 @@ class Bus(blinker.Namespace):
         self.between_events: Callable[[], None] = _nothing
 
     def register(self, catalogue: type[EventEnum]) -> None:
-        """Make a catalogue of events known, so that its events have signals."""
+        """Register a catalogue of events, so that its events have signals."""
         if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
             raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
         if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
@@ -490,10 +490,10 @@ class Bus(blinker.Namespace):
         self._catalogues.add(catalogue)
 
     def of(self, event: EventEnum) -> Signal:
-        """The signal of an event; it is created when it is first asked for.
+        """The signal of an event, created at the first request.
 
         Raises:
-            TypeError, ValueError: for what is no plain event, or one whose catalogue is not registered.
+            TypeError, ValueError: for a filtered event, what is no event, or an event whose catalogue is not registered.
         """
         if not isinstance(event, EventEnum):
             resolve(event)
@@ -511,7 +511,7 @@ class Bus(blinker.Namespace):
     def fire(self, engine: Engine, event: EventEnum) -> None:
         """Emit an event of a user's own catalogue."""
         if type(event) is Events:
-            raise ValueError(f"fire({event}): the engine emits its own events; for one of yours subclass EventEnum")
+            raise ValueError(f"fire({event}): only the engine emits Events; subclass EventEnum for events of your own")
         self.emit(engine, event)
 
     def emit(self, engine: Engine, event: EventEnum) -> None:
@@ -528,7 +528,7 @@ class Bus(blinker.Namespace):
     def connect(
         self, engine: Engine, event: AnyEvent, receiver: Receiver, phase: Phase, rank: int
     ) -> Callable[[], None]:
-        """Connect a receiver to each plain event of an expression; returns what disconnects it. See `Engine.connect`."""
+        """Connect a receiver to each event of an expression; returns a function that disconnects it. See `Engine.connect`."""
         pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
         check_receiver(receiver, f"connect({event})")
         made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
@@ -554,36 +554,36 @@ class Bus(blinker.Namespace):
             signal.disconnect(receiver)
 
     def has(self, receiver: object, event: EventEnum | None = None) -> bool:
-        """Whether a function is connected, to this event if one is given."""
+        """Whether a function is connected to any event, or to ``event``."""
         return any(signal.has(receiver) for signal in (self.all() if event is None else [self.of(event)]))
 
     def call_through(self, around: Around | None) -> None:
-        """Call every receiver through ``around(signal, connection)`` instead of ``connection.call``; None undoes it."""
+        """Call the result of ``around(signal, connection)`` in place of every ``connection.call``; None undoes this."""
         self.around = around
         for signal in self.all():
             signal.around = around
             signal.replan()
 
     def all(self) -> list[Signal]:
-        """Every signal that was asked for so far."""
+        """Every signal created so far."""
         return [signal for signal in self.values() if isinstance(signal, Signal)]
 
     def reset(self) -> None:
-        """Count every event from the start again."""
+        """Reset the count of every event."""
         for signal in self.all():
             signal.fired = 0
 
     def rewind(self, engine: Engine) -> None:
-        """Forget what was worked out from earlier counts, in every signal."""
+        """Recompute everything that depends on counts, in every signal."""
         for signal in self.all():
             signal.rewind(engine)
 
     def _counted(self) -> list[Signal]:
-        """The signals whose count is part of a saved state. Counts of saves are not: a state cannot count its own save."""
+        """The signals whose counts are saved; not those of saving: a state cannot count its own save."""
         return [one for one in self.all() if one.event.counter == "fired" and one.event not in _SAVES]
 
     def state_dict(self) -> dict[str, int]:
-        """How often each event that is counted by its emissions was emitted, without those that never were."""
+        """Number of emissions of each event that is counted by them, where it is not 0."""
         counted = sorted(self._counted(), key=lambda one: str(one.event))
         return {str(one.event): one.fired for one in counted if one.fired}
 
@@ -594,7 +594,7 @@ class Bus(blinker.Namespace):
             signal.fired = state.get(str(signal.event), 0)
 
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
-        """The signal with this name. Signals belong to events: none is created from a name."""
+        """The existing signal of this name; unlike blinker's, it creates none."""
         if name not in self:
             raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
         return self[name]

@@ -1,4 +1,4 @@
-"""Cleaning up: context managers that are always left, and errors that come up meanwhile, which are never lost."""
+"""Clean-up: context managers that are always exited, and errors during that, which are never lost."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ T = TypeVar("T")
 
 
 class Regions:
-    """The context managers that are open around what the engine is doing.
+    """The context managers that are entered at the moment.
 
-    A region is a part of a run at whose end everything that was entered inside it is left: the run itself, an evaluation, an
-    update, the forward with its loss.
+    A region is a part of a run: the run itself, an evaluation, an update, or the forward with its loss. At its end, every context
+    manager entered inside it is exited.
 
     Attributes:
-        depth: how many context managers are open; a region remembers it when it opens.
+        depth: Number of entered context managers.
     """
 
     __slots__ = ("_entered", "_regions", "depth")
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[Any]] = []
-        self._regions = 0  # how many regions are open, those inside an iteration not counted
+        self._regions = 0  # number of open regions, without those inside an iteration
         self.depth = 0
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
-        """Enter a context manager that is left at the end of the innermost open region, also after an error.
+        """Enter a context manager; it is exited at the end of the innermost open region, also after an error.
 
         The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
         """
         if not self._regions:
-            raise RuntimeError(f"enter({manager!r}): no region is open outside a run")
+            raise RuntimeError(
+                f"enter({manager!r}): no region is open outside a run; call it from a handler during a run"
+            )
         value = manager.__enter__()
         self._entered.append(manager)
         self.depth += 1
         return value
 
     def open(self) -> None:
-        """Open a region, which is closed with `close_all`, or with the ``with`` block of `region`."""
+        """Open the region of a run, which `close_all` closes."""
         self._regions += 1
 
     @contextmanager
@@ -59,16 +61,16 @@ class Regions:
         self.close(outside)
 
     def close_all(self, error: BaseException | None) -> None:
-        """Close the outermost region."""
+        """Exit every context manager, and close all regions."""
         self._regions = 0
         self.close(0, error)
 
     def close(self, outside: int, error: BaseException | None = None) -> None:
-        """Leave what was entered since the depth was ``outside``: last in, first out, all of it, also after an error.
+        """Exit the context managers entered since the depth was ``outside``, in reverse order, even if some raise.
 
         Args:
-            outside: the depth to return to.
-            error: the error that is being raised. No manager can suppress it; what goes wrong here is added to its notes.
+            outside: Depth to return to.
+            error: The error that is being raised. No context manager can suppress it; errors of exiting become notes of it.
         """
         leaving = error
         while self.depth > outside:
@@ -89,9 +91,9 @@ class Regions:
 
 
 def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
-    """Report the errors of cleaning up: in the notes of the error that is being raised, or by raising the first of them.
+    """Add the errors of clean-up to the notes of the error that is being raised; without one, raise the first of them.
 
-    An interrupt is never swallowed: it is raised in place of an error.
+    An interrupt among them is never swallowed: it is raised in place of an error.
     """
     leaving = error
     if error is None or isinstance(error, Exception):

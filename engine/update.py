@@ -1,4 +1,4 @@
-"""What is trained: an update's forward, loss and optimizer, and the update at work in one engine."""
+"""An update: forward, loss and optimizer of one training step, and its state in an engine."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 
 @dataclass(frozen=True)
 class Update:
-    """One training step to be made in every iteration: a forward, a loss, and an optimizer.
+    """The training step of one optimizer: forward, loss, and optimizer.
 
-    Supervised learning has one update, a GAN two. An update without an optimizer only evaluates. The object holds nothing
-    that changes, so that one may serve several engines.
+    Supervised learning has one update, a GAN has two; every iteration makes all of them. An update without an optimizer only
+    evaluates. The object is immutable and can be shared by engines.
 
     Args:
-        forward: called as ``forward(engine, batch)``; returns the output.
-        loss: called as ``loss(engine, output, batch)``; returns a scalar tensor, the mean over the batch, or None for
-            "nothing to learn from this batch". None instead of a function for an update that only predicts.
-        optimizer: a factory that is called with the parameters once the model is set up, such as
-            ``partial(torch.optim.Adam, lr=1e-2)``; or an optimizer that is already built.
-        name: by which the update is found, and its optimizer saved.
-        parameters: for a factory, called as ``parameters(engine)``: the parameters or parameter groups to be optimized;
-            all of the engine's modules' by default.
-        function: instead of forward and loss, one function ``function(engine, batch) -> loss``; see `from_function`.
+        forward: Called as ``forward(engine, batch)``; returns the output.
+        loss: Called as ``loss(engine, output, batch)``; returns a scalar tensor, the mean over the batch, or None to skip
+            the batch. Without ``loss``, the update only predicts.
+        optimizer: An optimizer, or a factory such as ``partial(torch.optim.Adam, lr=1e-2)``, which is called with the parameters
+            once the model is set up.
+        name: Name under which the update is found and its optimizer is saved.
+        parameters: For a factory, called as ``parameters(engine)``; returns the parameters or parameter groups to optimize. By
+            default, all parameters of the engine's modules.
+        function: One function ``function(engine, batch) -> loss`` instead of forward and loss; see `from_function`.
 
     Example:
         >>> def forward(engine, batch):
@@ -60,9 +60,9 @@ class Update:
 
     def __post_init__(self) -> None:
         if (self.forward is None) == (self.function is None):
-            raise TypeError(f"Update {self.name!r}: give either forward= (and loss=) or function=")
+            raise TypeError(f"Update {self.name!r}: pass either forward= (and loss=) or function=")
         if self.function is not None and self.loss is not None:
-            raise TypeError(f"Update {self.name!r}: function= returns the loss itself; leave out loss=")
+            raise TypeError(f"Update {self.name!r}: function= returns the loss itself; omit loss=")
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
@@ -71,12 +71,12 @@ class Update:
             if (value := getattr(self, argument)) is not None:
                 _check_signature(f"Update {self.name!r}: {argument}", value, places)
         if self.optimizer is not None and self.loss is None and self.function is None:
-            raise TypeError(f"Update {self.name!r}: an optimizer needs a loss to work on; give loss=")
+            raise TypeError(f"Update {self.name!r}: an optimizer needs a loss; pass loss=")
         if isinstance(self.optimizer, type):
             _check_signature(f"Update {self.name!r}: optimizer", self.optimizer, 1)
         if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
             raise TypeError(
-                f"Update {self.name!r}: parameters= goes with an optimizer factory; this one is built already"
+                f"Update {self.name!r}: parameters= requires an optimizer factory, but optimizer= is already built"
             )
 
     @classmethod
@@ -88,7 +88,7 @@ class Update:
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
     ) -> Update:
-        """Batches of (input, target): the loss is ``loss(model(input), target)``.
+        """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
 
         Example:
             >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD).name
@@ -110,39 +110,39 @@ class Update:
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
     ) -> Update:
-        """A single function ``(engine, batch) -> loss``. It emits no FORWARD_COMPLETED, as there is no output to see."""
+        """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted."""
         return cls(None, None, optimizer, name, parameters, function)
 
     @classmethod
     def prediction(cls, forward: Forward | None = None, *, name: str = "main") -> Update:
-        """A forward alone, ``model(batch[0])`` by default: no loss, no gradient."""
+        """An update with only a forward, ``model(batch[0])`` by default: no loss and no gradients."""
         return cls(forward or _model_of_input, None, None, name)
 
     def evaluation(self) -> Update:
-        """The same forward and loss without the optimizer, for an engine that evaluates."""
+        """A copy without the optimizer, for an engine that evaluates."""
         return replace(self, optimizer=None, parameters=None)
 
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:
     kind = batch.__class__
-    if kind is Tensor or kind is dict:  # a tensor would be taken apart by its samples, and nobody would notice
+    if kind is Tensor or kind is dict:  # batch[0] of a tensor would silently be its first sample
         raise TypeError(
             f"update {engine.state.update.name!r} takes batches of (input, target), but this one is a "
-            f"{type(batch).__name__}; for other batches give Update a forward(engine, batch) and a loss(engine, output, batch)"
+            f"{type(batch).__name__}; for other batches pass forward(engine, batch) and loss(engine, output, batch) to Update"
         )
     return engine.model(batch[0])
 
 
 def _check_signature(where: str, function: Callable[..., Any], places: int) -> None:
     if inspect.iscoroutinefunction(function):
-        raise TypeError(f"{where}={function!r} is a coroutine function; give a plain one")
+        raise TypeError(f"{where}={function!r} is a coroutine function; pass a plain function")
     try:
         inspect.signature(function).bind(*[None] * places)
-    except ValueError:  # a built-in that does not tell its signature
+    except ValueError:  # a built-in without a signature
         return
     except TypeError as error:
         wanted = {1: "(parameters)", 2: "two arguments", 3: "(engine, output, batch)"}[places]
-        raise TypeError(f"{where}={function!r} has to accept {wanted}: {error}") from None
+        raise TypeError(f"{where}={function!r} must accept {wanted}: {error}") from None
 
 
 class UpdateState:

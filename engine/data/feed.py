@@ -51,7 +51,7 @@ class Feed:
         """
         source = Source(
             data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shares=shares,
-            whole=not training,
+            omit_padding=not training,
         )  # fmt: skip
         source.reseed = reseed
         self.state.epoch_length = source.epoch_length
@@ -65,7 +65,7 @@ class Feed:
         if previous is not None and training:
             self.position = previous.state_dict()
             if previous.given is source.given and isinstance(source.data, Iterator):
-                source.adopt(previous)
+                source.take_over_iterator(previous)
 
     def load(self, position: dict[str, Any] | None, seed: int) -> None:
         """Continue from a saved position; the state holds the epoch and the iteration of it."""
@@ -107,7 +107,7 @@ class Feed:
             return source.iterator
         if position is not None:
             with unchanged_random_state():
-                source.go_on(position, announced=resumed)
+                source.prepare_next_pass(position, announced=resumed)
         before_pass()
         return source.begin(state.iteration, state.epoch - 1, ahead=ahead)
 

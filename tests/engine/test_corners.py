@@ -175,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_module_is_changed() -> No
         second.run(make_data(2), max_epochs=2)
     assert all(torch.equal(before[name], value) for name, value in second.model.state_dict().items())
     second.load_state_dict({"format": 1})
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="incomplete"):
         second.run(make_data(2), max_epochs=2)
 
 

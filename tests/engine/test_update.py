@@ -1131,18 +1131,18 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({}, "give either forward= .* or function="),
-        ({"forward": forward, "function": forward}, "give either forward= .* or function="),
-        ({"function": forward, "loss": loss_of}, "leave out loss="),
+        ({}, "pass either forward= .* or function="),
+        ({"forward": forward, "function": forward}, "pass either forward= .* or function="),
+        ({"function": forward, "loss": loss_of}, "omit loss="),
         ({"forward": 3}, "forward=3 is not callable"),
         ({"forward": forward, "loss": "mse"}, "loss='mse' is not callable"),
         ({"forward": forward, "loss": loss_of, "optimizer": 0.1}, "optimizer=0.1 is not callable"),
         ({"function": forward, "optimizer": SGD, "parameters": []}, r"parameters=\[\] is not callable"),
         ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
-        ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "this one is built already"),
-        ({"forward": lambda batch: None}, r"forward=.* has to accept two arguments"),
-        ({"function": lambda: None}, r"function=.* has to accept two arguments"),
-        ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* has to accept \(engine, output, batch\)"),
+        ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "optimizer= is already built"),
+        ({"forward": lambda batch: None}, r"forward=.* must accept two arguments"),
+        ({"function": lambda: None}, r"function=.* must accept two arguments"),
+        ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* must accept \(engine, output, batch\)"),
         ({"function": coroutine}, "function=.* is a coroutine function"),
     ],
     ids=str,
@@ -1153,7 +1153,7 @@ def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments:
 
 
 def test_a_supervised_loss_takes_two_arguments() -> None:
-    with pytest.raises(TypeError, match=r"Update 'main': loss=.*has to accept two arguments"):
+    with pytest.raises(TypeError, match=r"Update 'main': loss=.*must accept two arguments"):
         Update.supervised(loss_of)  # type: ignore[arg-type]
 
 

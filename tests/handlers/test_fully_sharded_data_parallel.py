@@ -837,7 +837,7 @@ def unsharding() -> Any:
 
 def test_a_sharded_model_becomes_a_plain_one() -> None:
     for refusal, hooks, expected, found in together(2, unsharding):
-        assert "sharded over processes" in refusal
+        assert "sharded over ranks" in refusal
         assert "unshard(engine)" in refusal
         assert hooks == []
         assert all(torch.equal(expected[key], found[key]) for key in expected)

@@ -396,7 +396,7 @@ def test_bad_arguments_are_refused() -> None:
         Metrics(accuracy=3)
     with pytest.raises(TypeError, match="Average"):
         Average(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Accuracy\(threshold='half'\): it has to be a finite number"):
+    with pytest.raises(TypeError, match=r"Accuracy\(threshold='half'\): expected a finite number"):
         Accuracy(threshold="half")  # type: ignore[arg-type]
 
 
