@@ -216,6 +216,7 @@ engine.run([(torch.ones(4, 3), torch.ones(4, 2))], max_epochs=10**9)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process_ends_it_cleanly(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -106,6 +106,7 @@ def test_two_studies_of_one_process_do_not_write_at_once(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_at_once_and_one_that_was_killed_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     holding = (

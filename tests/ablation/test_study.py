@@ -69,6 +69,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same results, however they were made -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_worker_and_two_leave_the_same_store(two_workers: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     make_study(store=one, seeds=range(3)).run(DESIGN, workers=1)
@@ -96,6 +97,7 @@ def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers:
     assert apart_from_timings(path) == apart_from_timings(two_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Dask's own threads and sockets are not ours to mend
 def test_dasks_executor_leaves_the_same_store(two_workers: Path, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed", reason="the extra dev brings it")
@@ -146,6 +148,7 @@ def test_streams_are_separate_unless_told_otherwise() -> None:
 # ---- killed, interrupted, continued ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_at_random_moments_it_ends_with_the_same_store(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +187,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were going on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.5"]
@@ -228,6 +232,7 @@ def test_more_seeds_and_other_variants_run_only_what_is_missing(tmp_path: Path) 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_for(tmp_path: Path) -> None:
     build = partial(builds.failing, folder=str(tmp_path))
     study = make_study(build, seeds=range(3), store=tmp_path / "store.jsonl")
@@ -254,6 +259,7 @@ def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_
     assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
     study = make_study(builds.dying, seeds=range(3), store=tmp_path / "store.jsonl")
     study.run(LeaveOneOut(["ema"]), workers=2)
@@ -534,6 +540,7 @@ def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkey
         make_study().run(DESIGN, workers=2)
 
 
+@pytest.mark.slow
 def test_a_script_without_its_main_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -31,6 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from signalfire import Engine, Events, Phase, RereadingWarning, Update, seed_everything
 from signalfire.handlers import GradientAccumulation, LimitBatches, OverfitBatches, Validation
 from signalfire.testing import fingerprint
+from tests.kit import quick, spread
 
 SAMPLES, BATCH = 22, 4
 
@@ -258,18 +259,28 @@ def cut_and_resume(kind: str, make: Callable[[], Any], **bounds: Any) -> None:
         assert fingerprint(resumed) == fingerprint(whole), f"from {position['epoch'], position['iteration']}"
 
 
-@pytest.mark.parametrize("kind", SKIPPED)
+@pytest.mark.parametrize(
+    "kind",
+    quick(
+        SKIPPED,
+        "shuffled, generator",
+        "augmented, 2 workers",
+        "batch sampler",
+        "order from NumPy",
+        "unsized batch sampler",
+    ),
+)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_a_run_resumed_anywhere_skips_to_its_place(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], max_epochs=2)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "augmented", "with replacement", "list"])
+@pytest.mark.parametrize("kind", quick(["shuffled", "augmented", "with replacement", "list"], "augmented"))
 def test_so_does_one_whose_epochs_are_longer_than_its_data(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], epoch_length=8, max_epochs=2)
 
 
-@pytest.mark.parametrize("kind", READ_AGAIN)
+@pytest.mark.parametrize("kind", spread(READ_AGAIN, 1))
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_other_data_is_read_again(kind: str) -> None:
     cut_and_resume(kind, READ_AGAIN[kind], max_epochs=2)

@@ -26,7 +26,7 @@ WORKER = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from signalfire import rendezvous
+from signalfire.distributed import rendezvous
 
 torch.set_num_threads(1)
 moment = sys.argv[1]
@@ -145,6 +145,7 @@ def finished(script: Path) -> Callable[[str], Finished]:
     return lambda name: Finished(script.parent, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLED)
 def test_workers_that_are_killed_are_restarted_once(finished: Callable[[str], Finished], moment: str) -> None:
     job = finished(moment)
@@ -153,6 +154,7 @@ def test_workers_that_are_killed_are_restarted_once(finished: Callable[[str], Fi
         assert f"rank {rank} sees 2, attempt 1" in job.output
 
 
+@pytest.mark.slow
 def test_a_finished_job_exits_with_status_0(finished: Callable[[str], Finished]) -> None:
     job = finished("nothing")
     assert job.status == 0, job.errors
@@ -160,12 +162,14 @@ def test_a_finished_job_exits_with_status_0(finished: Callable[[str], Finished])
     assert "terminate called" not in job.errors
 
 
+@pytest.mark.slow
 def test_a_job_with_an_error_exits_with_another(finished: Callable[[str], Finished]) -> None:
     job = finished("raise")
     assert job.status == 1
     assert "ValueError: no more" in job.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "destroyed"), [*zip(ENDS, [0, 3, 0, 1], [True, True, False, False], strict=True)]
 )
@@ -177,6 +181,7 @@ def test_the_group_is_destroyed_after_a_good_end_only(
     assert ("destroyed" in process.output) is destroyed
 
 
+@pytest.mark.slow
 def test_workers_of_a_launcher_that_was_killed_end(script: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *launcher(script, "orphan", 2, 0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
@@ -387,9 +392,10 @@ def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         join(timeout=1.0)
 
 
+@pytest.mark.slow
 def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() -> None:
     script = (
-        "import time\nfrom signalfire import rendezvous\nrendezvous.GRACE = 0.1\n"
+        "import time\nfrom signalfire.distributed import rendezvous\nrendezvous.GRACE = 0.1\n"
         "with rendezvous.bounded(0.2, 'rank 0 of 2'):\n    pass\n"
         "time.sleep(1)\nprint('goes on', flush=True)\n"
         "with rendezvous.bounded(0.2, 'rank 1 of 2'):\n    time.sleep(60)\n"

@@ -302,6 +302,7 @@ raise SystemExit(1)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_with_an_error_is_not_aborted() -> None:
     """Its thread, which the others may still ask, uses the store without a pause, and is in it when the interpreter ends."""
     for _ in range(3):
