@@ -6,6 +6,9 @@ alone, as in `-m campaign`. A test that is named by its id runs whatever its mar
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -15,6 +18,12 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the slow tests as well: all but the campaigns")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # In memory, where there is such a folder: thousands of synced checkpoints would wait for a disk.
+    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 
 @pytest.hookimpl(trylast=True)

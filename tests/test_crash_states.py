@@ -594,7 +594,7 @@ def ran(root: Path, sequence: Callable[[Place], None], files: Recorded | None = 
     return place
 
 
-@pytest.mark.parametrize("sequence", spread(SEQUENCES, 4))
+@pytest.mark.parametrize("sequence", spread(SEQUENCES, 2))
 def test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads(sequence: str, root: Path) -> None:
     place = ran(root, SEQUENCES[sequence])
     found = check(place, cuts(place), written(place))

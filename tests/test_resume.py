@@ -920,9 +920,7 @@ def test_taking_the_state_changes_nothing(name: str) -> None:
     assert run(RECIPES[name], a_folder(), process=FIRST_PROCESS) == whole(name).left
 
 
-@pytest.mark.parametrize(
-    "name", quick([*RECIPES, *CORNERS], "windows", "stopping", "two updates", "limited, loader's generator")
-)
+@pytest.mark.parametrize("name", quick([*RECIPES, *CORNERS], "windows", "two updates", "limited, loader's generator"))
 def test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped(name: str) -> None:
     expected, cuts = whole(name).left, whole(name).cuts
     wrong = {}
@@ -1254,7 +1252,7 @@ def noticed(control: Control) -> tuple[list[Cut], list[Cut]]:
     return found, tried
 
 
-@pytest.mark.parametrize("part", spread(CONTROLS, 6))
+@pytest.mark.parametrize("part", spread(CONTROLS, 4))
 def test_a_state_without_this_part_ends_elsewhere(part: str) -> None:
     where = CONTROLS[part].where
     found, tried = noticed(CONTROLS[part])

@@ -323,6 +323,7 @@ def test_the_test_keeps_its_level_alone_and_in_a_family(rates: Any, distribution
     assert rates["normal"]["8"]["level"] >= at_least(rates["normal"]["8"]["level_attainable"])
 
 
+@pytest.mark.slow
 def test_five_seeds_find_nothing_and_eight_do(rates: Any) -> None:
     for distribution in ("normal", "accuracies"):
         assert rates[distribution]["5"]["power_alone"] == 0

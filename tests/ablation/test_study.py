@@ -81,6 +81,7 @@ def test_one_worker_and_two_leave_the_same_store(two_workers: Path, tmp_path: Pa
     assert len({line["metrics"]["val_loss"] for line in lines}) == 12  # every variant and seed makes a difference
 
 
+@pytest.mark.slow
 def test_runs_in_this_process_leave_the_same_store_and_no_trace(two_workers: Path, tmp_path: Path) -> None:
     zero = tmp_path / "zero.jsonl"
     torch.manual_seed(3)
@@ -90,6 +91,7 @@ def test_runs_in_this_process_leave_the_same_store_and_no_trace(two_workers: Pat
     assert apart_from_timings(zero) == apart_from_timings(two_workers)
 
 
+@pytest.mark.slow
 def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers: Path, tmp_path: Path) -> None:
     path = tmp_path / "threads.jsonl"
     with ThreadPoolExecutor(3) as executor:

@@ -264,7 +264,6 @@ def cut_and_resume(kind: str, make: Callable[[], Any], **bounds: Any) -> None:
     quick(
         SKIPPED,
         "shuffled, generator",
-        "augmented, 2 workers",
         "batch sampler",
         "order from NumPy",
         "unsized batch sampler",
