@@ -40,6 +40,7 @@ if str(ROOT) not in sys.path:  # for this process and those that it starts: they
     sys.path.insert(0, str(ROOT))
 
 from tests.ablation import builds  # noqa: E402
+from tests.kit import LIMIT, finished, group_ended, python, wait_until  # noqa: E402
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
 
@@ -56,6 +57,10 @@ def apart_from_timings(store: Path) -> bytes:
 def made(folder: Path) -> list[str]:
     path = folder / "made.txt"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def made_or_ended(count: int, folder: Path, study: subprocess.Popen[str]) -> bool:
+    return len(made(folder)) >= count or study.poll() is not None
 
 
 @pytest.fixture(scope="module")
@@ -161,30 +166,21 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     monkeypatch.chdir(whole)
     builds.study_of(".", 0.2).run(LeaveOneOut(), workers=0)
 
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.2"]
-        return subprocess.Popen(command, cwd=killed, stderr=subprocess.PIPE)
-
+    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.2]
     draws = random.Random(workers)
     kills = 2 if workers else 4  # new processes take their time
     for _ in range(kills):
         before = len(made(killed))
-        study = start()
-        while len(made(killed)) == before and study.poll() is None:
-            time.sleep(0.01)
-        time.sleep(draws.uniform(0, 0.6))
-        study.send_signal(signal.SIGKILL)
-        study.communicate()
-        assert study.returncode == -signal.SIGKILL
-        time.sleep(0.5)  # its workers end by themselves
-        seen = len(made(killed))
-        time.sleep(0.4)
-        assert len(made(killed)) == seen
+        with python(*program, cwd=killed, stderr=subprocess.DEVNULL, start_new_session=True) as study:
+            wait_until(partial(made_or_ended, before + 1, killed, study))
+            time.sleep(draws.uniform(0, 0.6))
+            study.kill()
+            assert study.wait() == -signal.SIGKILL
+            wait_until(partial(group_ended, study.pid))  # its workers end by themselves
     assert kills <= len(made(killed)) < 12 + kills
-    study = start()
-    _, said = study.communicate(timeout=300)
-    assert study.returncode == 0, said.decode()
-    assert said == b""  # no terminal, no bar
+    ended = finished(*program, cwd=killed)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""  # no terminal, no bar
     assert apart_from_timings(killed / "store.jsonl") == apart_from_timings(whole / "store.jsonl")
     assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were going on
 
@@ -192,16 +188,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.5"]
-    study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
-    while len(made(tmp_path)) < 2 + workers and study.poll() is None:
-        time.sleep(0.01)
-    os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
-    began = time.monotonic()
-    _, said = study.communicate(timeout=60)
-    assert time.monotonic() - began < 15
-    assert b"\nKeyboardInterrupt\n" in said
-    assert said.count(b"Traceback") == 1, said.decode()
+    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.5]
+    with python(*program, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as study:
+        wait_until(partial(made_or_ended, 2 + workers, tmp_path, study))
+        os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
+        _, said = study.communicate(timeout=LIMIT)
+    assert "\nKeyboardInterrupt\n" in said
+    assert said.count("Traceback") == 1, said
     lines = (tmp_path / "store.jsonl").read_text().splitlines()
     assert 1 <= len(lines) < 12
     assert all(json.loads(line)["error"] is None for line in lines)

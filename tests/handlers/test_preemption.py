@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from signalfire import Engine, Events, Phase, Update, seed_everything
 from signalfire.handlers import Average, Checkpoint, GradientAccumulation, LRScheduling, Metrics, Preemption, Validation
 from signalfire.testing import check_handler, fingerprint, trace
-from tests.kit import spread
+from tests.kit import LIMIT, python, spread
 
 EPOCHS = 3
 
@@ -245,13 +244,11 @@ def test_a_process_leaves_with_the_exit_status_after_everything_was_told(
     tmp_path: Path, one: signal.Signals, arguments: str, status: int, last: str
 ) -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "run"), arguments=arguments)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(one)
-    told, errors = process.communicate(timeout=60)
+    with python("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(one)
+        told, errors = process.communicate(timeout=LIMIT)
     assert told.split("\n")[:4] == ["PREEMPTED", "TERMINATED", "COMPLETED", "ENDED"]
     assert told.rstrip().split("\n")[-1] == last
     assert process.returncode == status
