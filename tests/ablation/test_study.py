@@ -40,7 +40,7 @@ if str(ROOT) not in sys.path:  # for this process and those that it starts: they
     sys.path.insert(0, str(ROOT))
 
 from tests.ablation import builds  # noqa: E402
-from tests.kit import LIMIT, finished, group_ended, python, wait_until  # noqa: E402
+from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until  # noqa: E402
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
 
@@ -107,7 +107,9 @@ def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Dask's own threads and sockets are not ours to mend
 def test_dasks_executor_leaves_the_same_store(two_workers: Path, tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed", reason="the extra dev brings it")
+    needs("interop", "distributed")
+    import distributed
+
     path = tmp_path / "dask.jsonl"
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,

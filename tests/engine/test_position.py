@@ -26,12 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from signalfire import Engine, Events, Phase, RereadingWarning, Update, seed_everything
 from signalfire.handlers import GradientAccumulation, LimitBatches, OverfitBatches, Validation
 from signalfire.testing import fingerprint
-from tests.kit import quick, spread
+from tests.kit import needs, quick, spread
 
 SAMPLES, BATCH = 22, 4
 
@@ -167,6 +166,15 @@ def in_pythons_order(n: int) -> list[int]:
 WEIGHTS = torch.linspace(0.1, 1, SAMPLES).tolist()
 
 # Each makes data anew, as a new process does.
+
+
+def stateful_loader(*arguments: Any, **options: Any) -> Any:
+    needs("interop", "torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(*arguments, **options)
+
+
 SKIPPED: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(plain(), BATCH),
     "shuffled": lambda: DataLoader(plain(), BATCH, shuffle=True),
@@ -209,8 +217,8 @@ SKIPPED: dict[str, Callable[[], Any]] = {
     "begins anywhere": BeginsAnywhere,
     "keeps its position": Counting,
     "keeps its position, windows": Counting,
-    "stateful loader": lambda: StatefulDataLoader(plain(), BATCH, shuffle=True),
-    "stateful loader, 2 workers": lambda: StatefulDataLoader(Counting(), batch_size=None, num_workers=1),
+    "stateful loader": lambda: stateful_loader(plain(), BATCH, shuffle=True),
+    "stateful loader, 2 workers": lambda: stateful_loader(Counting(), batch_size=None, num_workers=1),
 }
 READ_AGAIN: dict[str, Callable[[], Any]] = {
     "iterable dataset": lambda: DataLoader(_Squares(), batch_size=None),
