@@ -60,7 +60,7 @@ class Boundary(Part):
             update.skipped = None
         engine.snapshots.drop()
         self._sleep_if_nothing_recurs()
-        preemption = self._agree() if engine.processes.several else self._preemption
+        preemption = self._agree() if engine.processes.distributed else self._preemption
         if preemption is not None:
             engine.signals.emit(
                 engine, Events.PREEMPTED
@@ -76,7 +76,7 @@ class Boundary(Part):
                 self.wake()  # once the window is closed
             else:
                 engine.handlers.settle()
-        if stops := self._agreed if engine.processes.several else self.stops:
+        if stops := self._agreed if engine.processes.distributed else self.stops:
             if self._may_stop():
                 self._stop(stops[min(stops)])
                 return True
@@ -88,7 +88,7 @@ class Boundary(Part):
 
     def _sleep_if_nothing_recurs(self) -> None:
         recurring = (
-            self._deadline is not None or self.engine.state.max_steps is not None or self.engine.processes.several
+            self._deadline is not None or self.engine.state.max_steps is not None or self.engine.processes.distributed
         )
         if recurring is not self._signal.awaited:
             self._signal.wait(recurring)
@@ -189,7 +189,7 @@ class Boundary(Part):
 
     def stops_now(self) -> bool:
         """Whether a stop takes effect inside an iteration. With several ranks it does not: others may not have asked for it."""
-        return bool(self.stops) and not self.engine.processes.several and self._may_stop()
+        return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()
 
     def take_epoch_stop(self) -> bool:
         """Whether the epoch was ended early, which is asked once."""

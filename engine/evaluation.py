@@ -25,8 +25,8 @@ def evaluate(
     if engine.overrides.data is not None:
         data = engine.overrides.data(evaluator, data)
     was_dry, evaluator.dry_run = evaluator.dry_run, engine.dry_run or evaluator.dry_run
-    was_with = evaluator.group.processes, evaluator.group.shares
-    evaluator.group.use(engine.group.processes, engine.group.shares)
+    was_with = evaluator.group.processes, evaluator.group.shard_policy
+    evaluator.group.use(engine.group.processes, engine.group.shard_policy)
     if not evaluator.seed_given:
         evaluator.seed = engine.seed  # its data is drawn as in this run, also after a resume in another process
     try:

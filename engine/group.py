@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .acts import Override
 from .connection import Phase
-from .distributed.processes import ALONE, Processes, lost_another
+from .distributed.processes import SINGLE_PROCESS, Processes, lost_another
 from .part import Part
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ class Group(Part):
     """Which processes train together, and the answers that have to be the same on all of them.
 
     Attributes:
-        processes: the ranks that train together; `ALONE` for a single process.
-        shares: how data is sharded over them; see `join`.
-        asks_to_skip: whether the ranks have to agree on skipping a step once the gradients are ready.
+        processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
+        shard_policy: how data is sharded over them; see `join`.
+        sync_skips: whether the ranks have to agree on skipping a step once the gradients are ready.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.processes: Processes = ALONE
-        self.shares = "auto"
-        self.asks_to_skip = False
+        self.processes: Processes = SINGLE_PROCESS
+        self.shard_policy = "auto"
+        self.sync_skips = False
         self._time = 0.0  # rank 0's clock at the last boundary
 
-    def join(self, processes: Processes, *, by: Handler, shares: str = "auto") -> None:
+    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
         """Train together with other processes, until the handler is detached.
 
         From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
@@ -42,9 +42,9 @@ class Group(Part):
         Args:
             processes: what `together` returned.
             by: the handler, which also has gradients reduced (`Override.REDUCTION`).
-            shares: how data is sharded. "deal": the batches of the data, which is the same on each rank, go to the ranks round
-                robin, by index, or else by reading all of them. "own": each rank has data of its own. "auto": DataLoaders over
-                map-style datasets and sequences are sharded, unless a sampler has done it; other data is refused.
+            shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
+                ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
+                DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -53,21 +53,21 @@ class Group(Part):
         if engine.running:
             raise RuntimeError(f"join({processes!r}) was called during a run; call it before run()")
         engine.overrides.claim(Override.PROCESS_GROUP, by=by)
-        self.use(processes, shares)
+        self.use(processes, shard_policy)
 
     def leave(self) -> None:
         """Train as a single process again."""
-        self.use(ALONE, "auto")
+        self.use(SINGLE_PROCESS, "auto")
 
-    def use(self, processes: Processes, shares: str) -> None:
+    def use(self, processes: Processes, shard_policy: str) -> None:
         """Take these processes, and connect the handlers of rank 0 where this is rank 0 now."""
-        before, self.processes, self.shares = self.processes, processes, shares
+        before, self.processes, self.shard_policy = self.processes, processes, shard_policy
         if processes is not before:
             self.engine.handlers.settle_rank_zero_only()
 
     def begin_run(self, run_id: str, seed: int) -> tuple[str, int]:
         """Agree on what the ranks have to have in common before a run: rank 0's id of the run, seed and clock."""
-        if not self.processes.several:
+        if not self.processes.distributed:
             return run_id, seed
         try:
             run_id, seed, self._time = self.processes.broadcast((run_id, seed, time.monotonic()))
@@ -78,7 +78,7 @@ class Group(Part):
                     "their connections; start the script again"
                 )
             raise
-        self.asks_to_skip = True
+        self.sync_skips = True
         return run_id, seed
 
     def agree(self, asked: bool, own: Any) -> list[Any]:
@@ -91,9 +91,9 @@ class Group(Part):
         Returns:
             What each rank asks for; nothing if none does.
         """
-        now = time.monotonic() if self.processes.first else 0.0
+        now = time.monotonic() if self.processes.is_rank_zero else 0.0
         asking, self._time, skipping = self.processes.sum(asked, now, self._may_skip_alone())
-        self.asks_to_skip = skipping > 0
+        self.sync_skips = skipping > 0
         return self.processes.gather(own) if asking else []
 
     def _may_skip_alone(self) -> bool:
@@ -107,4 +107,4 @@ class Group(Part):
 
     def now(self) -> float:
         """The wall-clock time in seconds, for differences; with several ranks, that of rank 0 at the last boundary."""
-        return self._time if self.processes.several else time.monotonic()
+        return self._time if self.processes.distributed else time.monotonic()

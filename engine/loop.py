@@ -60,7 +60,7 @@ class Loop:
             epoch_length,
             seed=engine.seed,
             processes=engine.group.processes,
-            shares=engine.group.shares,
+            shard_policy=engine.group.shard_policy,
             training=engine.training,
             reseed=partial(begin_stream, engine, "batch") if engine.streams == "separate" else None,
         )
@@ -162,11 +162,11 @@ class Loop:
                 return False
             state.iteration = iteration
         for update in engine.updates:
-            update.left_out = iteration
+            update.omitted_in = iteration
         for update in plan:
             if boundary.stops_now():
                 break
-            state.update, update.left_out = update, 0
+            state.update, update.omitted_in = update, 0
             perform(update, state.batch, iteration, listened)
         return True
 
@@ -177,7 +177,7 @@ class Loop:
         With several ranks this begins with the batch: a stop waits until all know of it, and the iteration is made.
         """
         state = self.engine.state
-        return state.completed != state.iteration and (self._updates_begun or self.engine.processes.several)
+        return state.completed != state.iteration and (self._updates_begun or self.engine.processes.distributed)
 
     # ---- the parts of the loop ------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         for update in engine.updates:
-            update.left_out = 0
+            update.omitted_in = 0
             if update.window.filled == 0:
                 update.discard()
         engine.signals.emit(engine, Events.STARTED)

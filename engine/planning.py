@@ -18,7 +18,7 @@ def steps_to_come(engine: Engine, update: UpdateState) -> int | None:
     ``max_steps`` bounds the first update's steps.
     """
     state = engine.state
-    if not update.regular:
+    if not update.one_step_per_batch:
         known = update is engine.updates[0] and state.max_steps is not None
         return max(0, (state.max_steps or 0) - update.steps) if known else None
     length, last_epoch = state.epoch_length, state.max_epochs

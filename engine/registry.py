@@ -235,7 +235,7 @@ class Registry(Mapping[str, Handler], Part):
         note_problems(problems, None)
 
     def _takes_part(self, handler: Handler) -> bool:
-        return not handler.rank_zero_only or self.engine.processes.first
+        return not handler.rank_zero_only or self.engine.processes.is_rank_zero
 
     def _join(self, record: _Record) -> None:
         engine, handler = self.engine, record.handler

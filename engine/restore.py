@@ -71,7 +71,7 @@ class Modes:
 def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) -> bool:
     """Compute gradients; if the memory runs out, put everything back as it was, emit UPDATE_RETRIED and return False.
 
-    With several ranks, all fail if one does; ``compute`` must not reduce over them (``update.completes``).
+    With several ranks, all fail if one does; ``compute`` must not reduce over them (``update.sync_gradients``).
 
     What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
     had entered are closed.

@@ -109,12 +109,12 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     processes = engine.processes
     before = saved.get("processes", 1)
-    if processes.several:
+    if processes.distributed:
         _check_same_state(engine, saved)
-    if before == 1 == processes.size:
+    if before == 1 == processes.world_size:
         return saved
     own = for_rank(saved, processes.rank)
-    if before == processes.size:
+    if before == processes.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
                 f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}: load the state saved by rank 0, "
@@ -122,7 +122,7 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
             )
         return own
     warnings.warn(
-        f"the loaded state was saved with world size {before} and resumes with {processes.size}: the resume is not exact. "
+        f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
         "Open accumulation windows are discarded, and inside an epoch some batches may be repeated",
         RuntimeWarning,
         stacklevel=2,
@@ -158,7 +158,7 @@ def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -
             then = now = 1  # the batches themselves are the same
 
         def converted(start: int) -> int:
-            rounds: int = (iteration - start) * before * then // (processes.size * now)
+            rounds: int = (iteration - start) * before * then // (processes.world_size * now)
             return iteration - rounds
 
         position["epoch_start"] = converted(position["epoch_start"])

@@ -68,7 +68,8 @@ def check_windows(engine: Engine) -> None:
 def check_modules(engine: Engine) -> None:
     """Raise ValueError for parameters on the meta device, and for sharded ones in a single process."""
     for name, root in engine.modules.items():
-        if not engine.processes.several and any(is_sharded(p) and p.device_mesh.size() > 1 for p in root.parameters()):  # type: ignore[attr-defined]
+        sharded = [p for p in root.parameters() if is_sharded(p) and p.device_mesh.size() > 1]  # type: ignore[attr-defined]
+        if sharded and not engine.processes.distributed:
             raise ValueError(
                 f"the model {name!r} is sharded over ranks, but the handler that sharded it is not attached: attach it again, or "
                 "call handler.unshard(engine) before detaching it"

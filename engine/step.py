@@ -51,7 +51,16 @@ class Step:
     """The training step of an engine, with what it needs at hand."""
 
     __slots__ = (
-        "begin_stream", "boundary", "engine", "feed", "group", "one_update", "overrides", "regions", "several", "signals",
+        "begin_stream",
+        "boundary",
+        "distributed",
+        "engine",
+        "feed",
+        "group",
+        "one_update",
+        "overrides",
+        "regions",
+        "signals",
         "state",
     )  # fmt: skip
 
@@ -64,7 +73,7 @@ class Step:
         self.boundary = engine.boundary
         self.feed = engine.feed
         self.group = engine.group
-        self.several = engine.processes.several
+        self.distributed = engine.processes.distributed
         self.one_update = len(engine.updates) == 1
         self.begin_stream: Callable[[UpdateState, int], None] | None = None
 
@@ -79,8 +88,8 @@ class Step:
             if listened and signals.started.due <= iteration:
                 signals.started.emit(self.engine, iteration)
             closes = window.length == 1 or window.closes(self.feed, iteration, more=update.more)
-            if self.several:
-                update.completes, update.share = closes, ONE if self.state.batch is None else self.feed.share()
+            if self.distributed:
+                update.sync_gradients, update.share = closes, ONE if self.state.batch is None else self.feed.share()
             if update.skipped is not None:
                 update.output, update.raw_loss, update.weight = None, None, ONE
             elif self.overrides.gradients is None:
@@ -98,7 +107,7 @@ class Step:
                 signals.completed.emit(self.engine, iteration)
             if update.skipped is not None:
                 self.boundary.wake()  # it forgets why the update was skipped
-            update.undecided = True
+            update.can_skip = True
         except BaseException as error:
             regions.close(outside, error)
             raise
@@ -166,7 +175,7 @@ class Step:
     def close_window(self, update: UpdateState, iteration: int, listened: bool) -> None:
         """The optimizer's step with the gradients that the window holds, unless it is skipped."""
         signals, window = self.signals, update.window
-        if self.several:
+        if self.distributed:
             _average_over_ranks(self.engine, update)
         elif window.held == 0:
             update.skip("the window holds no gradient")
@@ -176,9 +185,9 @@ class Step:
             signals.gradients_ready.emit(self.engine, iteration)
         if listened and signals.step_started.due <= iteration:
             signals.step_started.emit(self.engine, iteration)
-        if self.several and self.group.asks_to_skip and self.engine.processes.any(update.skipped is not None):
+        if self.distributed and self.group.sync_skips and self.engine.processes.any(update.skipped is not None):
             _skip_on_all_ranks(self.engine, update)
-        update.undecided = False
+        update.can_skip = False
         if update.skipped is None:
             if self.overrides.step is None and window.kept is None:
                 assert update.optimizer is not None
@@ -247,7 +256,7 @@ class Step:
         assert update.optimizer is not None
         micro_steps: list[Any] = list(window.kept)
         own = len(micro_steps)
-        if self.several and self.overrides.gradients is not None and self.feed.has_data:
+        if self.distributed and self.overrides.gradients is not None and self.feed.has_data:
             # A handler that overrides the gradients may have to agree with the other ranks, as often as they do.
             micro_steps += [_NO_BATCH] * (max(self.engine.processes.gather(own)) - own)
         seen = state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden
@@ -261,8 +270,8 @@ class Step:
             listened = self.signals.due <= iteration
             for place, (batch, _, weight, share) in enumerate(micro_steps, 1):
                 state.batch = batch
-                if self.several:
-                    update.completes, update.share = place == own, share
+                if self.distributed:
+                    update.sync_gradients, update.share = place == own, share
                 if self.overrides.gradients is None:
                     self.compute_gradients(update, iteration, listened)
                 else:
@@ -277,7 +286,7 @@ class Step:
         return _mean_loss(losses, self.engine.processes)
 
     def _reduce_again(self, update: UpdateState, losses: list[Kept]) -> None:
-        if self.several:
+        if self.distributed:
             _average_over_ranks(self.engine, update)
         elif not losses:
             raise RuntimeError(
@@ -322,21 +331,21 @@ def _average_over_ranks(engine: Engine, update: UpdateState) -> None:
         # As in a single process, where tensors that add up to zero are not noticed: their gradients are zero.
         if not unknown:
             update.skip("the weights of the window add up to zero")
-    elif weight != processes.size:  # reduced gradients are a mean over the ranks, and so is this
-        window.divide(update.parameters, weight / processes.size)
+    elif weight != processes.world_size:  # reduced gradients are a mean over the ranks, and so is this
+        window.divide(update.parameters, weight / processes.world_size)
 
 
 def _skip_on_all_ranks(engine: Engine, update: UpdateState) -> None:
     reasons = engine.processes.gather(update.skipped)
     rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
     reason = reasons[rank]
-    if update.undecided:  # the same on all ranks, also where this one has another reason
+    if update.can_skip:  # the same on all ranks, also where this one has another reason
         update.skipped = reason if all(one == reason for one in reasons) else f"{reason} (rank {rank})"
 
 
 def _mean_loss(window: list[Kept], processes: Processes) -> Tensor:
     """The mean loss of a window; with several ranks, that of all, since a line search has to go the same way on all of them."""
-    if processes.several:
+    if processes.distributed:
         losses, weights = processes.sum(
             sum(float(loss * weight) for _, loss, weight, _ in window), sum(float(weight) for _, _, weight, _ in window)
         )

@@ -162,19 +162,41 @@ class UpdateState:
         evaluation: how often the gradients of this step were computed before, by a closure or a handler that needs that.
         hidden: what the forward carries from one time chunk of a batch to the next; None before the first.
         more: whether this iteration has further micro-steps of this update, such as time chunks.
-        regular: whether each batch is one micro-step; a handler that changes that sets it to False.
-        completes: with several ranks, whether this micro-step closes its window, which is known before its forward: otherwise
-            gradients need not be reduced.
-        left_out: at ITERATION_COMPLETED, the number of the iteration if it was made without this update, by its plan or for a
+        one_step_per_batch: whether each batch is one micro-step; a handler that changes that sets it to False.
+        sync_gradients: with several ranks, whether this micro-step closes its window, which is known before its forward:
+            otherwise gradients need not be reduced.
+        omitted_in: at ITERATION_COMPLETED, the number of the iteration if it was made without this update, by its plan or for a
             stop; another number if not.
         share: with several ranks, how much the batch counts beside those of the other ranks; see `Feed.share`.
-        undecided: whether the step can still be skipped.
+        can_skip: whether the step can still be skipped.
     """
 
     __slots__ = (
-        "_asked", "_parameters", "_parameters_of", "again", "backward_loss", "completes", "evaluation", "forward", "function",
-        "hidden", "left_out", "loss_function", "more", "name", "optimizer", "output", "raw_loss", "regular", "share", "skipped",
-        "spec", "steps", "undecided", "weight", "window",
+        "_asked",
+        "_parameters",
+        "_parameters_of",
+        "again",
+        "backward_loss",
+        "can_skip",
+        "evaluation",
+        "forward",
+        "function",
+        "hidden",
+        "loss_function",
+        "more",
+        "name",
+        "omitted_in",
+        "one_step_per_batch",
+        "optimizer",
+        "output",
+        "raw_loss",
+        "share",
+        "skipped",
+        "spec",
+        "steps",
+        "sync_gradients",
+        "weight",
+        "window",
     )  # fmt: skip
 
     def __init__(self, spec: Update, *, training: bool) -> None:
@@ -186,8 +208,8 @@ class UpdateState:
         self.optimizer = spec.optimizer if training and isinstance(spec.optimizer, Optimizer) else None
         self.window = Window()
         self.again: Callable[[], Tensor] = _not_again
-        self.regular = True
-        self.completes = True
+        self.one_step_per_batch = True
+        self.sync_gradients = True
         self.share: float = ONE
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
@@ -200,8 +222,8 @@ class UpdateState:
         self.raw_loss: Tensor | None = None
         self.backward_loss: Any = None
         self.weight: Any = ONE
-        self.undecided = True
-        self.left_out = 0
+        self.can_skip = True
+        self.omitted_in = 0
         self.steps = 0
         self.abandon()
 
@@ -229,7 +251,7 @@ class UpdateState:
         """Free the graph of the last micro-step; after an error, also undo what it may have left."""
         self.output, self.backward_loss, self.loss = None, None, self.loss
         if failed:
-            self.weight, self.undecided = ONE, True
+            self.weight, self.can_skip = ONE, True
 
     def take_optimizer(self, optimizer: Any) -> None:
         """Take the optimizer that the factory built; None to have it built anew.
@@ -270,11 +292,11 @@ class UpdateState:
         It holds for this iteration, or for this time chunk of a batch that comes in several. What the window holds is discarded.
         Schedules, averages and step counters do not move. Once the step was made it is too late, and nothing happens.
         """
-        if self.skipped is None and self.undecided:
+        if self.skipped is None and self.can_skip:
             self.skipped = reason
 
-    def ask(self, then: Callable[..., None], *flags: Tensor) -> None:
-        """Have flags on a device read together with those of others: the next `look` calls ``then(*values)``.
+    def read_later(self, then: Callable[..., None], *flags: Tensor) -> None:
+        """Have flags on a device read together with those of others: the next `read_flags` calls ``then(*values)``.
 
         Each reading waits for the device. Flags that are handed over at GRADIENTS_READY, in Phase.FINALIZE, are read at once.
 
@@ -284,7 +306,7 @@ class UpdateState:
         """
         self._asked.append((then, flags))
 
-    def look(self) -> None:
+    def read_flags(self) -> None:
         """Read all flags that were handed over, in one synchronization with the device, and report their values."""
         asked, self._asked = self._asked, []
         flags = [flag for _, several in asked for flag in several]

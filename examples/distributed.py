@@ -88,9 +88,9 @@ def main() -> None:
     trainer = Engine(update, model=model, seed=options.seed)
     parallel = FullyShardedDataParallel(timeout=60) if options.sharded else DistributedDataParallel(timeout=60)
     trainer.attach(parallel)
-    train_data, test_data = load_data(max(1, STEP // parallel.processes.size))
+    train_data, test_data = load_data(max(1, STEP // parallel.processes.world_size))
     # One folder per number of processes: a restarted run resumes from the checkpoints in it.
-    folder = options.folder / f"{parallel.processes.size}{'-sharded' if options.sharded else ''}"
+    folder = options.folder / f"{parallel.processes.world_size}{'-sharded' if options.sharded else ''}"
     trainer.attach(
         Seeding(),
         DeviceTransfer(),
@@ -108,8 +108,9 @@ def main() -> None:
     weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
     metrics = trainer.state.metrics
     parallel.processes.print(
-        f"{parallel.processes.size} process(es), {trainer.state.iteration} steps: accuracy {100 * metrics['accuracy']:.2f} %, "
-        f"loss {metrics['loss']:.4f}, weights {hashlib.sha256(weights).hexdigest()[:12]}"
+        f"{parallel.processes.world_size} process(es), {trainer.state.iteration} steps: "
+        f"accuracy {100 * metrics['accuracy']:.2f} %, loss {metrics['loss']:.4f}, "
+        f"weights {hashlib.sha256(weights).hexdigest()[:12]}"
     )
 
 

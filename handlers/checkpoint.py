@@ -216,7 +216,7 @@ class Checkpoint(Handler):
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
-        found = self._failures.newest(where=where, files=self.files) if engine.processes.first else None
+        found = self._failures.newest(where=where, files=self.files) if engine.processes.is_rank_zero else None
         if (found := engine.processes.broadcast(found)) is not None:
             engine.load_state_dict(self.load(self.folder / found, name=self.name))
             self._failures.resumed(found)
@@ -233,7 +233,7 @@ class Checkpoint(Handler):
         """Create the folder, so that a place that cannot be written shows before the first batch."""
         self._saver.abandon()  # what a run that ended with an error has left
         self._held = None
-        if engine.processes.several:
+        if engine.processes.distributed:
             self.retention.share(engine.processes)
         self.retention.restart()
         parameters = (p for root in engine.modules.values() for p in root.parameters())
@@ -242,7 +242,7 @@ class Checkpoint(Handler):
                 f"{self.name!r}: on_exception=True cannot save a sharded model: after an error, the other processes do not "
                 "write their parts any more; leave it out, and save more often"
             )
-        if engine.processes.first:
+        if engine.processes.is_rank_zero:
             checkpoints.make_folders(self.folder, self.files)
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
@@ -251,10 +251,10 @@ class Checkpoint(Handler):
     def adopt_versions(self, engine: Engine) -> None:
         """Find the versions of the run that is resumed, and warn if the environment differs from the one that wrote them."""
         self._saver.forget()
-        if engine.processes.first:
+        if engine.processes.is_rank_zero:
             self._saver.adopt(self._run(engine))
         self.retention.share(engine.processes)
-        checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.size)
+        checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
     def _run(self, engine: Engine) -> checkpoints.SavingRun:
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
@@ -341,7 +341,7 @@ class Checkpoint(Handler):
     def save_held_state(self, engine: Engine) -> None:
         """Write the state that was held before the error."""
         held, self._held = self._held, None
-        if not engine.processes.first:
+        if not engine.processes.is_rank_zero:
             return  # the others cannot be asked any more
         if self._saver.pending is not None:
             self._collect_write(engine, alone=True)
@@ -387,9 +387,9 @@ class Checkpoint(Handler):
         write = self._saver.collect(engine.processes, alone=alone)
         if write.name is None:
             return  # interrupted before it began
-        self._failures.saved(clear=engine.processes.first)
+        self._failures.saved(clear=engine.processes.is_rank_zero)
         engine.snapshots.report_saved()
-        if engine.processes.first:
+        if engine.processes.is_rank_zero:
             write.warn_about_leftovers()
 
     # ---- state ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
 
-from ._common.distribution import Distribution, Shares, broadcast
+from ._common.distribution import Distribution, ShardPolicy, broadcast
 
 __all__ = ["DistributedDataParallel"]
 
@@ -40,10 +40,10 @@ class DistributedDataParallel(Distribution):
     Gradients are assigned to the same buckets from the first step on, so that a resumed run is bit-exact.
 
     Args:
-        shares: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style dataset,
-            are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler uses
-            its sampler, whose epoch is set. "own": each rank has its own data. "deal": all ranks read other data and each
-            uses its batches round robin. The effective batch size is the loader's times the number of processes.
+        shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
+            dataset, are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler
+            uses its sampler, whose epoch is set. "own": each rank has its own data. "round_robin": all ranks read all of the
+            data, and each uses its batches round robin. The effective batch size is the loader's times the number of processes.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks raise
             an error that names it and the last event it reached.
@@ -62,14 +62,14 @@ class DistributedDataParallel(Distribution):
         "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS 2019).
 
     Example:
-        >>> DistributedDataParallel(timeout=60).processes.size  # a single process
+        >>> DistributedDataParallel(timeout=60).processes.world_size  # a single process
         1
     """
 
     def __init__(
         self,
         *,
-        shares: Shares = "auto",
+        shard_policy: ShardPolicy = "auto",
         backend: str | None = None,
         timeout: float = 300.0,
         sync_batch_norm: bool = False,
@@ -82,7 +82,7 @@ class DistributedDataParallel(Distribution):
         gradient_as_bucket_view: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(shares=shares, backend=backend, timeout=timeout, name=name)
+        super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
         self.sync_batch_norm = check_bool(self, "sync_batch_norm", sync_batch_norm)
         self.broadcast_buffers = check_bool(self, "broadcast_buffers", broadcast_buffers)
         if compression is not None and not _is_hook(compression):
@@ -108,7 +108,7 @@ class DistributedDataParallel(Distribution):
 
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
-        self._active = self.processes.several and engine.training
+        self._active = self.processes.distributed and engine.training
         self.forward_event = Events.FORWARD_STARTED if self._active else None
         self.backward_event = Events.BACKWARD_COMPLETED if self._active else None
         if self._active:
@@ -242,7 +242,7 @@ class DistributedDataParallel(Distribution):
         update = engine.state.update
         own = self._of_update.get(update.name, ())
         for wrapper in self._wrapped.values():
-            syncs = update.completes and wrapper in own
+            syncs = update.sync_gradients and wrapper in own
             wrapper.module.__dict__["called"] = False  # another update may have called it
             if wrapper.require_backward_grad_sync is not syncs:
                 wrapper.require_backward_grad_sync = syncs
@@ -276,7 +276,7 @@ class DistributedDataParallel(Distribution):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in free]
             for parameter, gradient in zip(free, gradients, strict=True):
                 dist.all_reduce(gradient)
-                parameter.grad = gradient.div_(self.processes.size)
+                parameter.grad = gradient.div_(self.processes.world_size)
 
     @on(Events.ENDED, phase=Phase.FINALIZE)
     def unwrap(self, engine: Engine) -> None:

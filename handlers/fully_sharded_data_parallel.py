@@ -18,7 +18,7 @@ from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsha
 from signalfire.randomness import unchanged_random_state
 from signalfire.restore import Buffers
 
-from ._common.distribution import Distribution, Shares, broadcast
+from ._common.distribution import Distribution, ShardPolicy, broadcast
 from ._common.ranks import GATHER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FullyShardedDataParallel(Distribution):
             because no rank holds full gradients, and open windows can be saved.
         gather_to_evaluate: Whether every rank holds the full weights during evaluations by the trainer. If False, models that
             do not fit on one device can be evaluated, but all ranks need the same number of batches.
-        shares: How data is sharded over ranks; see `DistributedDataParallel`.
+        shard_policy: How data is sharded over ranks; see `DistributedDataParallel`.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
@@ -92,12 +92,12 @@ class FullyShardedDataParallel(Distribution):
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         reduce_every_batch: bool = False,
         gather_to_evaluate: bool = True,
-        shares: Shares = "auto",
+        shard_policy: ShardPolicy = "auto",
         backend: str | None = None,
         timeout: float = 300.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(shares=shares, backend=backend, timeout=timeout, name=name)
+        super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
         self.units = _checked(units)
         self.reshard_after_forward = check_bool(self, "reshard_after_forward", reshard_after_forward)
         self.param_dtype = self._dtype("param_dtype", param_dtype)
@@ -125,7 +125,7 @@ class FullyShardedDataParallel(Distribution):
                     f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
                 )
         super().attached(engine)
-        distributed = self.processes.several
+        distributed = self.processes.distributed
         if len(engine.updates) > 1 and distributed:
             raise ValueError(
                 f"{self.name!r}: an engine with several updates ({', '.join(u.name for u in engine.updates)}) cannot be "
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(Distribution):
     def shard(self, engine: Engine) -> None:
         """Shard the modules from the weights of rank 0, after they have been moved and converted."""
         self._roots = []
-        if not engine.processes.several:
+        if not engine.processes.distributed:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
@@ -155,7 +155,7 @@ class FullyShardedDataParallel(Distribution):
         self._check_units(engine)
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                mesh = init_device_mesh(engine.device.type, (engine.processes.size,))
+                mesh = init_device_mesh(engine.device.type, (engine.processes.world_size,))
                 self._shard(root, name if len(engine.modules) > 1 else "", mesh)
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
@@ -253,7 +253,7 @@ class FullyShardedDataParallel(Distribution):
     def _prepare_backward(self, update: UpdateState) -> None:
         if self._unreduced and update.window.held == 0:  # gradients of a discarded window
             self._reset()
-        syncs = update.completes or self.reduce_every_batch
+        syncs = update.sync_gradients or self.reduce_every_batch
         if syncs is not self._syncs:
             self._set_sync(syncs)
 
@@ -290,7 +290,7 @@ class FullyShardedDataParallel(Distribution):
     def sync_open_window(self, engine: Engine) -> None:
         """Inside a window, make a dummy backward on ranks without one; discard a skipped batch on all ranks."""
         update = engine.state.update
-        if update.completes:
+        if update.sync_gradients:
             return
         self._participate(engine, update)
         if self.reduce_every_batch and engine.processes.any(update.skipped is not None):

@@ -271,12 +271,12 @@ class Metrics(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
-        for key, metric in self.metrics.items() if engine.processes.several else ():
+        for key, metric in self.metrics.items() if engine.processes.distributed else ():
             if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
-                    f"{engine.processes.size} processes; give it a method merge(states), which loads a list of the state_dict() "
-                    "of every rank, or use a torchmetrics metric, which synchronises itself"
+                    f"{engine.processes.world_size} processes; give it a method merge(states), which loads a list of the "
+                    "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
     def detached(self, engine: Engine) -> None:
@@ -319,7 +319,7 @@ class Metrics(Handler):
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():
-            if engine.processes.several and not _torchmetrics(metric):
+            if engine.processes.distributed and not _torchmetrics(metric):
                 metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection

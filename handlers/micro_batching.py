@@ -121,7 +121,9 @@ class MicroBatching(Handler):
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         """Compute the gradients of ``state.batch`` in pieces; retry with smaller ones if the memory runs out."""
         batch, processes = engine.state.batch, engine.processes
-        if self.update not in (None, update.name) or (batch is None and not (processes.several and self.halve_on_oom)):
+        if self.update not in (None, update.name) or (
+            batch is None and not (processes.distributed and self.halve_on_oom)
+        ):
             compute()
             return
         samples = 0 if batch is None else self.samples(batch)
@@ -132,7 +134,7 @@ class MicroBatching(Handler):
             seen: list[_Piece] = []
             work = partial(self._compute, engine, update, compute, batches, sizes, seen)
             smallest = largest <= 1 or (failed is not None and largest >= failed)
-            if not self.halve_on_oom or (smallest and not processes.several):
+            if not self.halve_on_oom or (smallest and not processes.distributed):
                 try:
                     work()
                 except torch.OutOfMemoryError as error:
@@ -147,7 +149,7 @@ class MicroBatching(Handler):
                 self._emit_recording(engine, update, seen, signals)
                 break
             failed = largest
-            if processes.several:
+            if processes.distributed:
                 self._sync_reduced(engine, smallest=smallest and largest > 0)
         engine.state.batch = batch
         if batch is None:
@@ -192,13 +194,13 @@ class MicroBatching(Handler):
         batches: Sequence[Any], sizes: list[int], seen: list[_Piece],
     ) -> None:  # fmt: skip
         """Compute the pieces one by one, append their results to ``seen``, and count all of them as one batch."""
-        completes = update.completes
+        completes = update.sync_gradients
         held, extra_weight = update.window.held, update.window.extra_weight
         total, several = sum(sizes), len(sizes) > 1
         try:
             for place, (batch, size) in enumerate(zip(batches, sizes, strict=True), 1):
                 # Gradients are all-reduced with the last piece, or, where a rank may have to retry, after all pieces.
-                update.completes = completes and place == len(batches) and not self.halve_on_oom
+                update.sync_gradients = completes and place == len(batches) and not self.halve_on_oom
                 share = size / total if several else 1
                 engine.state.batch = batch
                 # The earlier pieces count as held, so that receivers do not see a new window with each piece.
@@ -226,7 +228,7 @@ class MicroBatching(Handler):
                 if update.skipped is not None:
                     break
         finally:
-            update.weight, update.completes = 1, completes
+            update.weight, update.sync_gradients = 1, completes
         gave_all = [piece for piece in seen if piece.gave]
         if not gave_all:
             update.window.held, update.window.extra_weight = held, extra_weight

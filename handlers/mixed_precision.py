@@ -128,12 +128,12 @@ class MixedPrecision(Handler):
     def check_overflow(self, engine: Engine) -> None:
         """Skip the step if its gradients overflowed, as soon as the flags are read."""
         update = engine.state.update
-        update.ask(partial(_skip_overflow, update), *self._found(update).values())
+        update.read_later(partial(_skip_overflow, update), *self._found(update).values())
 
     @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS)
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device: the window's only synchronisation."""
-        engine.state.update.look()
+        engine.state.update.read_flags()
 
     @on("step_event", phase=Phase.PREPARE)
     def update_scale(self, engine: Engine) -> None:

@@ -106,14 +106,14 @@ class NonFiniteGuard(Handler):
             # The max norm is NaN or infinite only if an element is; a sum could overflow with finite elements.
             suspects["gradients"] = norms(gradients_of(update), math.inf)
         flags = {what: _any_not_finite(values) for what, values in suspects.items() if values}
-        update.ask(
+        update.read_later(
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
         )
 
     @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS)
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device, those of the gradient scaler included."""
-        engine.state.update.look()
+        engine.state.update.read_flags()
 
     def _decide(
         self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]], bad: Mapping[str, bool]

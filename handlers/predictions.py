@@ -92,7 +92,7 @@ class Predictions(Handler):
         self.files, self._iterations, self._number = [], [], 0
         if self.folder is not None:
             open_folder(self, self.folder)
-            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.first else ():
+            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.is_rank_zero else ():
                 file.unlink()
             engine.processes.barrier()
 
@@ -109,8 +109,8 @@ class Predictions(Handler):
             for part, value in found.items():
                 self._collected[part].append(value)
             return
-        if engine.processes.several:  # numbered in the order of the data, which is sharded round robin
-            size, rank = engine.processes.size, engine.processes.rank
+        if engine.processes.distributed:  # numbered in the order of the data, which is sharded round robin
+            size, rank = engine.processes.world_size, engine.processes.rank
             in_data = (state.iteration - 1) * size + rank + 1
             self._number = max(in_data, self._number + size) if self.files else in_data
         else:
@@ -128,7 +128,7 @@ class Predictions(Handler):
     @on(Events.COMPLETED, phase=Phase.PREPARE)
     def gather(self, engine: Engine) -> None:
         """Gather the batches of all ranks on every rank, in the order of the data."""
-        if not engine.processes.several:
+        if not engine.processes.distributed:
             return
         iterations = engine.processes.gather(self._iterations)
 

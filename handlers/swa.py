@@ -211,7 +211,7 @@ class SWA(AveragedWeights):
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
             modes.put_back()
-        if engine.processes.several:  # each rank may have read the data in another order
+        if engine.processes.distributed:  # each rank may have read the data in another order
             buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
             for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):
                 for key, buffer in own.items():

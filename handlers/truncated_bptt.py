@@ -118,17 +118,17 @@ class TruncatedBPTT(Handler):
         for update in updates:
             engine.overrides.claim(Override.TIME_CHUNKS, by=self, target=f"of update {update.name!r}")
         for update in updates:
-            update.regular = False
+            update.one_step_per_batch = False
 
     def detached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            update.regular, update.more, update.hidden = True, False, None
+            update.one_step_per_batch, update.more, update.hidden = True, False, None
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
         """Raise an error for steps that compute their gradients more than once."""
         for update in selected_updates(engine, self.update):
-            update.regular = False  # another handler may have set it when it was detached
+            update.one_step_per_batch = False  # another handler may have set it when it was detached
             self._check_gradients_once(update)
 
     def _check_gradients_once(self, update: UpdateState) -> None:
@@ -145,7 +145,7 @@ class TruncatedBPTT(Handler):
         self._clear()
         state = engine.state
         planned = [update for update in state.plan if self.update in (None, update.name)]
-        if (state.batch is None and not engine.processes.several) or not planned:
+        if (state.batch is None and not engine.processes.distributed) or not planned:
             return
         for update in planned:
             self._check_gradients_once(update)
@@ -158,7 +158,7 @@ class TruncatedBPTT(Handler):
             self._chunks = self._split_by_user(state.batch, self.split)
         count = len(self._chunks)
         if (
-            engine.processes.several
+            engine.processes.distributed
         ):  # all ranks make the same steps: one with a shorter batch has None in the last ones
             count = max(1, *engine.processes.gather(count))
             self._chunks = [*self._chunks, *[None] * (count - len(self._chunks))]

@@ -98,12 +98,12 @@ class UpdateFrequency(Handler):
     def _mark_updates(self, engine: Engine) -> None:
         for name, every in self.every.items():
             if every > 1:
-                engine.find_update(name).regular = False
+                engine.find_update(name).one_step_per_batch = False
 
     def detached(self, engine: Engine) -> None:
         for name, every in self.every.items():
             if every > 1:
-                engine.find_update(name).regular = True
+                engine.find_update(name).one_step_per_batch = True
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def mark_updates(self, engine: Engine) -> None:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.distributed import together
+from signalfire.distributed import process_group
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -232,12 +232,12 @@ def resumed_from_all(
     setting: Setting, folder: Path, paths: list[Path], edit: Callable[[State], None] | None
 ) -> list[Left]:
     """In one of the processes: go on from each of the checkpoints, one after the other, each in a folder as it was then."""
-    processes = together()
+    processes = process_group()
     left = []
     for path in paths:
-        there = Path(processes.broadcast(str(as_it_was(folder, path)) if processes.first else None))
+        there = Path(processes.broadcast(str(as_it_was(folder, path)) if processes.is_rank_zero else None))
         left.append(run(setting, there, there / path.name, edit, 100))
-        if processes.first:
+        if processes.is_rank_zero:
             shutil.rmtree(there)
     return left
 

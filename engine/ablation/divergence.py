@@ -250,7 +250,7 @@ class _Side:
             raise TypeError(
                 f"divergence(run={run!r}): give a function run(engine), or let the builds return (engine, run)"
             )
-        if engine.processes.several:
+        if engine.processes.distributed:
             raise ValueError("divergence(): it compares runs of a single process; detach what distributes them")
         if self.beside is not None and self.beside.engine is not None:
             _check_apart(self.beside.engine, engine)

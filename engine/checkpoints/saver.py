@@ -111,7 +111,7 @@ class Saver:
             state: a whole state, or the current weights.
             counted: whether the entry is one of the retention's plan.
         """
-        first = run.processes.first
+        first = run.processes.is_rank_zero
         ownership = self.adopt(run) if first else Ownership(self.handler, run.id)
         about = {
             **self.constants,
@@ -119,7 +119,7 @@ class Saver:
             "run": ownership.run,
             "lineage": sorted(ownership.lineage),
             "value": entry.value if entry.value is None or math.isfinite(entry.value) else str(entry.value),
-            "environment": environment(run.device, run.processes.size),
+            "environment": environment(run.device, run.processes.world_size),
         }
         if self.weights_only:  # shards are found by their path in a whole state
             parts, shards = split_shards({"modules": state})
@@ -168,7 +168,7 @@ class Saver:
         assert write is not None
         write.join()
         self.pending = None
-        if processes.several and not alone:
+        if processes.distributed and not alone:
             write.share(processes)
         if write.name is None:
             self.retention.failed(write.tried)

@@ -41,7 +41,7 @@ class Feed:
     # ---- a run ----------------------------------------------------------------------------------------------------
 
     def open(
-        self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shares: str, training: bool,
+        self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
         reseed: Callable[[int, int], None] | None,
     ) -> Source:  # fmt: skip
         """Take the data of the next run, which `begin_run` puts to use; what an earlier run had reached stays known.
@@ -50,7 +50,7 @@ class Feed:
             TypeError, ValueError: for data that cannot be iterated, is empty, or cannot be sharded.
         """
         source = Source(
-            data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shares=shares,
+            data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shard_policy=shard_policy,
             omit_padding=not training,
         )  # fmt: skip
         source.reseed = reseed

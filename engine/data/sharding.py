@@ -23,27 +23,28 @@ __all__ = [
     "until_all_end",
 ]
 
-ShardPolicy = Literal["all", "deal", "own"]
-"""Shard policy: "all" in a single process; "deal" shards the same data round robin; "own" reads the rank's own data."""
+ShardPolicy = Literal["all", "round_robin", "own"]
+"""Shard policy: "all" in a single process; "round_robin" shards the same data round robin; "own" reads the rank's own data."""
 
 
-def shard_policy(data: Any, processes: Processes, shares: str) -> ShardPolicy:
-    """The shard policy for this data; see `Group.join` for ``shares``.
+def shard_policy(data: Any, processes: Processes, wanted: str) -> ShardPolicy:
+    """The shard policy for this data; see `Group.join` for ``wanted``.
 
     Raises:
-        TypeError: if ``shares`` is "auto" and the data does not show whether each rank has its own.
+        TypeError: if ``wanted`` is "auto" and the data does not show whether each rank has its own.
     """
-    if data is None or not processes.several:
+    if data is None or not processes.distributed:
         return "all"
-    if shares != "auto":
-        return "deal" if shares == "deal" else "own"
+    if wanted != "auto":
+        return "round_robin" if wanted == "round_robin" else "own"
     if _sampler_of_rank(data) is not None:
         return "own"
     if skippable(data) or callable(getattr(data, "batches_from", None)) or _is_indexable(data):
-        return "deal"
+        return "round_robin"
     raise TypeError(
-        f"the data ({type(data).__name__}) cannot be sharded over {processes.size} ranks by index: give shares='own' if each "
-        "rank has its own data, or shares='deal' if all have the same data, to shard it round robin"
+        f"the data ({type(data).__name__}) cannot be sharded over {processes.world_size} ranks by index: give "
+        "shard_policy='own' if each rank has its own data, or "
+        "shard_policy='round_robin' if all have the same"
     )
 
 
@@ -71,7 +72,7 @@ def samples_without_padding(data: Any) -> int | None:
 
 def rounds(length: int, processes: Processes) -> int:
     """Number of rounds of ``length`` batches sharded over the ranks; in the last round some ranks may have none."""
-    return -(-length // processes.size)
+    return -(-length // processes.world_size)
 
 
 def shard(
@@ -96,7 +97,7 @@ def shard(
         number: Number of the pass, part of that seed.
         round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
     """
-    rank, size = processes.rank, processes.size
+    rank, size = processes.rank, processes.world_size
     mine: Iterator[Any]
     if length is None or not (skippable(data) or _reads_own_by_index(data)):
         begin = getattr(data, "batches_from", None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from ..distributed.processes import ALONE, Processes
+from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
@@ -93,12 +93,12 @@ class Source:
         seed: int,
         *,
         epoch: int = 0,
-        processes: Processes = ALONE,
-        shares: str = "auto",
+        processes: Processes = SINGLE_PROCESS,
+        shard_policy: str = "auto",
         omit_padding: bool = False,
     ) -> None:
         self.processes = processes
-        self.shares = shares
+        self.shard_policy = shard_policy
         self.omit_padding = omit_padding  # whether to omit the samples that a DistributedSampler repeats
         self.given = data
         self.given_length = epoch_length
@@ -118,7 +118,7 @@ class Source:
         self.data = of_epoch(epoch) if callable(of_epoch) else self.given
         first_of = getattr(self.given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
-        self.policy = shard_policy(_inner(self.data), self.processes, self.shares)
+        self.policy = shard_policy(_inner(self.data), self.processes, self.shard_policy)
         self.length = self._rounds(self.data)
         if self.policy == "own":
             lengths = self.processes.gather(self.length)
@@ -132,7 +132,7 @@ class Source:
             inner = self._rounds(data.data)
             return None if inner is None else min(self._limit(data), inner)
         length = _length_of(data)
-        if length is not None and self.policy == "deal":
+        if length is not None and self.policy == "round_robin":
             return rounds(length, self.processes)
         if length is not None and self.policy == "own" and (samples := self._own_samples(data)) is not None:
             return min(length, -(-samples // (data.batch_size or 1)))
@@ -140,7 +140,7 @@ class Source:
 
     def _limit(self, data: FirstBatches) -> int:
         """Largest number of this rank's batches of limited data."""
-        return rounds(data.count, self.processes) if self.policy == "deal" else data.count
+        return rounds(data.count, self.processes) if self.policy == "round_robin" else data.count
 
     def _own_samples(self, data: Any) -> int | None:
         """Number of this rank's samples without the padding of a DistributedSampler; None if there is none to omit."""
@@ -173,7 +173,7 @@ class Source:
             set_epochs(self.data, epoch)
         # The generators before the order is drawn, so that a resumed run draws the same order.
         states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
-        if self.policy == "deal":  # all ranks use the order that rank 0 draws
+        if self.policy == "round_robin":  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
         self.saved = {
@@ -184,7 +184,7 @@ class Source:
             "generators": states[1],
             "epochs": epochs_of(self.data),
         }
-        if self.policy != "deal" or self.processes.first:
+        if self.policy != "round_robin" or self.processes.is_rank_zero:
             return self._iterate(0)
         with unchanged_random_state():
             set_random_state(states[0])
@@ -195,7 +195,7 @@ class Source:
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
         self.skips = True
         self.round_shares = {}
-        read_by_all = self.policy == "deal" and self.data is not None and draws_while_read(_inner(self.data))
+        read_by_all = self.policy == "round_robin" and self.data is not None and draws_while_read(_inner(self.data))
         if self.data is None:
             self.iterator = repeat(None)
         elif self.epoch_length is None or _keeps_position(_inner(self.data)) or read_by_all:
@@ -228,7 +228,7 @@ class Source:
         if isinstance(data, FirstBatches):
             inner = self._batches(data.data, start, data.count)
             return data.limited(inner, start if self.skips else 0, self._limit(data))
-        if self.policy == "deal":
+        if self.policy == "round_robin":
             length = _length_of(data)
             return shard(data, start, length, limit, self.processes, self.seed, self.number, self.round_shares)
         if self.policy == "own":

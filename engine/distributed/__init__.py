@@ -5,7 +5,7 @@ died; `liveness` says whether a process of this machine still runs; `sharded` re
 the states of all ranks into one.
 """
 
-from .processes import ALONE, Processes, lost_another, together
+from .processes import SINGLE_PROCESS, Processes, lost_another, process_group
 from .rendezvous import note_failure
 from .sharded import (
     SHARDS,
@@ -24,8 +24,8 @@ from .sharded import (
 from .watch import Watch
 
 __all__ = [
-    "ALONE",
     "SHARDS",
+    "SINGLE_PROCESS",
     "Processes",
     "ShardFiles",
     "Watch",
@@ -35,11 +35,11 @@ __all__ = [
     "lost_another",
     "norms_over_ranks",
     "note_failure",
+    "process_group",
     "reshard",
     "sha256_of",
     "split_shards",
     "spread_like",
-    "together",
     "unsharded",
     "whole_tensor",
 ]

@@ -24,12 +24,12 @@ IS, WITHIN = "is", "within"
 
 def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """Merge the states of all ranks on rank 0; the others get their own back. Collective: each rank passes its own state."""
-    if not processes.several:
+    if not processes.distributed:
         return own
-    digests = processes.broadcast(_digest(own) if processes.first else None)
-    differing = processes.collect(None if processes.first else _difference(own, digests))
+    digests = processes.broadcast(_digest(own) if processes.is_rank_zero else None)
+    differing = processes.collect(None if processes.is_rank_zero else _difference(own, digests))
     ranks = {str(rank): part for rank, part in enumerate(differing) if rank}
-    return own | {"processes": processes.size, "rank": processes.rank, "ranks": ranks}
+    return own | {"processes": processes.world_size, "rank": processes.rank, "ranks": ranks}
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

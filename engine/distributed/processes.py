@@ -17,38 +17,38 @@ from ..batches import map_leaves, tensors_in
 from .rendezvous import bounded, join, launched, launched_in_part
 from .watch import Watch
 
-__all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
+__all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "lost_another", "process_group"]
 
 
 class Processes:
-    """A single process, with the methods that a process group has; `Together` is the group of a distributed run.
+    """A single process, with the methods that a process group has; `ProcessGroup` is the group of a distributed run.
 
     Every method but `print` is collective: all processes call it, in the same order.
 
     Attributes:
         rank: of this process.
-        size: the number of processes, the world size.
+        world_size: the number of processes.
         local_rank: the rank on its machine.
-        several: whether the run is distributed, that is, there is more than one process.
-        first: whether this is rank 0, which writes what is written once.
+        distributed: whether the run is distributed, that is, there is more than one process.
+        is_rank_zero: whether this is rank 0, which writes what is written once.
         timeout: seconds after which a process that does not join a collective counts as lost.
 
     Example:
-        >>> ALONE.gather("here"), ALONE.sum(1, 2.5), ALONE.first
+        >>> SINGLE_PROCESS.gather("here"), SINGLE_PROCESS.sum(1, 2.5), SINGLE_PROCESS.is_rank_zero
         (['here'], [1.0, 2.5], True)
     """
 
     rank = 0
     timeout = 300.0
-    size = 1
+    world_size = 1
     local_rank = 0
 
     @property
-    def several(self) -> bool:
-        return self.size > 1
+    def distributed(self) -> bool:
+        return self.world_size > 1
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def sum(self, *numbers: float) -> list[float]:
@@ -102,19 +102,19 @@ class Processes:
             all: whether each process prints.
             options: of `print`, such as ``file``.
         """
-        if self.first or all:
-            told = (f"[rank {self.rank}]",) if all and self.several else ()
+        if self.is_rank_zero or all:
+            told = (f"[rank {self.rank}]",) if all and self.distributed else ()
             print(*told, *values, **{"flush": True} | options)
 
     def __repr__(self) -> str:
-        return f"<rank {self.rank} of {self.size}>"
+        return f"<rank {self.rank} of {self.world_size}>"
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 """The group of a single process."""
 
 
-class Together(Processes):
+class ProcessGroup(Processes):
     """The processes of ``torch.distributed``.
 
     They communicate over a gloo group of its own, so that this neither waits for a device nor delays gradients that are reduced
@@ -124,7 +124,7 @@ class Together(Processes):
     def __init__(self, store: Store, timeout: float) -> None:
         self.timeout = timeout
         self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.world_size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # Under a random prefix, so that nothing is read that a process of an earlier attempt left.
@@ -139,12 +139,12 @@ class Together(Processes):
         return self.sum(flag)[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        values: list[Any] | None = [None] * self.size if self.first else None
+        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
         dist.gather_object(value, values, group=self.group)
         return values or []
 
@@ -162,7 +162,7 @@ class Together(Processes):
         return map_leaves(self._joined, value)
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
-        watch = Watch(self.store, self.rank, self.size, timeout=self.timeout, where=where)
+        watch = Watch(self.store, self.rank, self.world_size, timeout=self.timeout, where=where)
         watch.start()
         return watch
 
@@ -192,11 +192,11 @@ def lost_another(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-_joined: list[Together] = []
+_joined: list[ProcessGroup] = []
 
 
-def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes:
-    """The process group of this run, joined at the first call; `ALONE` if this process was launched by itself.
+def process_group(*, backend: str | None = None, timeout: float = 300.0) -> Processes:
+    """The process group of this run, joined at the first call; `SINGLE_PROCESS` if this process was launched by itself.
 
     Args:
         backend: of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
@@ -207,12 +207,12 @@ def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes
         RuntimeError: the environment tells of several processes, but not of all that it takes to join them.
 
     Example:
-        >>> together().size
+        >>> process_group().world_size
         1
     """
     if not _joined or not dist.is_initialized():
         if not dist.is_initialized() and not launched() and not launched_in_part():
-            return ALONE
+            return SINGLE_PROCESS
         with bounded(timeout, f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"):
-            _joined[:] = [Together(join(backend=backend, timeout=timeout), timeout)]
+            _joined[:] = [ProcessGroup(join(backend=backend, timeout=timeout), timeout)]
     return _joined[0]

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_choice, check_number
-from signalfire.distributed import ALONE, Processes, Watch, lost_another, note_failure, together
+from signalfire.distributed import SINGLE_PROCESS, Processes, Watch, lost_another, note_failure, process_group
 
 from .ranks import BROADCAST_BUFFERS, RECORD_EVENT
 
-__all__ = ["Distribution", "Shares", "broadcast"]
+__all__ = ["Distribution", "ShardPolicy", "broadcast"]
 
-Shares = Literal["auto", "own", "deal"]
+ShardPolicy = Literal["auto", "own", "round_robin"]
 
 _RECORDED = (
     Events.MODEL_SETUP, Events.STARTED, Events.CHECKPOINT_LOADED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED,
@@ -33,7 +33,7 @@ class Distribution(Handler):
     """Joins the process group, and reports which rank failed and where when one is lost.
 
     Args:
-        shares: Policy for sharding data over the ranks; see `Group.join`.
+        shard_policy: Policy for sharding data over the ranks; see `Group.join`.
         backend: Backend of torch.distributed.
         timeout: Timeout in seconds; see `together`.
 
@@ -42,14 +42,14 @@ class Distribution(Handler):
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
-    def __init__(self, *, shares: Shares, backend: str | None, timeout: float, name: str | None) -> None:
+    def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
         super().__init__(name=name)
-        self.shares = check_choice(self, "shares", shares, ("auto", "own", "deal"))
+        self.shard_policy = check_choice(self, "shard_policy", shard_policy, ("auto", "own", "round_robin"))
         if backend is not None and (not isinstance(backend, str) or not backend):
             raise TypeError(f"{type(self).__name__}(backend={backend!r}): expected a name, such as 'gloo' or 'nccl'")
         self.backend = backend
         self.timeout = check_number(self, "timeout", timeout, least=1)
-        self.processes: Processes = ALONE
+        self.processes: Processes = SINGLE_PROCESS
         self.watch: Watch | None = None
         self._last_event = ""
         self._failed_at: str | None = None
@@ -57,19 +57,19 @@ class Distribution(Handler):
         self._buffers: list[Tensor] = []  # broadcast from rank 0
 
     def attached(self, engine: Engine) -> None:
-        self.processes = together(backend=self.backend, timeout=self.timeout)
-        engine.group.join(self.processes, by=self, shares=self.shares)
-        several = self.processes.several  # a single process needs no work in an iteration
+        self.processes = process_group(backend=self.backend, timeout=self.timeout)
+        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
+        several = self.processes.distributed  # a single process needs no work in an iteration
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
 
     def detached(self, engine: Engine) -> None:
-        self.processes = ALONE
+        self.processes = SINGLE_PROCESS
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT)
     def start_watch(self, engine: Engine) -> None:
         """Start reporting this rank's progress to the others."""
-        if not self.processes.several:
+        if not self.processes.distributed:
             return
         self._last_event = Events.MODEL_SETUP.name
         for event in _RECORDED:

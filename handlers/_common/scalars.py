@@ -91,7 +91,7 @@ class ScalarLogger(Handler):
         values: dict[str, float] = {}
         for update in engine.updates:
             loss = update.loss
-            if loss is not None and update.left_out != iteration:  # else the loss is from an earlier iteration
+            if loss is not None and update.omitted_in != iteration:  # else the loss is from an earlier iteration
                 values[f"loss/{update.name}" if several else "loss"] = loss.item()
             for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)

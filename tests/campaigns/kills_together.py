@@ -384,7 +384,7 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
     warnings.filterwarnings("ignore", r"run\(\): nothing to do")  # it was killed when it was over
     seed_everything(seed)
     engine, history = build(folder, shared, recipe, timeout, broken)
-    rank, size = engine.processes.rank, engine.processes.size
+    rank, size = engine.processes.rank, engine.processes.world_size
     if broken == BROKEN[0] and rank == 1:
         engine.connect(Events.CHECKPOINT_LOADED, lambda engine: seed_everything(seed), phase=Phase.PREPARE)
     loader = DataLoader(Augmented(size), BATCH, shuffle=True, num_workers=recipe.workers)

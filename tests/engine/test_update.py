@@ -1323,22 +1323,22 @@ def test_flags_are_read_together_and_told_in_the_order_of_asking(monkeypatch: py
     monkeypatch.setattr(Tensor, "tolist", counted)
     update = make_trainer().updates[0]
     told: list[tuple[Any, ...]] = []
-    update.ask(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
-    update.ask(lambda *values: told.append(("none", *values)))
-    update.ask(lambda *values: told.append(("another", *values)), torch.tensor(True))
+    update.read_later(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
+    update.read_later(lambda *values: told.append(("none", *values)))
+    update.read_later(lambda *values: told.append(("another", *values)), torch.tensor(True))
     assert told == []
-    update.look()
+    update.read_flags()
     assert told == [("one", False, True), ("none",), ("another", True)]
     assert reads == [3]
-    update.look()
+    update.read_flags()
     assert len(told) == 3, "each question is answered once"
 
 
 def test_who_asked_without_a_flag_is_told_without_reading() -> None:
     update = make_trainer().updates[0]
     told: list[str] = []
-    update.ask(lambda: told.append("done"))
-    update.look()
+    update.read_later(lambda: told.append("done"))
+    update.read_flags()
     assert told == ["done"]
 
 
@@ -1349,7 +1349,7 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
     @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE)
     def ask(engine: Engine) -> None:
         iteration = engine.state.iteration
-        engine.state.update.ask(lambda flag: told.append(iteration), torch.tensor(1))
+        engine.state.update.read_later(lambda flag: told.append(iteration), torch.tensor(1))
 
     def fail(engine: Engine) -> None:
         raise ArithmeticError("on purpose")
@@ -1358,7 +1358,7 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
 
     @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=1)
     def look(engine: Engine) -> None:
-        engine.state.update.look()
+        engine.state.update.read_flags()
 
     with pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)

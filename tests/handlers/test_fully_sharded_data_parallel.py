@@ -160,7 +160,7 @@ def trained(
     seed = int(os.environ.get("RANK", 0)) if seeds else 0
     engine = make(*handlers(), sharding, seed=seed)
     engine.run(loader(size, samples), **bounds)
-    if engine.processes.several:
+    if engine.processes.distributed:
         assert all(is_sharded(p) for p in engine.model.parameters())
         assert all(is_sharded(p) for p in engine.updates[0].parameters)
     return full(engine), dict(engine.state.metrics), engine.updates[0].steps
@@ -511,14 +511,14 @@ def interrupted(folder: Path) -> Any:
     def interrupt(path: Path) -> str:
         raise KeyboardInterrupt
 
-    if engine.processes.first:
+    if engine.processes.is_rank_zero:
         sharded.sha256_of = interrupt
     began = time.monotonic()
     try:
         engine.run(loader(6), max_epochs=2)
     except BaseException as error:
         seconds = time.monotonic() - began
-        if engine.processes.first:
+        if engine.processes.is_rank_zero:
             time.sleep(5)  # it has the store, and lives on, as a notebook does
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), seconds
     return None
@@ -937,7 +937,7 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
         ({"param_dtype": "int8"}, "param_dtype='int8'"),
         ({"reduce_dtype": torch.float16}, "reduce_dtype="),
         ({"timeout": 0}, "timeout=0"),
-        ({"shares": "all"}, "shares='all'"),
+        ({"shard_policy": "all"}, "shard_policy='all'"),
         ({"reduce_every_batch": 1}, "reduce_every_batch=1"),
     ],
 )
@@ -954,6 +954,6 @@ def test_alone_it_does_nothing() -> None:
     for one in (engine, without):
         one.run(loader(4), max_epochs=2)
     assert all(torch.equal(full(engine)[key], value) for key, value in full(without).items())
-    assert not engine.processes.several
+    assert not engine.processes.distributed
     assert type(engine.model) is Model
     check_handler(partial(make), FullyShardedDataParallel, list(loader(4)), changes_training=False, max_epochs=2)
