@@ -59,7 +59,8 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     """Restore a loaded state in place; returns the position in the data."""
     saved = _own_part(engine, saved)
     _check_fit(engine, saved, allowed)
-    saved = read_shards(engine, saved)
+    parameters = (p for root in engine.modules.values() for p in root.parameters())
+    saved = read_shards(saved, parameters=parameters, device=engine.device)
     for name, root in engine.modules.items():
         root.load_state_dict(spread_over(root, saved["modules"][name]))
     for update in engine.updates:

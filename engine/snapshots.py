@@ -196,7 +196,8 @@ class Snapshots(Part):
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
         engine = self.engine
-        weights = read_shards(engine, weights)
+        parameters = (p for root in engine.modules.values() for p in root.parameters())
+        weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         if set(weights) != set(engine.modules):
             raise ValueError(

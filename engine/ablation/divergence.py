@@ -131,15 +131,7 @@ def divergence(
         ('GRADIENTS_READY', 1, 'gradients', 'model.weight')
     """
     watch = (watch,) if isinstance(watch, str) else tuple(watch)
-    if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
-        raise ValueError(
-            f"divergence(watch={watch!r}): give some of {', '.join(KINDS)}; not {unknown if watch else watch}"
-        )
-    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
-        raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
-    for name, build in (("build_a", build_a), ("build_b", build_b)):
-        if not callable(build):
-            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
+    _check_arguments(build_a, build_b, watch, rtol)
     state = random_state()
     a = _Side("a", build_a, run, state)
     b = _Side("b", build_b, run, state, beside=a)
@@ -163,6 +155,18 @@ def divergence(
         for side in sides:
             side.stop()
         set_random_state(state)
+
+
+def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rtol: float) -> None:
+    if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
+        raise ValueError(
+            f"divergence(watch={watch!r}): give some of {', '.join(KINDS)}; not {unknown if watch else watch}"
+        )
+    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
+        raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
+    for name, build in (("build_a", build_a), ("build_b", build_b)):
+        if not callable(build):
+            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
 
 
 class _Stop(BaseException):

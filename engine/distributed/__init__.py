@@ -1,8 +1,8 @@
-"""Several processes that train together, and tensors that are sharded over them.
+"""Processes that train together, and tensors that are sharded over them. Nothing here knows the loop.
 
-`processes` is what a rank may ask of the others; `rendezvous` lets them find each other under torchrun; `watch` notices a rank
-that died; `sharded` reads and writes DTensors; `differences` merges the states of all ranks into one. Nothing here knows of
-the loop.
+`processes` holds what ranks ask each other; `rendezvous` lets them find each other under torchrun; `watch` notices a rank that
+died; `liveness` says whether a process of this machine still runs; `sharded` reads and writes DTensors; `differences` merges
+the states of all ranks into one.
 """
 
 from .processes import ALONE, Processes, lost_another, together

@@ -68,7 +68,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -253,7 +253,7 @@ def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
         engine.connect(event, lambda engine, place=place: shared.at(place), phase=Phase.PREPARE, rank=-1000)
 
     def begin(engine: Engine) -> None:
-        if any(isinstance(one, Checkpoint) and one._due is not None for one in engine.handlers.values()):
+        if any(isinstance(one, Checkpoint) and one.retention.selected is not None for one in engine.handlers.values()):
             shared.at(SAVING)
 
     def end(engine: Engine) -> None:
@@ -261,7 +261,7 @@ def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
             shared.at(BATCHES)
 
     def tell(engine: Engine) -> None:
-        shared.told = max((one.iteration for one in last._written), default=0)
+        shared.told = max((one.iteration for one in last.retention.written), default=0)
 
     def look(engine: Engine) -> None:
         if engine.state.iteration < shared.told:
@@ -450,7 +450,7 @@ def left(engine: Engine, folder: Path) -> list[str]:
     known, ours = {"log.csv"}, {engine.snapshots.run_id}
     for one in engine.handlers.values():
         if isinstance(one, Checkpoint):
-            known |= {name for name, _ in one.kept} | set(one._superseded)
+            known |= {name for name, _ in one.kept} | set(one.retention.superseded)
     if engine.snapshots.origin is not None:
         known.add(Path(engine.snapshots.origin["path"]).name)
         ours |= {engine.snapshots.origin["manifest"]["run"], *engine.snapshots.origin["manifest"]["lineage"]}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -1267,7 +1267,7 @@ def test_one_from_which_three_runs_failed_is_passed_over(tmp_path: Path) -> None
     engine = restarted(tmp_path)
     first: list[int] = []
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: first.append(engine.state.iteration))
-    with pytest.warns(RuntimeWarning, match=r"3 runs that went on from checkpoint-epoch0001-iter00000006 failed"):
+    with pytest.warns(RuntimeWarning, match=r"3 runs that resumed from checkpoint-epoch0001-iter00000006 failed"):
         engine.run(few_batches(), max_iters=9)
     assert first == [4]
     assert not (tmp_path / ".checkpoint.failures").exists(), "it has got further, and begins to count anew"

@@ -360,7 +360,7 @@ def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path)
     (newest / "__1_0.distcp").write_bytes(content)
     with pytest.raises(ValueError, match=r"__1_0\.distcp is not what was written: its sha256 differs"):
         Checkpoint.load(newest)
-    with pytest.warns(RuntimeWarning, match="is damaged and passed over"):
+    with pytest.warns(RuntimeWarning, match="is damaged and skipped"):
         assert Checkpoint.load(tmp_path)["engine"]["epoch"] == 1
     (newest / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata is missing"):
@@ -900,7 +900,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "micro_batching" in told["pieces"]
     assert "units='blcks.*' matches no module; there are: first, blocks" in told["units"]
     assert "'blocks' is a ModuleList, which is never called" in told["list"]
-    assert "on_exception=True cannot write a sharded model" in told["exception"]
+    assert "on_exception=True cannot save a sharded model" in told["exception"]
     assert "the ranks have [1, 0] batches" in told["sam"]
     assert "drop_last=True" in told["sam"]
     assert told["chosen"] == ", blocks.0, blocks.1, first, last"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from signalfire import Engine, Events, Phase, Update
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     Average,
     Checkpoint,
