@@ -9,8 +9,8 @@ from .events import Events
 from .part import Part
 
 if TYPE_CHECKING:
-    from .bus import Signal
     from .engine import Engine
+    from .signals import Signal
 
 __all__ = ["Boundary"]
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from .acts import Overrides
 from .boundary import Boundary
-from .bus import Bus, Phase, Receiver, Signal
+from .bus import Bus
+from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
@@ -23,6 +24,7 @@ from .loop import Loop
 from .randomness import check_seed
 from .regions import Regions
 from .registry import Attachment, Registry
+from .signals import Signal
 from .snapshots import Snapshots
 from .state import State
 from .step import IterationSignals

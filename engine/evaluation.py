@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .bus import Phase
+from .connection import Phase
 from .data.loading import generators_of
 from .events import Events
 from .randomness import unchanged_random_state

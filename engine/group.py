@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from .acts import Override
-from .bus import Phase
+from .connection import Phase
 from .distributed.processes import ALONE, Processes, lost_another
 from .part import Part
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .bus import Phase
+from .connection import Phase
 from .events import AnyEvent, resolve
 from .randomness import derived_seed
 

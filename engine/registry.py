@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .bus import Connection, Signal
+from .connection import Connection
 from .events import EventEnum, Events, check_receiver, resolve
 from .handler import Handler, bind
 from .interval import event_of
 from .part import Part
 from .regions import note_problems
+from .signals import Signal
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .bus import Bus, Signal, SignalGroup
+from .bus import Bus
 from .events import Events
 from .explain import note_error
+from .signals import Signal, SignalGroup
 from .streams import model_streams
 from .update import Update, UpdateState, needs_closure
 from .window import ONE, ZERO, Kept, clear_gradients

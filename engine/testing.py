@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bus import Phase
+from .connection import Phase
 from .engine import Engine
 from .events import Events
 from .handler import Handler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bus import Connection, Phase
+from .connection import Connection, Phase
 from .events import EventEnum, Events
 
 if TYPE_CHECKING:

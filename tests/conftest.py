@@ -1,5 +1,41 @@
-"""One thread for every test: on a small shared machine, two are many times slower, and sums come out otherwise."""
+"""What every test runs under: one thread, and the tier that was asked for.
 
+The quick tier runs by default. `--full` adds what is marked `slow`; what is marked `campaign` or `neutral` runs by that name
+alone, as in `-m campaign`. A test that is named by its id runs whatever its marks are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
 import torch
 
+# On a small shared machine, two threads are many times slower, and sums come out otherwise.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the slow tests as well: all but the campaigns")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # In memory, where there is such a folder: thousands of synced checkpoints would wait for a disk.
+    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"an address in the id of a test differs from process to process: {unstable[0]}")
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    off = {"campaign", "neutral"} | (set() if config.getoption("--full") else {"slow"})
+    left_out = [item for item in items if any(mark.name in off for mark in item.iter_markers())]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        out = set(left_out)
+        items[:] = [item for item in items if item not in out]

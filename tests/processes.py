@@ -79,6 +79,7 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell
     while not (folder / "port").exists():
         time.sleep(0.002)
     port = (folder / "port").read_text()

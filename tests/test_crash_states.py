@@ -31,6 +31,7 @@ from signalfire import Engine, Events, Update
 from signalfire.checkpoints import Files, clean, find, read_manifest
 from signalfire.distributed.liveness import identity
 from signalfire.handlers import Checkpoint
+from tests.kit import quick, spread
 
 PAGE = 4096  # what a disk writes at once: of a file that was not synced, any of them may be missing
 BOUND = 1024  # up to so many combinations of what survives are all tried; beyond, each alone, all and none
@@ -594,7 +595,7 @@ def ran(root: Path, sequence: Callable[[Place], None], files: Recorded | None = 
     return place
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("sequence", spread(SEQUENCES, 2))
 def test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads(sequence: str, root: Path) -> None:
     place = ran(root, SEQUENCES[sequence])
     found = check(place, cuts(place), written(place))
@@ -602,6 +603,7 @@ def test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads(sequence: str,
     assert not found.bad, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_without_syncs_a_killed_process_loses_nothing(asynchronous: bool, root: Path) -> None:
     place = ran(root, lambda place: place.run(4, last(1, sync_files=False, asynchronous=asynchronous)))
@@ -614,7 +616,7 @@ def test_without_syncs_a_killed_process_loses_nothing(asynchronous: bool, root: 
 
 
 @pytest.mark.parametrize(
-    "sequence", [name for name in SEQUENCES if not name.startswith(("written twice", "gone back"))]
+    "sequence", spread([name for name in SEQUENCES if not name.startswith(("written twice", "gone back"))], 2)
 )
 def test_where_no_name_is_written_twice_a_rename_may_even_tear(sequence: str, root: Path) -> None:
     """POSIX does not say that a crash leaves both halves of a rename or none; the usual file systems do."""
@@ -637,7 +639,7 @@ def go_on(place: Place) -> None:
     engine.run(DATA, max_iters=iteration + 3)
 
 
-@pytest.mark.parametrize("sequence", ["keep 1", "written twice"])
+@pytest.mark.parametrize("sequence", quick(["keep 1", "written twice"], "written twice"))
 def test_a_second_power_cut_in_the_run_that_goes_on_after_the_first(sequence: str, root: Path) -> None:
     (root / "0").mkdir()
     first, states = ran(root / "0", SEQUENCES[sequence]), 0
@@ -805,7 +807,7 @@ def left_by(root: Path, files: Callable[[], Recorded]) -> Found:
     return total
 
 
-@pytest.mark.parametrize("careless", CARELESS)
+@pytest.mark.parametrize("careless", spread(CARELESS, 4))
 def test_the_model_finds_what_a_careless_writer_loses(careless: str, root: Path) -> None:
     found = left_by(root, CARELESS[careless])
     assert len(found.lost) > 0, str(found)

@@ -453,6 +453,7 @@ def _compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler", "_deterministic")
 @advice
 @compilers
@@ -469,6 +470,7 @@ def test_a_compiled_model_equals_a_loop_by_hand_and_is_compiled_once(device: str
     assert_same(engine.model, trained_by_hand(device, precision, factory, data, model=compiled(network(), backend)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler", "_deterministic")
 @advice
 @compilers
@@ -503,6 +505,7 @@ def test_a_compiled_step_equals_a_loop_by_hand_and_is_compiled_once(device: str,
     assert_same(model, hand)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 @advice
 @compilers

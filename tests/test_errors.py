@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.handlers import GradientAccumulation, MixedPrecision, TensorBoardLogger
 from signalfire.testing import trace
+from tests.kit import LIMIT, python
 
 Batch = tuple[Tensor, Tensor]
 DATA: list[Batch] = [(torch.ones(4, 3), torch.ones(4, 2))] * 5
@@ -216,15 +214,13 @@ engine.run([(torch.ones(4, 3), torch.ones(4, 2))], max_epochs=10**9)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process_ends_it_cleanly(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "under way\n"
-    time.sleep(0.2)
-    os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    with python("-c", SCRIPT, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "under way\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=LIMIT)
     assert output.splitlines()[0] == "interrupted"
     last = int(output.splitlines()[1].removeprefix("ended at "))
     assert process.returncode == -signal.SIGINT

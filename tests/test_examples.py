@@ -111,6 +111,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", CHECKS)
 def test_an_example_runs_and_reaches_what_it_promises(script: str, tmp_path: Path) -> None:
     CHECKS[script](tmp_path)
@@ -120,6 +121,7 @@ def test_every_example_is_checked() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == set(CHECKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["logistic", "mlp", "gru"])
 def test_the_main_example_trains_every_model_and_does_without_handlers(model: str, tmp_path: Path) -> None:
     without = "gradient_accumulation,gradient_clipping,best,early_stopping,progress_bar"
@@ -129,6 +131,7 @@ def test_the_main_example_trains_every_model_and_does_without_handlers(model: st
     assert list(tmp_path.glob("runs/*/events*"))
 
 
+@pytest.mark.slow
 def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -> None:
     wiring = run("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
     assert "GET_BATCH_COMPLETED\n  PREPARE   device_transfer.move_batch" in wiring
@@ -137,6 +140,7 @@ def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -
     assert not (tmp_path / "runs").exists(), "listing writes nothing"
 
 
+@pytest.mark.slow
 def test_the_main_example_names_the_handlers_there_are_if_one_is_misspelt(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "main.py"), "--without", "clipping"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit import quick
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["empty", "tiny", "full", "real"])
+@pytest.mark.parametrize("name", quick(["empty", "tiny", "full", "real"], "empty", "tiny", "full"))
 def test_an_item_ends_with_the_weights_of_the_bare_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     item = importlib.import_module("adapters.items").ITEMS[name]

@@ -16,6 +16,7 @@ COMMAND = Path(__file__).parent / "benchmarks" / "growth.py"
 CURVES = ["handlers", "events", "norms", "clipping", "ema", "fused", "resume", "shuffling", "checkpoint", "boundary"]
 
 
+@pytest.mark.slow
 def test_every_curve_is_measured_written_and_drawn(tmp_path: Path) -> None:
     scratch, numbers, picture = tmp_path / "scratch", tmp_path / "growth.json", tmp_path / "growth.png"
     scratch.mkdir()

@@ -26,22 +26,26 @@ def found() -> Any:
     return json.loads(finished.stdout)
 
 
+@pytest.mark.campaign
 def test_killed_at_random_moments_it_ends_as_if_it_had_not_been(found: Any) -> None:
     assert found["failures"] == 0, found["failed"]
     assert found["kills"] == KILLS
     assert found["runs"] >= 1
 
 
+@pytest.mark.campaign
 def test_some_were_killed_inside_a_save(found: Any) -> None:
     assert found["inside_saves"] >= found["writing"] > 0
     assert found["places"]["before the first iteration"] + found["places"]["between saves"] > 0
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("broken", ["no position in the data", "no random states", "saved in place"])
 def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
     assert found["controls"][broken]["failures"] > 0
 
 
+@pytest.mark.slow
 def test_the_last_result_of_the_long_form_is_printed() -> None:
     command = [sys.executable, str(CAMPAIGN), "--last"]
     finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

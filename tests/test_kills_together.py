@@ -28,6 +28,7 @@ def found() -> Any:
     return json.loads(finished.stdout)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("processes", ["2", "3"])
 def test_killed_at_random_moments_all_end_as_if_none_had_been(found: Any, processes: str) -> None:
     one = found["processes"][processes]
@@ -36,6 +37,7 @@ def test_killed_at_random_moments_all_end_as_if_none_had_been(found: Any, proces
     assert one["jobs"] == one["finished_with_status_0"] >= 1
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("processes", ["2", "3"])
 def test_every_kill_was_noticed_by_all_of_the_others(found: Any, processes: str) -> None:
     one = found["processes"][processes]
@@ -44,11 +46,13 @@ def test_every_kill_was_noticed_by_all_of_the_others(found: Any, processes: str)
     assert sum(times["kills"] for times in one["noticed_seconds"].values()) == KILLS
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("broken", CONTROLS)
 def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
     assert found["controls"][broken]["failures"] > 0
 
 
+@pytest.mark.slow
 def test_the_last_result_of_the_long_form_is_printed() -> None:
     command = [sys.executable, str(CAMPAIGN), "--last"]
     finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

@@ -29,8 +29,10 @@ from signalfire.handlers import (
     TensorBoardLogger,
     Validation,
 )
+from tests.kit import quick
 
 
+@pytest.mark.slow
 def test_a_million_iterations_of_an_empty_step_hold_memory_constant() -> None:
     engine = Engine(Update.from_function(lambda engine, batch: None))
     held: list[int] = []
@@ -74,7 +76,7 @@ def compose(folder: Path) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("how", ["never run", "run", "failed", "detached"])
+@pytest.mark.parametrize("how", quick(["never run", "run", "failed", "detached"], "failed"))
 def test_an_engine_and_its_handlers_are_freed_without_a_pass_of_the_garbage_collector(tmp_path: Path, how: str) -> None:
     engine = compose(tmp_path)
     data: list[Any] = [(torch.ones(4, 3), torch.ones(4, 2))] * 4

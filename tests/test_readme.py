@@ -19,6 +19,7 @@ def test_the_first_example_has_25_lines() -> None:
     assert len(PYTHON[0].splitlines()) == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     # Later examples go on from the first one.

@@ -79,6 +79,7 @@ from signalfire.handlers import (
     warmup_stable_decay,
 )
 from signalfire.testing import fingerprint
+from tests.kit import quick, spread
 
 Batch = tuple[Tensor, Tensor]
 Saved = dict[str, Any]
@@ -914,12 +915,12 @@ def resumed(name: str, cut: Cut, state: Saved | None = None) -> Left:
 # ---- every recipe, cut everywhere -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", spread(RECIPES, 2))
 def test_taking_the_state_changes_nothing(name: str) -> None:
     assert run(RECIPES[name], a_folder(), process=FIRST_PROCESS) == whole(name).left
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *CORNERS])
+@pytest.mark.parametrize("name", quick([*RECIPES, *CORNERS], "windows", "two updates", "limited, loader's generator"))
 def test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped(name: str) -> None:
     expected, cuts = whole(name).left, whole(name).cuts
     wrong = {}
@@ -952,7 +953,7 @@ def kept_and_logged(name: str) -> int:
     return tried
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.writes])
+@pytest.mark.parametrize("name", quick([name for name, recipe in RECIPES.items() if recipe.writes], "stopping"))
 def test_a_run_resumed_from_any_checkpoint_keeps_and_logs_the_same(name: str) -> None:
     """Also from an older one, in front of which the stopped run had gone on, and had written others."""
     assert kept_and_logged(name) >= 8
@@ -1251,7 +1252,7 @@ def noticed(control: Control) -> tuple[list[Cut], list[Cut]]:
     return found, tried
 
 
-@pytest.mark.parametrize("part", CONTROLS)
+@pytest.mark.parametrize("part", spread(CONTROLS, 4))
 def test_a_state_without_this_part_ends_elsewhere(part: str) -> None:
     where = CONTROLS[part].where
     found, tried = noticed(CONTROLS[part])

@@ -43,6 +43,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
+from tests.kit import quick
 from tests.processes import Failed, run_together
 
 State = dict[str, Any]
@@ -279,8 +280,11 @@ SETTINGS = {
 TURNS = {size: -(-BATCHES // size) for size in (1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_resumed_from_any_checkpoint_ends_as_the_one_that_was_not_stopped(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "every"), quick([("2 processes", 5), *((name, 1) for name in SETTINGS)], ("2 processes", 5))
+)
+def test_a_run_resumed_from_any_checkpoint_ends_as_the_one_that_was_not_stopped(name: str, every: int) -> None:
+    """From each of them, or from every fifth."""
     setting = SETTINGS[name]
     ranks, folder = whole(setting)
     paths = cuts(folder)
@@ -291,7 +295,7 @@ def test_a_run_resumed_from_any_checkpoint_ends_as_the_one_that_was_not_stopped(
         assert ranks[0].iteration == EPOCHS * TURNS[setting.size]
         assert len(paths) == EPOCHS * (TURNS[setting.size] + 1)
     assert any(loaded(path)["updates"]["main"]["window"] for path in paths)
-    assert not wrong_ones(setting, paths)
+    assert not wrong_ones(setting, paths[every // 2 :: every])
     weights = {(one.parts["modules.model"], one.parts["updates.main"], one.parts["engine"]) for one in ranks}
     assert len(weights) == 1
 
@@ -312,6 +316,7 @@ class NotAsBefore(Distributed):
         return TorchDDP(called, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_model_does_not_hide_the_order_of_the_buckets() -> None:
     """With buckets that are ordered anew after the first backward, three processes do not resume exactly."""
     setting = Setting(3, distributed=NotAsBefore)
@@ -374,6 +379,7 @@ def test_there_is_a_control_for_each_part_that_differs_between_processes() -> No
     assert not {part for part in found if not at_most_four(part)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CONTROLS, ids=".".join)
 def test_a_part_of_the_state_of_rank_1_that_is_left_out_is_noticed(part: tuple[str, ...]) -> None:
     setting = Setting(2)
@@ -403,8 +409,10 @@ def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
 # ---- another number of processes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["inside an epoch", "in the next epoch", "at the end of an epoch"])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    "where", quick(["inside an epoch", "in the next epoch", "at the end of an epoch"], "inside an epoch")
+)
+@pytest.mark.parametrize(("before", "after"), quick([(2, 1), (1, 2), (2, 3), (3, 2)], (1, 2)))
 def test_with_another_number_of_processes_no_batch_is_left_out(before: int, after: int, where: str) -> None:
     ranks, folder = whole(Setting(before))
     turns = TURNS[before]
@@ -440,6 +448,7 @@ def test_with_another_number_of_processes_no_batch_is_left_out(before: int, afte
             assert sorted(chain.from_iterable(batches)) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_with_another_number_of_processes_and_steps_of_the_same_size_no_sample_is_left_out(
     before: int, after: int

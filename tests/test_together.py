@@ -20,6 +20,7 @@ from signalfire.distributed import together
 from signalfire.handlers import DistributedDataParallel
 from signalfire.testing import fingerprint
 from tests import test_invariants as invariants
+from tests.kit import quick, spread
 from tests.processes import Failed, run_together
 from tests.test_invariants import CASES, Case, make_data
 
@@ -34,7 +35,8 @@ DISTRIBUTING = "DistributedDataParallel", "FullyShardedDataParallel"
 """It is attached to every case itself; and an engine has one of these."""
 
 TRIED = sorted(case for case in CASES if not case.startswith(DISTRIBUTING))
-GROUPS = [TRIED[i : i + IN_ONE_GO] for i in range(0, len(TRIED), IN_ONE_GO)]
+QUICK_GROUP = ["GradientAccumulation", "Validation, iterations"]
+GROUPS = [QUICK_GROUP, *(TRIED[i : i + IN_ONE_GO] for i in range(0, len(TRIED), IN_ONE_GO))]
 
 Parts = dict[str, str]
 """A digest of each part of what a run left behind in one process."""
@@ -119,7 +121,7 @@ def different(one: Parts, other: Parts) -> list[str]:
     return sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
 
 
-@pytest.mark.parametrize("group", range(len(GROUPS)), ids=lambda group: ", ".join(GROUPS[group]))
+@pytest.mark.parametrize("group", quick(range(len(GROUPS)), 0), ids=lambda group: ", ".join(GROUPS[group]))
 def test_two_processes_keep_the_promises(group: int) -> None:
     ranks: list[dict[str, dict[str, Parts]]] = run_together(in_every_way, 2, GROUPS[group], timeout=240)
     wrong: dict[str, Any] = {}
@@ -192,7 +194,7 @@ def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, 
     return {}
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", spread(TRIED, 4))
 def test_an_error_in_one_process_ends_both(name: str) -> None:
     place = TRIED.index(name)
     failing_rank = place // len(PLACES) % 2

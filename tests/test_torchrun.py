@@ -170,6 +170,7 @@ def kept(ended: Ended) -> list[str]:
     return sorted(path.name for path in ended.folder.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_of_which_a_worker_was_killed_ends_as_if_it_had_not_been(
     rank: int, script: Path, undisturbed: Ended, tmp_path: Path
@@ -186,6 +187,7 @@ def test_a_job_of_which_a_worker_was_killed_ends_as_if_it_had_not_been(
     assert set(kept(ended)) - set(kept(undisturbed)) == {"checkpoint-epoch0002-iter00000006"}
 
 
+@pytest.mark.slow
 def test_the_same_script_runs_alone(script: Path, tmp_path: Path) -> None:
     ended = run(script, str(tmp_path), folder=tmp_path, processes=0)
     assert ended.status == 0, ended.errors
@@ -194,6 +196,7 @@ def test_the_same_script_runs_alone(script: Path, tmp_path: Path) -> None:
     assert kept(ended) == ["checkpoint-epoch0003-iter00000027", "checkpoint-epoch0003-iter00000030"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on(
     script: Path, undisturbed: Ended, tmp_path: Path
 ) -> None:
@@ -210,6 +213,7 @@ def test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on(
     assert again.log == undisturbed.log
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_was(
     script: Path, tmp_path: Path
 ) -> None:
@@ -225,6 +229,7 @@ def test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_
     assert ended.errors.count("Traceback") >= 4
 
 
+@pytest.mark.slow
 def test_the_example_of_several_processes_learns(tmp_path: Path) -> None:
     ended = run(EXAMPLES / "distributed.py", "--epochs", "3", folder=tmp_path)
     assert ended.status == 0, ended.errors

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import textwrap
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from .formats import p_text
-
-if TYPE_CHECKING:
-    from .report import Report
+from .rows import Findings
 
 __all__ = ["draw"]
 
 
-def draw(report: Report, path: str | PathLike[str]) -> None:
+def draw(report: Findings, path: str | PathLike[str]) -> None:
     """Draws every seed's difference as a dot, their mean and interval, and the line of no difference.
 
     The dots of a variant lie in the order of the seeds, from top to bottom.

@@ -7,11 +7,12 @@ import re
 import statistics as plain
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from .results import Result, Variant
 from .statistics import Comparison, compare, exact, holm
 
-__all__ = ["Row", "make_rows"]
+__all__ = ["Findings", "Row", "make_rows"]
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 
@@ -59,6 +60,26 @@ class Row:
     def without_pair(self) -> tuple[int, ...]:
         """Seeds that finished here, but not with the baseline."""
         return () if self.comparison is None else tuple(seed for seed in self.values if seed not in self.differences)
+
+
+class Findings(Protocol):
+    """What a report has found, as its sentences and its plot need it; see `Report` for the attributes."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    baseline: str
+    level: float
+    seeds: tuple[int, ...]
+    rows: list[Row]
+    percent: bool
+    needed: int | None
+    digits: int | None
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def comparisons(self) -> int: ...
 
 
 def make_rows(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from .formats import count, listed, number_text, seeds_in_words
 from .results import Variant
-from .rows import Row
+from .rows import Findings, Row
 from .statistics import Comparison
-
-if TYPE_CHECKING:
-    from .report import Report
 
 __all__ = ["Sentences"]
 
@@ -23,7 +19,7 @@ class Sentences:
         report: whose rows, metric and level are read.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Findings) -> None:
         self.report = report
 
     def warnings(self) -> list[str]:

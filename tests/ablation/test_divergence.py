@@ -36,6 +36,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.randomness import random_state
+from tests.kit import spread
 
 cross_entropy = nn.functional.cross_entropy
 Adam = partial(torch.optim.Adam, lr=1e-2)
@@ -277,7 +278,7 @@ def test_a_run_that_ends_earlier_parts_there() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", spread([float("nan"), float("inf")], 1))
 def test_what_is_not_finite_parts_the_runs_under_any_tolerance_unless_both_have_it(value: float) -> None:
     def spoil(engine: Engine) -> None:
         with torch.no_grad():

@@ -461,6 +461,7 @@ def test_the_picture_shows_each_seed(tmp_path: Path) -> None:
     assert np.asarray(imread(tmp_path / "found.png")).shape[0] > 300
 
 
+@pytest.mark.slow
 def test_the_picture_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) -> None:
     script = (
         "import sys; from signalfire.ablation.report import Report; from signalfire.ablation.results import Result, Variant\n"

@@ -294,6 +294,7 @@ def at_most(rate: float) -> float:
     return float(stats.binom.isf(RARE, REPETITIONS, rate)) / REPETITIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", ["5", "8"])
 @pytest.mark.parametrize("distribution", ["normal", "accuracies"])
 def test_the_interval_covers_the_truth_as_often_as_it_says(rates: Any, distribution: str, n: str) -> None:
@@ -303,11 +304,13 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(rates: Any, distribut
     assert rate["coverage_bootstrap"] < rate["coverage"]
 
 
+@pytest.mark.slow
 def test_a_percentile_bootstrap_would_not(rates: Any) -> None:
     assert rates["normal"]["5"]["coverage_bootstrap"] < at_least(0.95)
     assert rates["normal"]["5"]["coverage_bootstrap_differing"] < at_least(0.95)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["normal", "accuracies"])
 def test_the_test_keeps_its_level_alone_and_in_a_family(rates: Any, distribution: str) -> None:
     for n in ("5", "8"):
@@ -320,6 +323,7 @@ def test_the_test_keeps_its_level_alone_and_in_a_family(rates: Any, distribution
     assert rates["normal"]["8"]["level"] >= at_least(rates["normal"]["8"]["level_attainable"])
 
 
+@pytest.mark.slow
 def test_five_seeds_find_nothing_and_eight_do(rates: Any) -> None:
     for distribution in ("normal", "accuracies"):
         assert rates[distribution]["5"]["power_alone"] == 0

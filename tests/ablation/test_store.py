@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import pytest
 
 from signalfire.ablation import StoreError
 from signalfire.ablation.store import Store
+from tests.kit import python
 
 
 def line(key: str, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -106,13 +106,14 @@ def test_two_studies_of_one_process_do_not_write_at_once(tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_at_once_and_one_that_was_killed_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     holding = (
         "import sys, time\nfrom signalfire.ablation.store import Store\n"
-        "with Store(sys.argv[1]).writing():\n    print('holding', flush=True)\n    time.sleep(60)\n"
+        "with Store(sys.argv[1]).writing():\n    print('holding', flush=True)\n    time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", holding, str(path)], stdout=subprocess.PIPE, text=True) as other:
+    with python("-c", holding, path, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
         with pytest.raises(StoreError, match=rf"process {other.pid}\); wait for it"), Store(path).writing():

@@ -40,6 +40,7 @@ if str(ROOT) not in sys.path:  # for this process and those that it starts: they
     sys.path.insert(0, str(ROOT))
 
 from tests.ablation import builds  # noqa: E402
+from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until  # noqa: E402
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
 
@@ -58,6 +59,10 @@ def made(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def made_or_ended(count: int, folder: Path, study: subprocess.Popen[str]) -> bool:
+    return len(made(folder)) >= count or study.poll() is not None
+
+
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of a study by two processes."""
@@ -69,6 +74,7 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- the same results, however they were made -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_worker_and_two_leave_the_same_store(two_workers: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     make_study(store=one, seeds=range(3)).run(DESIGN, workers=1)
@@ -80,6 +86,7 @@ def test_one_worker_and_two_leave_the_same_store(two_workers: Path, tmp_path: Pa
     assert len({line["metrics"]["val_loss"] for line in lines}) == 12  # every variant and seed makes a difference
 
 
+@pytest.mark.slow
 def test_runs_in_this_process_leave_the_same_store_and_no_trace(two_workers: Path, tmp_path: Path) -> None:
     zero = tmp_path / "zero.jsonl"
     torch.manual_seed(3)
@@ -89,6 +96,7 @@ def test_runs_in_this_process_leave_the_same_store_and_no_trace(two_workers: Pat
     assert apart_from_timings(zero) == apart_from_timings(two_workers)
 
 
+@pytest.mark.slow
 def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers: Path, tmp_path: Path) -> None:
     path = tmp_path / "threads.jsonl"
     with ThreadPoolExecutor(3) as executor:
@@ -96,9 +104,12 @@ def test_threads_of_an_executor_make_their_runs_one_after_the_other(two_workers:
     assert apart_from_timings(path) == apart_from_timings(two_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Dask's own threads and sockets are not ours to mend
 def test_dasks_executor_leaves_the_same_store(two_workers: Path, tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed", reason="the extra dev brings it")
+    needs("interop", "distributed")
+    import distributed
+
     path = tmp_path / "dask.jsonl"
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
@@ -146,6 +157,7 @@ def test_streams_are_separate_unless_told_otherwise() -> None:
 # ---- killed, interrupted, continued ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_at_random_moments_it_ends_with_the_same_store(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,46 +168,35 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     monkeypatch.chdir(whole)
     builds.study_of(".", 0.2).run(LeaveOneOut(), workers=0)
 
-    def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.2"]
-        return subprocess.Popen(command, cwd=killed, stderr=subprocess.PIPE)
-
+    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.2]
     draws = random.Random(workers)
     kills = 2 if workers else 4  # new processes take their time
     for _ in range(kills):
         before = len(made(killed))
-        study = start()
-        while len(made(killed)) == before and study.poll() is None:
-            time.sleep(0.01)
-        time.sleep(draws.uniform(0, 0.6))
-        study.send_signal(signal.SIGKILL)
-        study.communicate()
-        assert study.returncode == -signal.SIGKILL
-        time.sleep(0.5)  # its workers end by themselves
-        seen = len(made(killed))
-        time.sleep(0.4)
-        assert len(made(killed)) == seen
+        with python(*program, cwd=killed, stderr=subprocess.DEVNULL, start_new_session=True) as study:
+            wait_until(partial(made_or_ended, before + 1, killed, study))
+            time.sleep(draws.uniform(0, 0.6))
+            study.kill()
+            assert study.wait() == -signal.SIGKILL
+            wait_until(partial(group_ended, study.pid))  # its workers end by themselves
     assert kills <= len(made(killed)) < 12 + kills
-    study = start()
-    _, said = study.communicate(timeout=300)
-    assert study.returncode == 0, said.decode()
-    assert said == b""  # no terminal, no bar
+    ended = finished(*program, cwd=killed)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""  # no terminal, no bar
     assert apart_from_timings(killed / "store.jsonl") == apart_from_timings(whole / "store.jsonl")
     assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were going on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/ablation/builds.py"), ".", str(workers), "0.5"]
-    study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
-    while len(made(tmp_path)) < 2 + workers and study.poll() is None:
-        time.sleep(0.01)
-    os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
-    began = time.monotonic()
-    _, said = study.communicate(timeout=60)
-    assert time.monotonic() - began < 15
-    assert b"\nKeyboardInterrupt\n" in said
-    assert said.count(b"Traceback") == 1, said.decode()
+    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.5]
+    with python(*program, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as study:
+        wait_until(partial(made_or_ended, 2 + workers, tmp_path, study))
+        os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
+        _, said = study.communicate(timeout=LIMIT)
+    assert "\nKeyboardInterrupt\n" in said
+    assert said.count("Traceback") == 1, said
     lines = (tmp_path / "store.jsonl").read_text().splitlines()
     assert 1 <= len(lines) < 12
     assert all(json.loads(line)["error"] is None for line in lines)
@@ -228,6 +229,7 @@ def test_more_seeds_and_other_variants_run_only_what_is_missing(tmp_path: Path) 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_for(tmp_path: Path) -> None:
     build = partial(builds.failing, folder=str(tmp_path))
     study = make_study(build, seeds=range(3), store=tmp_path / "store.jsonl")
@@ -254,6 +256,7 @@ def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_
     assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
     study = make_study(builds.dying, seeds=range(3), store=tmp_path / "store.jsonl")
     study.run(LeaveOneOut(["ema"]), workers=2)
@@ -534,6 +537,7 @@ def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkey
         make_study().run(DESIGN, workers=2)
 
 
+@pytest.mark.slow
 def test_a_script_without_its_main_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

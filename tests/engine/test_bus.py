@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from signalfire import Engine, EventEnum, Events, FilteredEvent, Handler, Phase, Signal, Update, on
+from tests.kit import spread
 
 
 class Talk(EventEnum):
@@ -786,7 +787,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
-@pytest.mark.parametrize("event", [event for event in Events if event.counter == "iteration"], ids=str)
+@pytest.mark.parametrize("event", spread([event for event in Events if event.counter == "iteration"], 3), ids=str)
 @pytest.mark.parametrize("kind", ENGINES)
 def test_an_iteration_that_nobody_listens_to_is_known_by_one_comparison(kind: str, event: Events) -> None:
     """Nothing is looked at where a filter does not pass, or where the event is one that this engine never emits."""

@@ -24,6 +24,7 @@ from signalfire.handlers import (
     MixedPrecision,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests.kit import quick
 
 Batch = tuple[Tensor, Tensor]
 cross_entropy = nn.functional.cross_entropy
@@ -150,7 +151,7 @@ OPTIMIZERS = {"LBFGS": LBFGS, "LBFGS with a line search": SEARCHING, "Heun": Heu
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", quick([1, 2, 3], 2))
 @pytest.mark.parametrize("max_norm", [None, 0.2])
 def test_weights_equal_a_loop_by_hand(optimizer: str, window: int, max_norm: float | None) -> None:
     kind = OPTIMIZERS[optimizer]
@@ -177,7 +178,7 @@ def test_weights_equal_a_loop_by_hand(optimizer: str, window: int, max_norm: flo
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", quick([1, 2, 3], 3))
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_batches_count_by_their_weights(optimizer: str, window: int, as_tensor: bool) -> None:
     def weight(engine: Engine) -> Any:
@@ -467,7 +468,7 @@ def test_an_error_inside_the_closure_leaves_an_engine_that_can_run() -> None:
 # ---- resume --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight", [None, weigh])
+@pytest.mark.parametrize("weight", quick([None, weigh], weigh))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_state_inside_an_open_window_resumes_exactly(optimizer: str, weight: Any) -> None:
     def build() -> Engine:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import CombinedData, Engine, Events, Phase, ReloadedData, Update, seed_everything
 from signalfire.testing import fingerprint
+from tests.kit import quick
 
 A, B = [10, 11, 12, 13, 14], [20, 21]
 
@@ -99,7 +100,7 @@ def build() -> Engine:
     return Engine(Update.from_function(loss, partial(torch.optim.Adam, lr=0.01)), model=model, seed=0)
 
 
-@pytest.mark.parametrize("mode", ["min", "max", "cycle"])
+@pytest.mark.parametrize("mode", quick(["min", "max", "cycle"], "cycle"))
 @pytest.mark.parametrize("generator", [False, True])
 def test_a_run_resumed_anywhere_goes_on_in_every_part(mode: str, generator: bool) -> None:
     saved: list[dict[str, Any]] = []

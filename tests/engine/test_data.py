@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from signalfire import DataError, Engine, Events, Update
 from signalfire.handlers import GradientAccumulation
+from tests.kit import quick
 
 Triple = tuple[int, int, int]
 
@@ -101,7 +102,9 @@ def test_every_epoch_iterates_the_data_anew(data: Any) -> None:
     assert made_of(data, max_epochs=2) == TWICE_THREE
 
 
-@pytest.mark.parametrize(("data", "length"), [([0, 1, 2], 3), (Unsized(3), None), (Sized(3, 3), 3)], ids=str)
+@pytest.mark.parametrize(
+    ("data", "length"), [([0, 1, 2], 3), (Unsized(3), None), (Sized(3, 3), 3)], ids=["list", "unsized", "sized"]
+)
 def test_the_epochs_length_is_known_where_the_data_tells_it(data: Any, length: int | None) -> None:
     engine, _ = make_engine()
     lengths: list[int | None] = []
@@ -179,8 +182,8 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_loop_by_hand() -> None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch", [3, 4])
-@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("batch", quick([3, 4], 4))
+@pytest.mark.parametrize("sampled", quick([True, False], True))
 def test_a_generator_of_its_own_gives_the_order_of_a_loop_by_hand_in_every_epoch(
     workers: int, batch: int, sampled: bool
 ) -> None:
@@ -213,7 +216,9 @@ def test_a_generator_of_its_own_gives_the_order_of_a_loop_by_hand_in_every_epoch
 
 
 @pytest.mark.parametrize(
-    ("data", "name"), [([], "list"), (range(0), "range"), (Sized(3, 0), "Sized"), ({}, "dict")], ids=str
+    ("data", "name"),
+    [([], "list"), (range(0), "range"), (Sized(3, 0), "Sized"), ({}, "dict")],
+    ids=["list", "range", "sized", "dict"],
 )
 def test_empty_data_that_has_a_length_is_refused_before_the_run(data: Any, name: str) -> None:
     engine, _ = make_engine()

@@ -26,11 +26,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from signalfire import Engine, Events, Phase, RereadingWarning, Update, seed_everything
 from signalfire.handlers import GradientAccumulation, LimitBatches, OverfitBatches, Validation
 from signalfire.testing import fingerprint
+from tests.kit import needs, quick, spread
 
 SAMPLES, BATCH = 22, 4
 
@@ -166,6 +166,15 @@ def in_pythons_order(n: int) -> list[int]:
 WEIGHTS = torch.linspace(0.1, 1, SAMPLES).tolist()
 
 # Each makes data anew, as a new process does.
+
+
+def stateful_loader(*arguments: Any, **options: Any) -> Any:
+    needs("interop", "torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(*arguments, **options)
+
+
 SKIPPED: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(plain(), BATCH),
     "shuffled": lambda: DataLoader(plain(), BATCH, shuffle=True),
@@ -208,8 +217,8 @@ SKIPPED: dict[str, Callable[[], Any]] = {
     "begins anywhere": BeginsAnywhere,
     "keeps its position": Counting,
     "keeps its position, windows": Counting,
-    "stateful loader": lambda: StatefulDataLoader(plain(), BATCH, shuffle=True),
-    "stateful loader, 2 workers": lambda: StatefulDataLoader(Counting(), batch_size=None, num_workers=1),
+    "stateful loader": lambda: stateful_loader(plain(), BATCH, shuffle=True),
+    "stateful loader, 2 workers": lambda: stateful_loader(Counting(), batch_size=None, num_workers=1),
 }
 READ_AGAIN: dict[str, Callable[[], Any]] = {
     "iterable dataset": lambda: DataLoader(_Squares(), batch_size=None),
@@ -258,18 +267,27 @@ def cut_and_resume(kind: str, make: Callable[[], Any], **bounds: Any) -> None:
         assert fingerprint(resumed) == fingerprint(whole), f"from {position['epoch'], position['iteration']}"
 
 
-@pytest.mark.parametrize("kind", SKIPPED)
+@pytest.mark.parametrize(
+    "kind",
+    quick(
+        SKIPPED,
+        "shuffled, generator",
+        "batch sampler",
+        "order from NumPy",
+        "unsized batch sampler",
+    ),
+)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_a_run_resumed_anywhere_skips_to_its_place(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], max_epochs=2)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "augmented", "with replacement", "list"])
+@pytest.mark.parametrize("kind", quick(["shuffled", "augmented", "with replacement", "list"], "augmented"))
 def test_so_does_one_whose_epochs_are_longer_than_its_data(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], epoch_length=8, max_epochs=2)
 
 
-@pytest.mark.parametrize("kind", READ_AGAIN)
+@pytest.mark.parametrize("kind", spread(READ_AGAIN, 1))
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_other_data_is_read_again(kind: str) -> None:
     cut_and_resume(kind, READ_AGAIN[kind], max_epochs=2)

@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from signalfire.distributed import together
 from signalfire.distributed.rendezvous import agree, join, launched
+from tests.kit import finished as finished_program
+from tests.kit import python, wait_until
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +28,7 @@ WORKER = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from signalfire import rendezvous
+from signalfire.distributed import rendezvous
 
 torch.set_num_threads(1)
 moment = sys.argv[1]
@@ -63,7 +65,7 @@ for step in range(5):
         raise ValueError("no more")
     if moment == "orphan":
         os.write(1, f"{os.getpid()}\\n".encode())  # at once: the other one writes there, too
-        time.sleep(60)
+        time.sleep(600)
 total = torch.ones(1)
 dist.all_reduce(total)
 print(f"rank {rank} sees {int(total)}, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
@@ -145,6 +147,7 @@ def finished(script: Path) -> Callable[[str], Finished]:
     return lambda name: Finished(script.parent, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", KILLED)
 def test_workers_that_are_killed_are_restarted_once(finished: Callable[[str], Finished], moment: str) -> None:
     job = finished(moment)
@@ -153,6 +156,7 @@ def test_workers_that_are_killed_are_restarted_once(finished: Callable[[str], Fi
         assert f"rank {rank} sees 2, attempt 1" in job.output
 
 
+@pytest.mark.slow
 def test_a_finished_job_exits_with_status_0(finished: Callable[[str], Finished]) -> None:
     job = finished("nothing")
     assert job.status == 0, job.errors
@@ -160,12 +164,14 @@ def test_a_finished_job_exits_with_status_0(finished: Callable[[str], Finished])
     assert "terminate called" not in job.errors
 
 
+@pytest.mark.slow
 def test_a_job_with_an_error_exits_with_another(finished: Callable[[str], Finished]) -> None:
     job = finished("raise")
     assert job.status == 1
     assert "ValueError: no more" in job.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "destroyed"), [*zip(ENDS, [0, 3, 0, 1], [True, True, False, False], strict=True)]
 )
@@ -177,17 +183,15 @@ def test_the_group_is_destroyed_after_a_good_end_only(
     assert ("destroyed" in process.output) is destroyed
 
 
+@pytest.mark.slow
 def test_workers_of_a_launcher_that_was_killed_end(script: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher(script, "orphan", 2, 0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+    command = ["-m", "torch.distributed.run", *launcher(script, "orphan", 2, 0)]
+    with python(*command, stdout=subprocess.PIPE) as agent:
         assert agent.stdout is not None
         workers = [int(agent.stdout.readline()) for _ in range(2)]
         assert all(map(lives, workers))
         agent.kill()
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline and any(map(lives, workers)):
-        time.sleep(0.05)
-    assert not any(map(lives, workers))
+    wait_until(lambda: not any(map(lives, workers)))
 
 
 def lives(pid: int) -> bool:
@@ -387,14 +391,15 @@ def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         join(timeout=1.0)
 
 
+@pytest.mark.slow
 def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() -> None:
     script = (
-        "import time\nfrom signalfire import rendezvous\nrendezvous.GRACE = 0.1\n"
+        "import time\nfrom signalfire.distributed import rendezvous\nrendezvous.GRACE = 0.1\n"
         "with rendezvous.bounded(0.2, 'rank 0 of 2'):\n    pass\n"
         "time.sleep(1)\nprint('goes on', flush=True)\n"
         "with rendezvous.bounded(0.2, 'rank 1 of 2'):\n    time.sleep(60)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = finished_program("-c", script)
     assert ended.returncode == 1
     assert ended.stdout == "goes on\n"
     assert "rank 1 of 2 was not connected with the others within 0.2 s" in ended.stderr

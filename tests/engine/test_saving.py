@@ -239,6 +239,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", ["checkpoint", "tensorboard"])
 def test_a_full_disk_is_an_error_and_no_end_of_waiting(handler: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path), handler]

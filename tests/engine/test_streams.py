@@ -32,6 +32,7 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed, mixed
 from signalfire.testing import fingerprint
+from tests.kit import quick, spread
 
 cross_entropy = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -336,11 +337,19 @@ _NOT_READ_AGAIN = [("shared", "unsized"), ("shared", "sized")]
 
 
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
-@pytest.mark.parametrize("epoch_length", [None, 3])
+@pytest.mark.parametrize("epoch_length", quick([None, 3], None))
 @pytest.mark.parametrize(
     ("streams", "data"),
     # With shared streams, batches that build on earlier draws are not read again alike, as the model drew in between.
-    [(streams, data) for streams in ("shared", "separate") for data in DATA if (streams, data) not in _NOT_READ_AGAIN],
+    spread(
+        [
+            (streams, data)
+            for streams in ("shared", "separate")
+            for data in DATA
+            if (streams, data) not in _NOT_READ_AGAIN
+        ],
+        3,
+    ),
 )
 def test_a_run_resumed_at_any_cut_ends_as_if_it_had_not_been_stopped(
     streams: Streams, data: str, epoch_length: int | None

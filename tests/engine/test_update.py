@@ -1145,7 +1145,21 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* must accept \(engine, output, batch\)"),
         ({"function": coroutine}, "function=.* is a coroutine function"),
     ],
-    ids=str,
+    ids=[
+        "nothing",
+        "forward and function",
+        "function and loss",
+        "forward is a number",
+        "loss is a name",
+        "optimizer is a number",
+        "parameters is a list",
+        "optimizer without loss",
+        "optimizer is built",
+        "forward of one argument",
+        "function of none",
+        "loss of two",
+        "function is a coroutine",
+    ],
 )
 def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(TypeError, match=f"Update 'generator': .*{told}"):
@@ -1157,7 +1171,7 @@ def test_a_supervised_loss_takes_two_arguments() -> None:
         Update.supervised(loss_of)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("update", [None, [], forward, "main", [Update.prediction(), forward]], ids=str)
+@pytest.mark.parametrize("update", [None, [], forward, "main", [Update.prediction(), forward]])
 def test_an_engine_takes_updates_only(update: Any) -> None:
     with pytest.raises(TypeError, match="is not an Update or a sequence of them"):
         Engine(update)

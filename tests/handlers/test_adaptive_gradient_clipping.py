@@ -137,7 +137,9 @@ def test_small_gradients_and_zero_gradients_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "exclude", ["4", "4.*", ["4.weight", "*4.bias"], lambda name, parameter: name.startswith("4")], ids=str
+    "exclude",
+    ["4", "4.*", ["4.weight", "*4.bias"], lambda name, parameter: name.startswith("4")],
+    ids=["a name", "a pattern", "patterns", "a function"],
 )
 def test_what_is_excluded_is_left_alone(exclude: Any) -> None:
     model = network()

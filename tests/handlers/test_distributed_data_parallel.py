@@ -51,6 +51,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from tests.kit import quick
 from tests.processes import run_together
 
 TIMEOUT = 20.0
@@ -216,7 +217,7 @@ def _against_torch(settled: bool) -> dict[str, tuple[Weights, Weights]]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_it_trains_to_the_bits_of_torchs_ddp_in_a_loop_by_hand(size: int) -> None:
     for rank, result in enumerate(run_together(_against_torch, size, True)):
         for name, (ours, hand) in result.items():
@@ -225,6 +226,7 @@ def test_it_trains_to_the_bits_of_torchs_ddp_in_a_loop_by_hand(size: int) -> Non
             assert not wrong, (name, rank, wrong)
 
 
+@pytest.mark.slow
 def test_torchs_first_buckets_are_others_which_is_seen_from_three_processes_on() -> None:
     for name, (ours, hand) in run_together(_against_torch, 2, False)[0].items():
         assert not differing(ours, hand), name  # a sum of two has one order
@@ -302,6 +304,7 @@ def _joined_runs(size: int) -> dict[str, Weights]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_trains_as_one_process_on_the_batches_joined(size: int) -> None:
     runs = assert_alike(run_together(_joined_runs, size, 0))
@@ -439,7 +442,7 @@ def _asked_for() -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_what_one_process_asks_for_all_do(size: int) -> None:
     found = assert_alike(run_together(_asked_for, size))
     whole = 3 * TURNS
@@ -663,7 +666,7 @@ def _dealt() -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_batches_are_dealt_in_the_order_that_rank_0_draws(size: int) -> None:
     found = run_together(_dealt, size)
     for name in IN_ORDER:
@@ -709,6 +712,7 @@ def _own_data() -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_each_process_may_have_data_of_its_own() -> None:
     found = run_together(_own_data, 3)
     for name in ("lists", "unsized", "windows"):
@@ -824,7 +828,7 @@ def _measured() -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_metrics_are_those_of_one_process(size: int) -> None:
     found = assert_alike(run_together(_measured, size))
     alone = evaluation(batches(*[4] * 6, 2), *all_metrics(), with_ddp=False)
@@ -860,7 +864,7 @@ def _predicted(folder: Path) -> dict[str, Any]:
             for name, data in to_predict().items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_predictions_are_complete_and_in_the_order_of_the_data(size: int, tmp_path: Path) -> None:
     found = assert_alike(run_together(_predicted, size, tmp_path))
     for name, data in to_predict().items():
@@ -954,6 +958,7 @@ def runs_of_many(size: int) -> dict[str, Weights]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_updates_and_parts_train_as_in_one_process(size: int) -> None:
     found = assert_alike(run_together(runs_of_many, size, 0))
@@ -1060,7 +1065,7 @@ def _out_of_memory() -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_all_halve_their_batches_when_the_memory_of_one_runs_out(size: int) -> None:
     found = assert_alike(run_together(_out_of_memory, size))
     for window in (1, 2):
@@ -1115,6 +1120,7 @@ def _compressed() -> dict[str, tuple[Weights, Weights]]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_compressed_gradients_are_those_of_torchs_hooks() -> None:
     for result in run_together(_compressed, 2):
         for name, (ours, hand) in result.items():
@@ -1158,6 +1164,7 @@ def pickled(state: Any) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_powersgd_goes_on_bit_for_bit_after_a_resume() -> None:
     assert run_together(_resumed, 2) == [[], []]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import Average, Checkpoint, EarlyStopping, Metrics, Validation
 from signalfire.testing import check_handler
+from tests.kit import spread
 
 BATCHES = [(torch.ones(2, 3), torch.ones(2, 1))] * 2
 
@@ -459,7 +460,7 @@ def test_two_that_restore_refuse_each_other() -> None:
         engine.attach(EarlyStopping("score", restore_best=True, name="three"))
 
 
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.75, "after": "1ep"}], ids=str)
+@pytest.mark.parametrize("options", spread([{}, {"threshold": 0.75, "after": "1ep"}], 1), ids=str)
 def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
     check_handler(
         build,

@@ -29,6 +29,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests.kit import spread
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -445,7 +446,9 @@ def test_a_run_that_continues_goes_on_with_the_average() -> None:
     assert_states_equal(engine.weights()["model"], trained_by_hand()[1].state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"warmup": True, "every": 2, "buffers": "average"}, {"start": 6}], ids=str)
+@pytest.mark.parametrize(
+    "options", spread([{}, {"start": 6}, {"warmup": True, "every": 2, "buffers": "average"}], 1), ids=str
+)
 def test_it_keeps_the_promises_of_a_handler(options: dict[str, Any]) -> None:
     check_handler(
         lambda: trainer_of(network()), lambda: EMA(0.9, **options), batches(5), changes_training=False, max_epochs=3

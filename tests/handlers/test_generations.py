@@ -28,6 +28,7 @@ from signalfire import Engine, Events, Update
 from signalfire.checkpoints import Files, Ownership, Taken, clean, commit, encode, read_manifest
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
+from tests.kit import quick
 
 DATA = [(torch.ones(2, 2) * i, torch.ones(2, 1)) for i in range(1, 4)]
 DISK = Files()
@@ -232,6 +233,7 @@ def edit(content: bytes, chance: random.Random) -> bytes:
 CASES = 2100
 
 
+@pytest.mark.slow
 def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -> None:
     older, newer, newest = trained(folder)
     chance = random.Random(20240607)
@@ -491,7 +493,7 @@ def check_crashes(root: Path, log: list[tuple[Any, ...]]) -> int:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", quick([1, 2], 2))
 def test_whatever_a_power_cut_leaves_the_newest_that_was_saved_loads(
     keep: int, asynchronous: bool, folder: Path
 ) -> None:
@@ -942,6 +944,7 @@ print(Checkpoint.load(folder / "run")["engine"]["iteration"], [name[-1] for name
 """
 
 
+@pytest.mark.slow
 def test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on(tmp_path: Path) -> None:
     """A file system of its own, in memory, of 600 kB, which this process alone mounts."""
     mounted = 'mount -t tmpfs -o size=600k tmpfs "$1" && exec "$2" -c "$3" "$1"'

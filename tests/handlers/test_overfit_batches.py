@@ -24,6 +24,7 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests.kit import quick
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -184,7 +185,7 @@ def test_wrong_use_is_refused() -> None:
         Engine(Update.prediction()).attach(OverfitBatches())
 
 
-@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("own_generator", quick([False, True], True))
 def test_it_keeps_its_promises(own_generator: bool) -> None:
     class Fresh:
         """A loader that begins the same in every process."""

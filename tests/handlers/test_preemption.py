@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from signalfire import Engine, Events, Phase, Update, seed_everything
 from signalfire.handlers import Average, Checkpoint, GradientAccumulation, LRScheduling, Metrics, Preemption, Validation
 from signalfire.testing import check_handler, fingerprint, trace
+from tests.kit import LIMIT, python, spread
 
 EPOCHS = 3
 
@@ -111,7 +111,7 @@ def kill_at(event: Any, *signals: signal.Signals) -> Callable[[Engine], None]:
     return connect
 
 
-@pytest.mark.parametrize("iteration", range(1, 7 * EPOCHS + 1))
+@pytest.mark.parametrize("iteration", spread(range(1, 7 * EPOCHS + 1), 5))
 def test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same(tmp_path: Path, iteration: int) -> None:
     expected = uninterrupted(tmp_path / "whole")
     engine = build(tmp_path / "run", Preemption(exit_status=None))
@@ -125,19 +125,22 @@ def test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "event",
-    [
-        Events.STARTED,
-        Events.EPOCH_STARTED(once=1),
-        Events.EPOCH_STARTED(once=2),
-        Events.GET_BATCH_STARTED(once=5),
-        Events.ITERATION_STARTED(once=5),
-        Events.OPTIMIZER_STEP_COMPLETED(once=6),
-        Events.EVALUATION_STARTED(once=2),
-        Events.EVALUATION_COMPLETED(once=3),
-        Events.CHECKPOINT_SAVED(once=1),
-        Events.EPOCH_COMPLETED(once=1),
-        Events.EPOCH_COMPLETED(once=EPOCHS),
-    ],
+    spread(
+        [
+            Events.STARTED,
+            Events.EPOCH_STARTED(once=1),
+            Events.EPOCH_STARTED(once=2),
+            Events.GET_BATCH_STARTED(once=5),
+            Events.ITERATION_STARTED(once=5),
+            Events.OPTIMIZER_STEP_COMPLETED(once=6),
+            Events.EVALUATION_STARTED(once=2),
+            Events.EVALUATION_COMPLETED(once=3),
+            Events.CHECKPOINT_SAVED(once=1),
+            Events.EPOCH_COMPLETED(once=1),
+            Events.EPOCH_COMPLETED(once=EPOCHS),
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_a_signal_at_any_event_saves_a_state_from_which_the_run_goes_on(tmp_path: Path, event: Any) -> None:
@@ -172,7 +175,7 @@ class _quiet:
 
 # Of what was saved as the last epoch ended, nothing is left to do.
 @pytest.mark.filterwarnings("ignore:run.*nothing to do:UserWarning")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", spread(range(8), 2))
 def test_killed_at_random_moments_and_resumed_again_and_again(tmp_path: Path, seed: int) -> None:
     expected = uninterrupted(tmp_path / "whole")
     folder = tmp_path / "run"
@@ -226,25 +229,26 @@ print("returned", engine.handlers["preemption"].preempted, engine.state.stop_rea
 
 @pytest.mark.parametrize(
     ("one", "arguments", "status", "last"),
-    [
-        (signal.SIGTERM, "", 143, "ENDED"),
-        (signal.SIGUSR1, "", 138, "ENDED"),
-        (signal.SIGUSR1, "exit_status=0", 0, "ENDED"),
-        (signal.SIGHUP, "['SIGHUP'], exit_status=None", 0, "returned SIGHUP preempted by SIGHUP"),
-    ],
+    spread(
+        [
+            (signal.SIGTERM, "", 143, "ENDED"),
+            (signal.SIGUSR1, "", 138, "ENDED"),
+            (signal.SIGUSR1, "exit_status=0", 0, "ENDED"),
+            (signal.SIGHUP, "['SIGHUP'], exit_status=None", 0, "returned SIGHUP preempted by SIGHUP"),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_a_process_leaves_with_the_exit_status_after_everything_was_told(
     tmp_path: Path, one: signal.Signals, arguments: str, status: int, last: str
 ) -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "run"), arguments=arguments)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(one)
-    told, errors = process.communicate(timeout=60)
+    with python("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(one)
+        told, errors = process.communicate(timeout=LIMIT)
     assert told.split("\n")[:4] == ["PREEMPTED", "TERMINATED", "COMPLETED", "ENDED"]
     assert told.rstrip().split("\n")[-1] == last
     assert process.returncode == status

@@ -42,6 +42,7 @@ from signalfire.handlers import (
     warmup_stable_decay,
 )
 from signalfire.testing import check_handler
+from tests.kit import spread
 
 Factory = Callable[..., Any]
 
@@ -337,7 +338,7 @@ def test_what_is_simulated_is_what_training_uses(kind: str) -> None:
     assert LRScheduling(FACTORIES[kind]).simulate(15, lr=0.4) == used
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", spread(FACTORIES, 7))
 def test_a_schedule_that_is_saved_goes_on_bit_for_bit(kind: str) -> None:
     """`check_handler` saves after every iteration, and loads with ``weights_only=True``."""
     check_handler(build, lambda: LRScheduling(FACTORIES[kind]), batches(), max_epochs=3)

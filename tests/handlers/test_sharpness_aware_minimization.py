@@ -25,6 +25,7 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests.kit import quick
 
 Batch = tuple[Tensor, Tensor]
 cross_entropy = nn.functional.cross_entropy
@@ -475,7 +476,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception
 # ---- promises ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", quick([1, 3], 3))
 def test_it_keeps_its_promises(window: int) -> None:
     check_handler(
         lambda: make_trainer(GradientAccumulation(window)),

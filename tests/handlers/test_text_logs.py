@@ -31,6 +31,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from tests.kit import quick
 
 Logger = Callable[..., Any]
 
@@ -94,7 +95,7 @@ def uninterrupted(kind: Logger, path: Path, every: str = "1it") -> tuple[bytes, 
     return path.read_bytes(), saved
 
 
-@pytest.mark.parametrize("every", ["1it", "3it", "100it"])
+@pytest.mark.parametrize("every", quick(["1it", "3it", "100it"], "3it"))
 def test_resumed_at_any_moment_the_file_is_the_same_byte_for_byte(kind: Logger, tmp_path: Path, every: str) -> None:
     path = tmp_path / "log"
     whole, saved = uninterrupted(kind, path, every)
@@ -107,6 +108,7 @@ def test_resumed_at_any_moment_the_file_is_the_same_byte_for_byte(kind: Logger, 
         assert path.read_bytes() == whole, moment
 
 
+@pytest.mark.slow
 def test_resumed_after_a_kill_at_any_byte_nothing_is_lost_doubled_or_torn(kind: Logger, tmp_path: Path) -> None:
     path = tmp_path / "log"
     whole, saved = uninterrupted(kind, path)
@@ -332,6 +334,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_that_names_the_handler_and_the_earlier_records_stay(
     kind: Logger, tmp_path: Path
 ) -> None:

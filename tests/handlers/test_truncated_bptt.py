@@ -27,6 +27,7 @@ from signalfire.handlers import (
 )
 from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
+from tests.kit import quick
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LENGTH, STEPS = 10, 4  # chunks of 4, 4 and 2
@@ -750,7 +751,7 @@ class Dropping(nn.Module):
         return output, hidden
 
 
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("window", quick([1, 4], 4))
 def test_it_keeps_the_promises_of_a_handler_and_resumes_after_any_iteration(window: int) -> None:
     def build() -> Engine:
         return make_trainer(Dropping(), GradientAccumulation(window), LRScheduling(partial(StepLR, step_size=5)))

@@ -22,6 +22,7 @@ from signalfire.handlers import (
 )
 from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
+from tests.kit import quick
 
 CRITIC, GENERATOR = partial(torch.optim.RMSprop, lr=2e-2), partial(torch.optim.RMSprop, lr=1e-2)
 LATENT = 3
@@ -336,7 +337,7 @@ def test_clipping_and_scaling_act_when_the_update_is_made(order: int) -> None:
 # ---- promises -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", quick([1, 2], 2))
 @pytest.mark.parametrize(
     "make",
     [

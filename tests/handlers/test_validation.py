@@ -24,6 +24,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from tests.kit import spread
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -441,7 +442,9 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_batch() -> None:
     assert dict(engine.state.metrics) == {}
 
 
-@pytest.mark.parametrize("options", [{"every": "0.5ep", "sanity": 1}, {"every": "1.5ep", "at_start": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", spread([{"every": "0.5ep", "sanity": 1}, {"every": "1.5ep", "at_start": True}], 1), ids=str
+)
 def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
     def validation() -> Validation:
         return Validation(evaluator_of(network()), {"a": batches(2), "b": DrawingData()}, **options)
