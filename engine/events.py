@@ -253,8 +253,8 @@ class Events(EventEnum):
     ENDED                                       # always, also after an error
     ```
 
-    The last GET_BATCH_STARTED has no GET_BATCH_COMPLETED if unsized data ends, or the run stops, at it. An epoch that is cut
-    short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
+    GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED where unsized data ends, or where the run is stopped at it. An epoch
+    that is cut short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
 
     Events inside an iteration are counted by iterations, and EPOCH_STARTED and EPOCH_COMPLETED by epochs:
     ``GRADIENTS_READY(every=10)`` means every tenth iteration. For every tenth optimizer step use the interval ``"10st"``.

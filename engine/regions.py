@@ -70,7 +70,7 @@ class Regions:
 
         Args:
             outside: Depth to return to.
-            error: The error that is being raised. No context manager can suppress it; errors of exiting become notes of it.
+            error: The error that is being raised. No context manager can suppress it; errors on exit are added to its notes.
         """
         leaving = error
         while self.depth > outside:

@@ -1,7 +1,7 @@
 """The bus: blinker signals whose receivers run in an explicit order.
 
 Stock blinker keeps its receivers in a set of ids: their order depends on memory addresses, so that two runs of one script
-can train different models. It holds receivers weakly, so that lambdas are lost, and selects the receivers anew on every send.
+can train different models. It holds receivers weakly, so that lambdas are lost, and selects the receivers on every send.
 `Signal` keeps blinker's interface and bookkeeping and adds phases, strong references, and a plan of calls that is recomputed
 only when connections change.
 """

@@ -27,8 +27,8 @@ OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 class Update:
     """The training step of one optimizer: forward, loss, and optimizer.
 
-    Supervised learning has one update, a GAN has two; every iteration makes all of them. An update without an optimizer only
-    evaluates. The object is immutable and can be shared by engines.
+    Supervised learning has one update, a GAN has two; each runs in every iteration. An update without an optimizer only
+    evaluates. The object is immutable, and engines can share it.
 
     Args:
         forward: Called as ``forward(engine, batch)``; returns the output.
@@ -228,7 +228,7 @@ class UpdateState:
         self.abandon()
 
     def reset(self) -> None:
-        """Begin as new; an optimizer that a factory built is built anew."""
+        """Begin as new; an optimizer that a factory built is built again."""
         if not isinstance(self.spec.optimizer, Optimizer):
             self.take_optimizer(None)
         self.restart()
@@ -241,7 +241,7 @@ class UpdateState:
         self.evaluation = 0
         self.hidden: Any = None
         self.more = False
-        self._asked = []  # an error may have left questions that nobody answered
+        self._asked = []  # after an error, flags may be left that were not read
 
     def discard(self) -> None:
         """Forget what the open window holds."""
@@ -254,7 +254,7 @@ class UpdateState:
             self.weight, self.can_skip = ONE, True
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """Take the optimizer that the factory built; None to have it built anew.
+        """Take the optimizer that the factory built; None to have it built again.
 
         Raises:
             TypeError: if it is no torch optimizer.

@@ -18,8 +18,8 @@ __all__ = ["CombinedData", "ReloadedData"]
 class CombinedData:
     """Several data sets iterated side by side: each batch contains one batch of each.
 
-    The order and the random numbers of each part depend only on the random state at the start of the epoch, on the part, and on
-    how often it began in this epoch: not on the other parts. A resumed run skips to its position in each part that supports it
+    The order and the random numbers of a part depend on the random state at the start of the epoch, on the part, and on how
+    often it began in this epoch, but not on the other parts. A resumed run skips to its position in each part that supports it
     (see `Engine.run`), and re-reads the others.
 
     Args:

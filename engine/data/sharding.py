@@ -124,7 +124,7 @@ def _reads_own_by_index(data: Any) -> bool:
 
 
 def draws_while_read(data: Any) -> bool:
-    """Whether every rank reads all of the data, which may draw random numbers meanwhile."""
+    """Whether data to be sharded is read by every rank in full, and may draw random numbers while it is read."""
     if skippable(data):
         return not _has_length(data)
     return not _is_indexable(data) and not callable(getattr(data, "batches_from", None))
