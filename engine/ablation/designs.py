@@ -119,7 +119,7 @@ class Factorial(Design):
         else:
             self.factors = {name: frozenset([name]) for name in _names(self, "factors", factors)}
         if not self.factors:
-            raise ValueError("Factorial(factors=[]): give at least one factor")
+            raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
         if (runs := 2 ** len(self.factors)) > self.limit:
             raise ValueError(

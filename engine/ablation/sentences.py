@@ -42,7 +42,7 @@ class Sentences:
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can give is {min(1.0, 2.0 ** (1 - n)):.2g}, "
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {min(1.0, 2.0 ** (1 - n)):.2g}, "
                 f"which Holm multiplies by up to {self.report.comparisons}; for {self.report.alpha:g}, {self._needed()}."
             )
         return sentences

@@ -254,21 +254,21 @@ def effects(
     cells = _cells(factors, variants)
     values = _finished(results)
     seeds = sorted({result.seed for result in results if result.variant in cells.values()})
-    whole = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
-    left_out = tuple(seed for seed in seeds if seed not in whole)
+    complete = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
+    left_out = tuple(seed for seed in seeds if seed not in complete)
     of_factors = [those for size in range(1, order + 1) for those in combinations(range(len(factors)), size)]
     share = Fraction(2, len(cells))
     comparisons = []
     of_seeds = []
     for those in of_factors:
         contrasts = []
-        for seed in whole:
+        for seed in complete:
             signed = (
                 values[name, seed] * math.prod(1 if on[index] else -1 for index in those) for on, name in cells.items()
             )
             contrasts.append(share * sum(signed))
         comparisons.append(compare(contrasts, level=level))
-        of_seeds.append({seed: float(contrast) for seed, contrast in zip(whole, contrasts, strict=True)})
+        of_seeds.append({seed: float(contrast) for seed, contrast in zip(complete, contrasts, strict=True)})
     adjusted = holm([comparison.p for comparison in comparisons])
     return [
         Effect(tuple(factors[index] for index in those), comparison, one, contrasts_of, left_out)

@@ -2,7 +2,7 @@
 
 `manifest` defines the content of a version and `names` its name; `store` writes, finds, reads and removes versions through the
 operations of `files`. `ownership` determines which versions belong to a run, `retention` which ones are kept, and `failures`
-which ones no run resumes from any more. `saver` makes the saves of a handler, each a `writer.Write`. Nothing here depends on
+which ones are no longer resumed from. `saver` makes the saves of a handler, each a `writer.Write`. Nothing here depends on
 the loop or on handlers.
 """
 

@@ -53,9 +53,8 @@ class ResumeFailures:
         if self.resumed_from is not None:
             self.resumed_from = None
             if clear:
-                shutil.rmtree(
-                    self.path, ignore_errors=True
-                )  # a remaining file only lets a later count reach its limit sooner
+                # After an error, a remaining file only makes a later count reach its limit sooner.
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def given_up(self) -> list[str]:
         """The versions from which three resumed runs failed."""

@@ -212,7 +212,7 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
         position = state["engine"]
         for key in ("epoch", "iteration"):
             if position[key] != manifest[key]:
-                raise Damaged(f"{MANIFEST} says {key} {manifest[key]}, but {STATE} holds {key} {position[key]}")
+                raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
     return dict(state)
 
 

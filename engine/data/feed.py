@@ -140,7 +140,7 @@ class Feed:
         return self.current.begin(self.state.iteration, self.state.epoch - 1, ahead=False)
 
     def on_last_batch(self) -> bool:
-        """Whether the current batch is the epoch's last; for unsized data, one batch is read ahead to know."""
+        """Whether the current batch is the epoch's last; for unsized data, this reads one batch ahead."""
         if self.epoch_end:
             return self.state.iteration >= self.epoch_end
         return self.current.last()

@@ -164,9 +164,8 @@ def _follow(store: Store, rank: int, size: int, timeout: float) -> str:
     for _ in _until(timeout):
         found, offer = _read(store, [f"word/{rank}", "offer"])
         if found != own:
-            store.set(
-                f"word/{rank}", own
-            )  # for the first time, or because a process that was still running replaced it
+            # The first time, or after a process that was still running has replaced it.
+            store.set(f"word/{rank}", own)
         fresh = json.loads(offer) if offer is not None else {"words": []}
         if len(fresh["words"]) == size and fresh["words"][rank] == own:
             if fresh["prefix"] != prefix:

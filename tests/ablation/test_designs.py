@@ -78,7 +78,7 @@ def test_a_swap_has_one_variant_for_each_alternative() -> None:
             "a handler and a group are both named 'ema'",
         ),
         (lambda: Factorial({"a": ["ema"], "b": ["ema", "swa"]}), "'ema' is in both 'a' and 'b'"),
-        (lambda: Factorial([]), "give at least one factor"),
+        (lambda: Factorial([]), "expected at least one factor"),
         (lambda: Swap({}), "Swap(alternatives={})"),
         (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected its alternatives by name"),
         (lambda: Swap(cast(Any, {"mix_up": {"cutmix": CutMix()}})), "each run needs a new handler"),

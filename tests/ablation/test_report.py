@@ -239,7 +239,7 @@ def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
     assert found.needed == 8
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can give is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
         "8 seeds are needed."
     ]
     for sentence in found.sentences():
@@ -266,7 +266,7 @@ def test_only_the_variants_with_too_few_pairs_are_named() -> None:
     found = report({"- a": [*WORSE[:5], None], "- b": WORSE[:6]}, seeds=range(6), level=0.9)
     assert found.needed == 6
     (few,) = [line for line in found.warnings() if line.startswith("Too few")]
-    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can give is 0.062')
+    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
 
 
 def test_one_pair_or_none_is_told_as_such() -> None:

@@ -295,7 +295,11 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
             ValueError,
             "index=1, but 'momentum' is a single value",
         ),
-        (lambda: ParameterScheduling("momentum", {0: "high"}), TypeError, "returns 'high' for 'momentum', which is 0.9"),
+        (
+            lambda: ParameterScheduling("momentum", {0: "high"}),
+            TypeError,
+            "returns 'high' for 'momentum', which is 0.9",
+        ),
         (lambda: ParameterScheduling("momentum", lambda n: None), TypeError, "returns None for 'momentum'"),
         (lambda: ParameterScheduling("nesterov", {0: 1.0}), TypeError, "returns 1.0 for 'nesterov', which is False"),
     ],

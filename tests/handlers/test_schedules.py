@@ -436,7 +436,11 @@ def test_a_factory_that_is_not_told_the_length_of_the_run_says_so() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: cosine_with_warmup(warmup=1.5), ValueError, r"cosine_with_warmup\(warmup=1\.5\).*number of steps is an int"),
+        (
+            lambda: cosine_with_warmup(warmup=1.5),
+            ValueError,
+            r"cosine_with_warmup\(warmup=1\.5\).*number of steps is an int",
+        ),
         (lambda: cosine_with_warmup(warmup=-1), ValueError, r"cosine_with_warmup\(warmup=-1\)"),
         (lambda: cosine_with_warmup(cooldown=-0.1), ValueError, r"cosine_with_warmup\(cooldown=-0\.1\)"),
         (lambda: cosine_with_warmup(warmup=cast(Any, "5")), TypeError, r"cosine_with_warmup\(warmup='5'\)"),
