@@ -37,19 +37,18 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
+from tests import kit
+from tests.kit import build, linear
 
 Batch = tuple[Tensor, Tensor]
 
 
 def make_data(batches: int = 10) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(batches)]
+    return kit.batches(batches, 3, 1, seed=0)
 
 
 def make_engine() -> Engine:
-    torch.manual_seed(0)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    return Engine(update, model=nn.Linear(3, 1), seed=0)
+    return build(linear(3, 1, seed=0))
 
 
 def make_evaluator(model: nn.Module) -> Engine:

@@ -15,6 +15,8 @@ from signalfire import Engine, Events, Handler, Update
 from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import same
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SHAPES = [(9,), (6, 7), (4, 5, 3)]
@@ -28,15 +30,11 @@ def network(shape: tuple[int, ...]) -> nn.Sequential:
 
 
 def batches(shape: tuple[int, ...], count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 2, *shape, generator=generator), torch.randint(3, (size,), generator=generator))
-        for size in [8] * (count - 1) + [5]
-    ]
+    return kit.batches([8] * (count - 1) + [5], (2, *shape), (), classes=3)
 
 
 def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, SGD), model=network(shape), seed=7)
+    return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
 def mixed_by_hand(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
@@ -83,10 +81,6 @@ def trained_by_hand(
             scaler.update()
             optimizer.zero_grad()
     return model, lams
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,6 +15,7 @@ from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import Cutout, GradientAccumulation, MixedPrecision
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Batches = list[tuple[Tensor, Tensor]]
@@ -28,15 +29,11 @@ def network(shape: tuple[int, ...]) -> nn.Sequential:
 
 
 def batches(shape: tuple[int, ...], count: int = 5) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(6, 2, *shape, generator=generator), torch.randint(3, (6,), generator=generator))
-        for _ in range(count)
-    ]
+    return kit.batches([6] * count, (2, *shape), (), classes=3)
 
 
 def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, SGD), model=network(shape), seed=7)
+    return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
 def cut_by_hand(x: Tensor, iteration: int, lengths: list[int], holes: int, fill: float) -> Tensor:

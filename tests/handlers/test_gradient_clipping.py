@@ -13,24 +13,21 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
+from tests import kit
+from tests.kit import assert_same, mlp
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Tanh())
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), 5 * torch.randn(4, 1, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, scale=5.0)
 
 
 def trained(model: nn.Module, *handlers: Any, epochs: int = 2, data: Batches | None = None) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
+    engine = kit.build(model, *handlers, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     engine.run(data or batches(), max_epochs=epochs)
     return engine
 
@@ -57,11 +54,6 @@ def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2
             optimizer.step()
             optimizer.zero_grad()
     return model, norms
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -13,24 +13,22 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNorms, History, MixedPrecision
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests import kit
+from tests.kit import mlp, quick
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Tanh())
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), 5 * torch.randn(4, 1, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, scale=5.0)
 
 
 def build(model: nn.Module | None = None) -> Engine:
-    return Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model or network(), seed=0)
+    return kit.build(model or network(), optimizer=SGD)
 
 
 def written(engine: Engine, *handlers: Any, epochs: int = 2, count: int = 6) -> list[tuple[int, dict[str, float]]]:

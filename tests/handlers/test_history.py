@@ -13,15 +13,13 @@ from torch import nn
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import Average, Checkpoint, History, Metrics, Validation
+from tests.kit import build
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
-    engine = Engine(update, model=model or nn.Linear(3, 1), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or nn.Linear(3, 1), *handlers, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 def scored(history: History, epochs: int = 3) -> Engine:

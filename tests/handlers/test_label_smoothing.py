@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, LabelSmoothing, MixedPrecision
 from signalfire.testing import check_handler
+from tests import kit
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -25,11 +26,7 @@ def network() -> nn.Sequential:
 
 def batches(dense: bool, count: int = 6) -> list[tuple[Tensor, Tensor]]:
     """Targets for each place, of shape (N, 3), or for each sample."""
-    generator = torch.Generator().manual_seed(11)
-    shape = (5, 3) if dense else (5,)
-    return [
-        (torch.randn(5, 2, 7, generator=generator), torch.randint(4, shape, generator=generator)) for _ in range(count)
-    ]
+    return kit.batches([5] * count, (2, 7), (3,) if dense else (), classes=4)
 
 
 def forward(engine: Engine, batch: Any) -> Any:

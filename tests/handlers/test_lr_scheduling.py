@@ -31,19 +31,18 @@ from torch.optim.lr_scheduler import (
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import assert_same, linear
 
 Batches = list[tuple[Tensor, Tensor]]
 Factory = Callable[[Optimizer], Any]
 
 
 def network() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(5, 2)
+    return linear(5, 2)
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, targets=2)
 
 
 class Unsized:
@@ -97,11 +96,6 @@ def trained_by_hand(
         if by == "epoch":
             scheduler.step()
     return model, rates
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def sequential(optimizer: Optimizer) -> SequentialLR:

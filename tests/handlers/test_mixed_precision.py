@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
+from tests import kit
+from tests.kit import assert_same, build, mlp
 
 Batches = list[tuple[Tensor, Tensor]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    return mlp(5, 8, 2, nn.Tanh())
 
 
 def batches(count: int = 7) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+    return kit.batches(count, targets=2)
 
 
 def with_a_huge_one() -> Batches:
@@ -34,11 +34,7 @@ def with_a_huge_one() -> Batches:
     return data
 
 
-def engine_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+engine_of = partial(build, optimizer=partial(torch.optim.Adam, lr=0.05))
 
 
 def trained_by_hand(
@@ -80,11 +76,6 @@ def trained_by_hand(
             scales.append(scaler.get_scale())
             optimizer.zero_grad()
     return model, scales, steps
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def note_scales(engine: Engine, handler: MixedPrecision) -> list[float]:

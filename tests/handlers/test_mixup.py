@@ -30,6 +30,8 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import same
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Pair = namedtuple("Pair", ["image", "label"])
@@ -43,15 +45,11 @@ def network() -> nn.Sequential:
 
 
 def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 2, 5, 5, generator=generator), torch.randint(3, (size,), generator=generator))
-        for size in [8] * (count - 1) + [5]
-    ]
+    return kit.batches([8] * (count - 1) + [5], (2, 5, 5), (), classes=3)
 
 
 def build(model: nn.Module | None = None, optimizer: Any = SGD) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, optimizer), model=model or network(), seed=7)
+    return kit.build(model or network(), loss=F.cross_entropy, optimizer=optimizer, seed=7)
 
 
 def trained(*handlers: Any, optimizer: Any = SGD) -> Engine:
@@ -122,10 +120,6 @@ def trained_by_hand(
             scaler.update()
             optimizer.zero_grad()
     return model, losses
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4])

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import Average, Metrics, ProgressBar, Validation
+from tests.kit import build, linear
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
@@ -26,11 +27,7 @@ class Terminal(io.StringIO):
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
-    engine = Engine(update, model=model or nn.Linear(3, 1), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or linear(3, 1), *handlers, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 def test_a_file_gets_a_line_for_each_epoch() -> None:

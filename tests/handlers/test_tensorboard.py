@@ -26,22 +26,17 @@ from signalfire.handlers import (
     TensorBoardLogger,
     Validation,
 )
-from tests.kit import quick
+from tests import kit
+from tests.kit import build, linear, quick
 
 Scalars = dict[str, list[tuple[int, float]]]
 
 
-def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, targets=2)
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    engine = Engine(update, model=model or nn.Linear(5, 2), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or linear(5, 2), *handlers)
 
 
 def read(folder: Path) -> Scalars:

@@ -31,7 +31,8 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests import kit
+from tests.kit import linear, quick
 
 Logger = Callable[..., Any]
 
@@ -43,14 +44,12 @@ def kind(request: pytest.FixtureRequest) -> Logger:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(5)]
+    return kit.batches(5, targets=2)
 
 
 def engine_of(*handlers: Any) -> Engine:
     """Trains with a schedule and a window that is ragged at the epoch's end; has metrics of every kind of moment."""
-    torch.manual_seed(3)
-    model = nn.Linear(5, 2)
+    model = linear(5, 2)
     evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
     evaluator.attach(Metrics(loss=Average()))
     update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))

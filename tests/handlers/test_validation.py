@@ -24,19 +24,13 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import spread
+from tests.kit import batches, mlp, spread
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-
-
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5))
 
 
 def evaluator_of(model: nn.Module) -> Engine:
