@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Handler, Update
+from signalfire.handlers import Average, Metrics
 
 __all__ = [
     "LIMIT",
     "assert_same",
+    "average_gradients",
     "batches",
     "build",
+    "evaluator_of",
     "finished",
     "group_ended",
     "interruptible",
@@ -35,7 +38,9 @@ __all__ = [
     "quick",
     "same",
     "spread",
+    "validation_loss",
     "wait_until",
+    "windows",
 ]
 
 Batch = tuple[Tensor, Tensor]
@@ -181,6 +186,37 @@ def build(
     engine = Engine(Update.supervised(loss, optimizer), model=model, **{"seed": 0, **options})
     engine.attach(*handlers)
     return engine
+
+
+def evaluator_of(model: nn.Module, loss: Callable[..., Tensor] = nn.functional.mse_loss) -> Engine:
+    """An engine that measures the loss of a model."""
+    engine = Engine(Update.supervised(loss), model=model)
+    engine.attach(Metrics(loss=Average()))
+    return engine
+
+
+def validation_loss(model: nn.Module) -> float:
+    """The loss over three batches, without an engine; the modes stay as they are."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    with torch.no_grad():
+        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
+    for module, mode in modes.items():
+        module.training = mode
+    return torch.stack(losses).mean().item()
+
+
+def windows(data: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """For plain loops that accumulate: so many batches at a time, the last ones as many as are left."""
+    for begin in range(0, len(data), size):
+        yield data[begin : begin + size]
+
+
+def average_gradients(model: nn.Module, count: int) -> None:
+    """For plain loops that accumulate: what so many batches have added up, divided once."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(count)
 
 
 def assert_same(one: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from signalfire import Engine, Events, Update
 from signalfire.handlers import AdaptiveGradientClipping, GradientAccumulation, GradientClipping, MixedPrecision
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import same
+from tests.kit import average_gradients, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -73,16 +73,12 @@ def trained_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data = batches()
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             change(model)
             scaler.step(optimizer)

@@ -16,7 +16,7 @@ from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, Mi
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import same
+from tests.kit import average_gradients, same, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SHAPES = [(9,), (6, 7), (4, 5, 3)]
@@ -61,8 +61,7 @@ def trained_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, iteration, lams = batches(shape), 0, []
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
                 mixed, lam, perm = mixed_by_hand(x, iteration, alpha)
@@ -73,10 +72,7 @@ def trained_by_hand(
                 if smoothing:
                     loss = (1 - smoothing) * loss + smoothing * -output.float().log_softmax(1).mean()
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

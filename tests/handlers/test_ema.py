@@ -20,16 +20,24 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from signalfire import Engine, Events, Phase, Update, seed_everything
 from signalfire.handlers import (
     EMA,
-    Average,
     EarlyStopping,
     GradientAccumulation,
     LRScheduling,
-    Metrics,
     MixedPrecision,
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import assert_same, batches, mlp, spread
+from tests.kit import (
+    assert_same,
+    average_gradients,
+    batches,
+    build,
+    evaluator_of,
+    mlp,
+    spread,
+    validation_loss,
+    windows,
+)
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -38,34 +46,13 @@ def network() -> nn.Sequential:
     return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.2))
 
 
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
-
-
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
 
 
 def run(engine: Engine, **bounds: Any) -> Engine:
     seed_everything(1)
     engine.run(batches(), **({"max_epochs": 3} | bounds))
     return engine
-
-
-def measured(model: nn.Module) -> float:
-    """The validation loss, by hand."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    with torch.no_grad():
-        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
-    for module, mode in modes.items():
-        module.training = mode
-    return torch.stack(losses).mean().item()
 
 
 def trained_by_hand(
@@ -79,14 +66,10 @@ def trained_by_hand(
     seed_everything(1)
     data = batches()
     for _ in range(3):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -95,7 +78,7 @@ def trained_by_hand(
                 if not isinstance(decay, float):
                     averaged.multi_avg_fn = get_ema_multi_avg_fn(decay(int(averaged.n_averaged)))
                 averaged.update_parameters(model)
-        losses.append(measured(averaged.module))
+        losses.append(validation_loss(averaged.module))
     return model, averaged.module, losses
 
 
@@ -133,7 +116,7 @@ def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_fir
     run(engine)
     hand, _, expected = trained_by_hand()
     assert losses == expected
-    assert losses[-1] != measured(model)
+    assert losses[-1] != validation_loss(model)
     assert_same(model.state_dict(), hand.state_dict())
     plain = run(trainer_of(network()))
     assert fingerprint(plain, handlers=False)["updates.main"] == fingerprint(engine, handlers=False)["updates.main"]
@@ -446,7 +429,7 @@ def test_switched_off_evaluation_sees_the_weights() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
     with engine.without("ema"):
-        assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == measured(model)
+        assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == validation_loss(model)
         assert_same(engine.weights()["model"], model.state_dict())
 
 

@@ -24,7 +24,7 @@ from signalfire.handlers import (
 )
 from signalfire.testing import check_handler, fingerprint
 from tests import kit
-from tests.kit import assert_same
+from tests.kit import assert_same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -79,8 +79,7 @@ def trained_by_hand(
     for epoch in range(1, 5):
         model.train().requires_grad_()
         freeze(model, epoch)
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
             for parameter in model.parameters():

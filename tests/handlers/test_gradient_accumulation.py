@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation
 from tests import kit
-from tests.kit import assert_same, mlp
+from tests.kit import assert_same, average_gradients, mlp, windows
 
 VALUES = [torch.tensor(float(value)) for value in range(1, 11)]
 Batches = list[tuple[Tensor, Tensor]]
@@ -69,13 +69,10 @@ def trained_by_hand(data: Batches, schedule: Mapping[int, int], epochs: int) -> 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for epoch in range(1, epochs + 1):
         window = [n for start, n in schedule.items() if start <= epoch][-1]
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.cross_entropy(model(inputs), targets).backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -169,8 +166,7 @@ def test_a_weight_of_tokens_equals_a_loop_by_hand() -> None:
     hand = network()
     optimizer = torch.optim.Adam(hand.parameters(), lr=0.05)
     for _ in range(2):
-        for begin in range(0, len(data), 2):
-            chunk = data[begin : begin + 2]
+        for chunk in windows(data, 2):
             for inputs, targets in chunk:
                 (nn.functional.cross_entropy(hand(inputs), targets) * len(inputs)).backward()
             for parameter in hand.parameters():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
 from tests import kit
-from tests.kit import assert_same, mlp
+from tests.kit import assert_same, average_gradients, mlp, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -38,14 +38,10 @@ def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data, norms = batches(), []
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             if "max_value" in options:
                 nn.utils.clip_grad_value_(model.parameters(), options["max_value"])
             if "max_norm" in options:
@@ -206,16 +202,12 @@ def test_under_fp16_scaling_unscaled_gradients_are_clipped(
     optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     data = batches()
-    for begin in range(0, len(data), window):
-        chunk = data[begin : begin + window]
+    for chunk in windows(data, window):
         for inputs, targets in chunk:
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = nn.functional.mse_loss(hand(inputs), targets)
             scaler.scale(loss).backward()
-        if len(chunk) > 1:
-            for parameter in hand.parameters():
-                assert parameter.grad is not None
-                parameter.grad.div_(len(chunk))
+        average_gradients(hand, len(chunk))
         scaler.unscale_(optimizer)
         if "max_value" in options:
             nn.utils.clip_grad_value_(hand.parameters(), options["max_value"])

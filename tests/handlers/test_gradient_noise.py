@@ -17,7 +17,7 @@ from signalfire.handlers import GradientAccumulation, GradientClipping, Gradient
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import batches, mlp, same
+from tests.kit import average_gradients, batches, mlp, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -47,17 +47,13 @@ def trained_by_hand(
     data, iteration, step = batches(), 0, 0
     torch.manual_seed(5)  # dropout's
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 iteration += 1
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             if eta is not None:
                 generator = torch.Generator().manual_seed(derived_seed(7, "gradient_noise", iteration))

@@ -14,7 +14,7 @@ from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNorms, History, MixedPrecision
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import mlp, quick
+from tests.kit import average_gradients, mlp, quick, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -56,16 +56,12 @@ def norms_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, norms = batches(), []
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             found = {}
             for name, parameter in model.named_parameters():

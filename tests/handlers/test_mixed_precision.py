@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
 from tests import kit
-from tests.kit import assert_same, build, mlp
+from tests.kit import assert_same, average_gradients, build, mlp, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,24 +52,20 @@ def trained_by_hand(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **options)
     scales: list[float] = []
-    steps, windows = 0, 0
+    steps, number = 0, 0
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=DTYPES[precision]):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            windows += 1
-            if windows != skip_at:
+            number += 1
+            if number != skip_at:
                 scaler.step(optimizer)
                 steps += finite
             scaler.update()

@@ -31,7 +31,7 @@ from signalfire.handlers import (
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import same
+from tests.kit import average_gradients, same, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Pair = namedtuple("Pair", ["image", "label"])
@@ -92,8 +92,7 @@ def trained_by_hand(
     data, iteration, losses = batches(), 0, []
     torch.manual_seed(5)
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
                 lam, perm = draws(iteration, alpha, len(x)) if alpha is not None else (1.0, torch.arange(len(x)))
@@ -110,10 +109,7 @@ def trained_by_hand(
                     loss = (1 - smoothing) * loss + smoothing * uniform
                 losses.append(loss.item())
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             scaler.step(optimizer)

@@ -22,7 +22,7 @@ from signalfire.handlers import (
 )
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import mlp, quick, same, spread
+from tests.kit import average_gradients, mlp, quick, same, spread, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -50,14 +50,10 @@ def trained_by_hand(data: Batches, *, window: int = 1, max_norm: float | None = 
     model = network()
     optimizer = Adam(model.parameters())
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             if all(bool(targets.isfinite().all()) for _, targets in chunk):
                 if max_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -17,7 +17,7 @@ from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import GradientAccumulation, LRScheduling, MixedPrecision, ParameterScheduling
 from signalfire.testing import check_handler, fingerprint
 from tests import kit
-from tests.kit import assert_same, linear
+from tests.kit import assert_same, average_gradients, linear, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -56,14 +56,10 @@ def trained_by_hand(
     made = optimizer(model.parameters())
     data = batches()
     for epoch in range(3):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             change(made.param_groups[0], steps if by == "step" else epoch)
             seen.append({key: value for key, value in made.param_groups[0].items() if key != "params"})
             made.step()

@@ -18,15 +18,13 @@ from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import (
     EMA,
     SWA,
-    Average,
     GradientAccumulation,
     LRScheduling,
-    Metrics,
     MixedPrecision,
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import assert_same, batches, mlp
+from tests.kit import assert_same, average_gradients, batches, build, evaluator_of, mlp, validation_loss, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -35,34 +33,13 @@ def network(dropout: float = 0.2) -> nn.Sequential:
     return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(dropout))
 
 
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
-
-
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
 
 
 def run(engine: Engine, **bounds: Any) -> Engine:
     seed_everything(1)
     engine.run(batches(), **({"max_epochs": 6} | bounds))
     return engine
-
-
-def measured(model: nn.Module) -> float:
-    """The validation loss, by hand; the modes stay as they are."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    with torch.no_grad():
-        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
-    for module, mode in modes.items():
-        module.training = mode
-    return torch.stack(losses).mean().item()
 
 
 def trained_by_hand(
@@ -73,30 +50,26 @@ def trained_by_hand(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     averaged = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
     # Over 0 epochs, torch's takes effect when it is built: build it when averaging begins. Over more it makes no difference.
-    build = partial(SWALR, optimizer, swa_lr=lr or 1.0, **annealing)
-    scheduler = build() if lr is not None and annealing.get("anneal_epochs") != 0 else None
+    begin_annealing = partial(SWALR, optimizer, swa_lr=lr or 1.0, **annealing)
+    scheduler = begin_annealing() if lr is not None and annealing.get("anneal_epochs") != 0 else None
     rates, losses = [], []
     seed_everything(1)
     data = batches()
     for epoch in range(1, epochs + 1):
         rates.append(optimizer.param_groups[0]["lr"])
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
         if epoch >= start:
             if (epoch - start) % every == 0:
                 averaged.update_parameters(model)
             if lr is not None:
-                scheduler = scheduler or build()
+                scheduler = scheduler or begin_annealing()
                 scheduler.step()
-        losses.append(measured(averaged.module if epoch >= start else model))
+        losses.append(validation_loss(averaged.module if epoch >= start else model))
     update_bn(data, averaged)
     return model, averaged.module, rates, losses
 
@@ -160,7 +133,7 @@ def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
     run(engine)
     for epochs, loss in zip(range(3, 7), losses, strict=True):
         hand, average, _, _ = trained_by_hand(epochs=epochs)
-        assert loss == measured(average)
+        assert loss == validation_loss(average)
     assert_same(model.state_dict(), hand.state_dict())
 
 

@@ -26,7 +26,7 @@ from signalfire.handlers import (
 )
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import assert_same, build, mlp, spread
+from tests.kit import assert_same, average_gradients, build, mlp, spread, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -53,14 +53,10 @@ def trained_by_hand(
     stepper = optimizer(model.parameters())
     data = [(inputs.to(dtype), targets.to(dtype)) for inputs, targets in batches()]
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                if len(chunk) > 1:
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             stepper.step()

@@ -24,7 +24,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import batches, mlp, spread
+from tests.kit import batches, build, evaluator_of, mlp, spread
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -33,17 +33,7 @@ def network() -> nn.Sequential:
     return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5))
 
 
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
-
-
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
 def trained_by_hand(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
