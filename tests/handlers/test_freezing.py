@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import (
-    Average,
     Freezing,
     GradientAccumulation,
     GradientClipping,
-    Metrics,
     MixedPrecision,
     Validation,
     discriminative_rates,
 )
 from signalfire.testing import check_handler, fingerprint
 from tests import kit
-from tests.kit import assert_same, windows
+from tests.kit import assert_same, evaluator_of, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -185,8 +183,7 @@ def test_a_path_is_not_mistaken_for_another_that_begins_like_it() -> None:
 
 def test_a_validation_inside_leaves_what_is_frozen_as_it_is() -> None:
     model = Network()
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     run(trainer_of(model, Freezing(GRADUAL), Validation(evaluator, batches(2), every="2it")))
     assert_same(model, trained_by_hand(gradually))
 

@@ -24,7 +24,7 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
-from tests.kit import build, mlp, quick
+from tests.kit import build, evaluator_of, mlp, quick
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -125,8 +125,7 @@ def test_a_later_run_goes_on_with_the_same_batches() -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_evaluations_are_made_on_these_batches_if_wanted(own: bool) -> None:
     model = network()
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     seen: list[Tensor] = []
     evaluator.connect(Events.ITERATION_STARTED, lambda engine: seen.append(engine.state.batch[0].clone()))
     other = [(torch.ones(2, 5), torch.ones(2, 1))]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.handlers import Average, Metrics, ProgressBar, Validation
-from tests.kit import build, linear
+from tests.kit import build, evaluator_of, linear
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
@@ -149,8 +149,7 @@ def test_an_error_closes_the_bar(kind: type[io.StringIO]) -> None:
 
 def test_validation_within_an_epoch_draws_no_second_bar() -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     file = Terminal()
     engine_of(
         ProgressBar(file=file, interval=0.0, leave=True), Validation(evaluator, BATCHES, every="2it"), model=model

@@ -27,7 +27,7 @@ from signalfire.handlers import (
     Validation,
 )
 from tests import kit
-from tests.kit import build, linear, quick
+from tests.kit import build, evaluator_of, linear, quick
 
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -108,8 +108,7 @@ def test_within_a_window_the_rate_is_that_of_the_step_to_come(tmp_path: Path) ->
 
 def test_metrics_are_written_as_they_come(tmp_path: Path) -> None:
     model = nn.Linear(5, 2)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = engine_of(
         TensorBoardLogger(tmp_path, every="100it"),
         Validation(evaluator, batches(2), every="4it", at_start=True),
@@ -271,8 +270,7 @@ def test_an_epochs_end_that_is_told_again_is_written_once(tmp_path: Path) -> Non
 
 def with_metrics_of_every_kind(folder: Path, every: str) -> Engine:
     model = nn.Linear(5, 2)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = engine_of(
         TensorBoardLogger(folder, every=every),
         LRScheduling(partial(ExponentialLR, gamma=0.9)),
