@@ -6,14 +6,15 @@ if __name__ != "signalfire":
         "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
     )
 
-from .bus import Connection, Phase, Signal
+from .connection import Connection, Phase
 from .data import CombinedData, DataError, ReloadedData, RereadingWarning
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .handler import Handler, on
-from .host import Attachment
 from .interval import Interval
 from .randomness import seed_everything
+from .registry import Attachment
+from .signals import Signal
 from .state import MetricStore, State
 from .update import Update, UpdateState
 from .wiring import Wiring

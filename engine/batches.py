@@ -1,4 +1,4 @@
-"""What a batch is made of: tensors in tuples, lists, mappings, named tuples and dataclasses, nested as they come."""
+"""The structure of a batch: tensors in nested tuples, lists, mappings, named tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors in a batch: a tensor, or containers of them, nested."""
+    """All tensors in a batch, which is a tensor or nested containers."""
     if isinstance(batch, Tensor):
         return [batch]
     container = parts(batch)
@@ -25,7 +25,7 @@ _PAIRS = (tuple, list)
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples: the length of the first tensor in a batch; 1 for a batch without tensors or a scalar."""
+    """The number of samples: the length of the batch's first tensor; 1 without tensors, or if it is a scalar."""
     if batch.__class__ in _PAIRS and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
         shape = batch[0].shape
         return shape[0] if shape else 1
@@ -36,8 +36,8 @@ def samples_in(batch: Any) -> int:
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """A batch of the same structure with ``function(leaf)`` in place of every leaf.
 
-    Containers are tuples, named tuples, lists, mappings and dataclasses. Anything else is a leaf, and so is what has a ``to``
-    method, as tensors and packed sequences have.
+    Containers are tuples, named tuples, lists, mappings and dataclasses. Anything else is a leaf, and so is anything with a
+    ``to`` method, such as tensors and packed sequences.
 
     Example:
         >>> map_leaves(lambda number: number + 1, {"x": [1, 2], "y": (3,)})
@@ -49,12 +49,12 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a tuple, list, mapping or dataclass holds, and how another of its kind is made; None for anything else."""
+    """The items of a container, and a function that builds a container of the same kind; None for anything else."""
     if isinstance(value, Mapping):
         return list(value.values()), lambda held: _mapping_like(value, held)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return list(value), lambda held: type(value)(*held)
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):  # which holds numbers only
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):  # torch.Size holds only numbers
         return list(value), type(value)
     if is_dataclass(value) and not isinstance(value, type):
         names = [one.name for one in fields(value)]
@@ -77,7 +77,7 @@ def _dataclass_like(value: Any, names: list[str], held: list[Any]) -> Any:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind in which each part is changed; what is no container stays as it is."""
+    """A container of the same kind with ``change(item)`` for every item; anything else is returned unchanged."""
     if (container := parts(value)) is None:
         return value
     held, remake = container

@@ -1,472 +1,158 @@
-"""The bus: blinker signals whose receivers run in an explicit order.
-
-Stock blinker keeps its receivers in a set of ids, so that their order depends on memory addresses and the same script can
-train two different models; it holds receivers weakly, so that lambdas vanish; and it works out anew on every send whom
-to call. A `Signal` here keeps blinker's interface and bookkeeping and adds phases, strong references and a plan that
-is worked out once for each change.
-"""
+"""The bus of an engine: its signals by event, and everything that is emitted."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-import weakref
-from bisect import insort
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from enum import IntEnum
-from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import blinker
-from blinker import ANY
 
-from .events import NEVER, EventEnum, Events, Filter, check_receiver
+from .connection import Connection, Phase, Receiver
+from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
+from .signals import Around, Signal
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Bus", "Connection", "Phase", "Receiver", "Signal"]
-
-Receiver = Callable[..., Any]
-F = TypeVar("F", bound=Receiver)
-_connection_numbers = count()
-
-
-class Phase(IntEnum):
-    """When a receiver runs within its event: by phase, then rank, then order of connection.
-
-    PERSIST comes last because a checkpoint written before CONTROL would resume with the patience and the schedule one
-    step behind.
-    """
-
-    PREPARE = 0  # make the inputs of this event right: device, unscaled gradients, validation, so that metrics exist
-    CHANGE = 1  # the default: what changes training, and users' functions
-    FINALIZE = 2  # the last change before the act: scale the loss, veto a step
-    RECORD = 3  # read only: history, loggers, progress bar
-    CONTROL = 4  # decide: schedules, patience, stop; last of all, which checkpoints to keep
-    PERSIST = 5  # write to disk what was decided
-
-
-class Connection:
-    """One receiver under one filter, at its place in the order."""
-
-    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver", "when")
-
-    def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
-        self.receiver = receiver
-        self.phase = phase
-        self.rank = rank
-        self.filter = filter
-        self.owner = owner
-        self.key = (int(phase), rank, next(_connection_numbers))
-        # An interval's predicate remembers when it passed last: each connection has one of its own.
-        self.when = None if filter is None else copy.copy(filter.when)
-        self.call = receiver if self.when is None else _guarded(receiver, self.when)
-
-    def restart(self, engine: Engine) -> None:
-        """Let a predicate that remembers counts begin at the present ones."""
-        restart = getattr(self.when, "restart", None)
-        if restart is not None:
-            restart(engine)
-
-    def __repr__(self) -> str:
-        name = getattr(self.receiver, "__name__", type(self.receiver).__name__)
-        return name if self.owner is None else f"{self.owner}.{name}"
-
-    def of(self, receiver: object) -> bool:
-        return _is(self.receiver, receiver)
-
-    def same(self, other: Connection) -> bool:
-        return self.of(other.receiver) and self.phase == other.phase and self.filter == other.filter
-
-
-def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
-    def call(engine: Engine, **kwargs: Any) -> Any:
-        return receiver(engine, **kwargs) if when(engine) else None
-
-    return call
-
-
-class Plan(list[Receiver]):
-    """What a signal calls, worked out beforehand, and the connections that it stands for, one for one.
-
-    A list of bound methods costs the least to work through: 35 ns a receiver, where objects with a ``__call__`` cost twice
-    to four times that.
-    """
-
-    __slots__ = ("__weakref__", "calls", "connections")
-
-    def __init__(self, connections: list[Connection], calls: list[Receiver]) -> None:
-        super().__init__(calls)
-        self.connections = connections
-        self.calls = calls  # as they were: those of connections that are removed meanwhile are silenced
-
-    def connection(self, call: Receiver | None) -> Connection | None:
-        """Whose call it is."""
-        pairs = zip(self.connections, self.calls, strict=True)
-        return next((connection for connection, own in pairs if own is call), None)
-
-    def silence(self, connected: tuple[Connection, ...]) -> None:
-        for place, connection in enumerate(self.connections):
-            if connection not in connected:
-                self[place] = _do_nothing
-
-
-def _do_nothing(engine: Engine) -> None:
-    pass
-
-
-Around = Callable[["Signal", Connection], Receiver]
-
-
-class Signal(blinker.NamedSignal):
-    """One event of one engine: a blinker signal with phases, strong references and a cached plan.
-
-    `connect`, `disconnect`, `connected_to`, `muted`, `receivers` and `send` are blinker's. The engine itself calls `emit`,
-    which does what `send` does without collecting results, and only when `due` says that somebody listens.
-
-    Attributes:
-        due: the smallest count at which a receiver may have to run; `NEVER` while nobody listens.
-        fired: how often the event was fired, for events that are counted by that.
-        around: what `Bus.call_through` was given.
-        awaited: whether the engine itself waits for the event: then it is due, though nobody listens. See `wait`.
-    """
-
-    __slots__ = (
-        "_connections",
-        "_filtered",
-        "_filtered_due",
-        "_last_phase",
-        "_muted",
-        "_once_a_count",
-        "_passing",
-        "_plan",
-        "_plans",
-        "_selected",
-        "around",
-        "awaited",
-        "due",
-        "event",
-        "fired",
-        "group",
-    )
-
-    def __init__(self, event: EventEnum) -> None:
-        self.event = event
-        self.fired = 0
-        self.due = NEVER
-        self.group: weakref.ref[SignalGroup] | None = None
-        self.around: Around | None = None
-        self.awaited = False
-        self._once_a_count = event is Events.ITERATION_COMPLETED
-        self._muted = False
-        self._last_phase = Phase.PERSIST
-        self._connections: tuple[Connection, ...] = ()
-        self._plan = Plan([], [])  # of those whom no count filters
-        self._filtered: list[Connection] = []  # the others
-        self._passing: list[Connection] = []  # of these, whose filters passed last
-        self._selected: Plan | None = None  # with those
-        self._plans: list[weakref.ref[Plan]] = []  # those that may be being worked through
-        self._filtered_due = NEVER
-        super().__init__(event.label)
-
-    # ---- connecting -----------------------------------------------------------------------------------------------
-
-    def connect(
-        self,
-        receiver: F,
-        sender: Any = ANY,
-        weak: bool = False,
-        *,
-        phase: Phase = Phase.CHANGE,
-        rank: int = 0,
-        filter: Filter | None = None,
-        owner: str | None = None,
-    ) -> F:
-        """Call ``receiver(engine)`` at this event. Connecting it again with the same phase and filter changes nothing.
-
-        Raises:
-            TypeError: for a coroutine or generator function, or one that cannot be called with the engine alone.
-            ValueError: for a weak connection or one to a certain sender.
-        """
-        if sender is not ANY:
-            raise ValueError(
-                f"{self.event}: sender={sender!r}: every engine has signals of its own, so that there is no "
-                "sender to choose; connect to that engine's signal"
-            )
-        if weak:
-            raise ValueError(
-                f"{self.event}: weak=True: receivers are held strongly, since a lambda or closure would "
-                "vanish at once; disconnect the receiver when it is not wanted any more"
-            )
-        check_receiver(receiver, str(self.event))
-        connection = Connection(receiver, Phase(phase), rank, filter, owner)
-        if not any(connection.same(other) for other in self._connections):
-            self.add(connection)
-        return receiver
-
-    def add(self, connection: Connection) -> None:
-        ordered = list(self._connections)
-        insort(ordered, connection, key=lambda one: one.key)
-        self._replan(tuple(ordered))
-        super().connect(connection.receiver, weak=False)
-
-    def remove(self, connection: Connection) -> None:
-        """Undo one `add`; the receiver may stay connected under another filter or phase."""
-        self._replan(tuple(one for one in self._connections if one is not connection))
-        if not any(one.of(connection.receiver) for one in self._connections):
-            super().disconnect(connection.receiver)
-
-    def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
-        """Never call ``receiver`` at this event again, under none of its filters and phases."""
-        if sender is not ANY:
-            raise ValueError(f"{self.event}: sender={sender!r}: there is no sender to choose; leave it out")
-        self._replan(tuple(one for one in self._connections if not one.of(receiver)))
-        super().disconnect(receiver)
-
-    def _clear_state(self) -> None:
-        super()._clear_state()
-        self._replan(())
-
-    def has(self, receiver: object) -> bool:
-        """Whether this receiver is connected, under whatever filter and phase."""
-        return any(connection.of(receiver) for connection in self._connections)
-
-    @property
-    def connections(self) -> tuple[Connection, ...]:
-        """The connections in the order in which they run."""
-        return self._connections
-
-    @property
-    def is_muted(self) -> bool:
-        """Whether nobody is called; blinker's ``muted()`` sets it."""
-        return self._muted
-
-    @is_muted.setter
-    def is_muted(self, muted: bool) -> None:
-        self._muted = muted
-        self._replan(self._connections)
-
-    @property
-    def last_phase(self) -> Phase:
-        """Receivers of later phases are left out."""
-        return self._last_phase
-
-    @last_phase.setter
-    def last_phase(self, phase: Phase) -> None:
-        if phase is not self._last_phase:
-            self._last_phase = phase
-            if self._connections:
-                self._replan(self._connections)
-
-    def _active(self, connections: tuple[Connection, ...]) -> tuple[Connection, ...]:
-        if self._muted:
-            return ()
-        if self._last_phase is Phase.PERSIST:
-            return connections
-        return tuple(one for one in connections if one.phase <= self._last_phase)
-
-    def _replan(self, connections: tuple[Connection, ...]) -> None:
-        # A plan that is being worked through is left as it is, so that whoever was added waits for the next time; but
-        # whoever was removed does not run any more.
-        active = self._active(connections)
-        for reference in self._plans:
-            if (plan := reference()) is not None:
-                plan.silence(active)
-        self._selected, self._passing = None, []
-        self._connections = connections
-        self._filtered = [one for one in active if one.filter is not None and one.filter.counts]
-        self._plan = self._new_plan([one for one in active if one not in self._filtered])
-        # 0: whatever the next count is, `_select` looks at it and works out the following one.
-        self._filtered_due = 0 if self._filtered else NEVER
-        first = [chosen.next_due(1) for one in self._filtered if (chosen := one.filter) is not None]
-        self._set_due(0 if self._plan else min(first, default=NEVER))
-
-    def _set_due(self, due: int) -> None:
-        before, self.due = self.due, due
-        if self.awaited:  # looked at last: who waits may have interrupted this
-            due = self.due = 0
-        if due != before and self.group is not None and (group := self.group()) is not None:
-            if due < group.due:
-                group.due = due
-            elif before == group.due:  # otherwise another one is the next
-                group.refresh()
-
-    def wait(self, waiting: bool) -> None:
-        """Let the event be due, though nobody listens, or no longer; at any moment, also from a handler of SIGTERM.
-
-        So one comparison tells the loop whether there is anything to do: of the 305 ns of an empty iteration, it saves 14.
-        """
-        self.awaited = waiting
-        self._set_due(0 if self._plan else self._filtered_due)
-
-    def replan(self) -> None:
-        """Work out anew whom to call."""
-        self._replan(self._connections)
-
-    def rewind(self, engine: Engine) -> None:
-        """Forget what was worked out from earlier counts, after the counts were set back or loaded."""
-        if self._filtered:
-            self.replan()
-        for connection in self._connections:
-            connection.restart(engine)
-
-    # ---- sending --------------------------------------------------------------------------------------------------
-
-    def emit(self, engine: Engine, count: int) -> None:
-        """Call the receivers in order. The first error stops the others and leaves, saying whose it was."""
-        plan = self._plan if count < self._filtered_due else self._select(count)
-        receiver: Receiver | None = None
-        try:
-            for receiver in plan:
-                receiver(engine)
-        except BaseException as error:
-            # None if an interrupt came before the first receiver.
-            at_work = plan.connection(receiver)
-            if at_work is not None:
-                self._blame(error, at_work, engine)
-            raise
-
-    def emit_to_all(self, engine: Engine) -> list[BaseException]:
-        """Call every receiver, also after an error, and return the errors: for cleaning up."""
-        errors: list[BaseException] = []
-        plan = self._select(0)
-        for call, connection in zip(plan, plan.connections, strict=True):
-            try:
-                call(engine)
-            except BaseException as error:
-                self._blame(error, connection, engine)
-                errors.append(error)
-        return errors
-
-    def send(self, sender: Any = None, /, *, _async_wrapper: Any = None, **kwargs: Any) -> list[tuple[Receiver, Any]]:
-        """Call the receivers in order and return (receiver, result) pairs, as blinker does.
-
-        Counts are read from the engine that is the sender; filters hold as they do in a run.
-        """
-        plan = self._select(self.count(sender) if self._connections else 0)
-        pairs = zip(plan, plan.connections, strict=True)
-        return [(one.receiver, call(sender, **kwargs)) for call, one in pairs if call is not _do_nothing]
-
-    def receivers_for(self, sender: Any) -> Generator[Receiver, None, None]:
-        """The receivers in order, each if its filter passes at its turn; for ``send_async``."""
-        plan = self._select(self.count(sender) if self._connections else 0)
-        for call, connection in zip(plan, plan.connections, strict=True):
-            if call is not _do_nothing and (connection.when is None or connection.when(sender)):
-                yield connection.receiver
-
-    def count(self, engine: Engine) -> int:
-        """The count that the event's filters are compared with."""
-        if not hasattr(engine, "state"):
-            raise TypeError(f"{self.event}: sent by {engine!r}; the sender has to be the engine: signal.send(engine)")
-        counter = self.event.counter
-        if callable(counter):
-            return counter(engine)
-        if counter == "fired":
-            return self.fired
-        return 0 if counter is None else int(getattr(engine.state, counter))
-
-    def _select(self, count: int) -> Plan:
-        """Whom to call at this count; also works out when a filter passes next."""
-        passing, following = [], NEVER
-        for connection in self._filtered:
-            assert connection.filter is not None
-            due = connection.filter.next_due(count)
-            if due <= count:
-                passing.append(connection)
-                # Others stay due: they may come again at this count, in several updates or time chunks.
-                if self._once_a_count:
-                    due = connection.filter.next_due(count + 1)
-            if due < following:
-                following = due
-        # A user's own counter may begin again at any time, so that nothing can be worked out from it.
-        self._filtered_due = 0 if callable(self.event.counter) else following
-        self._set_due(0 if self._plan else self._filtered_due)
-        if not passing:
-            return self._plan
-        if self._selected is None or self._passing != passing:  # most often the same ones pass as the last time
-            self._passing = passing
-            left_out = [one for one in self._filtered if one not in passing]
-            self._selected = self._new_plan([one for one in self._active(self._connections) if one not in left_out])
-        return self._selected
-
-    def _new_plan(self, connections: list[Connection]) -> Plan:
-        around = self.around
-        calls = [one.call if around is None else around(self, one) for one in connections]
-        plan = Plan(connections, calls)
-        self._plans = [reference for reference in self._plans if reference() is not None]
-        self._plans.append(weakref.ref(plan))
-        return plan
-
-    def _blame(self, error: BaseException, connection: Connection, engine: Engine) -> None:
-        state = engine.state
-        error.add_note(f"raised by {connection!r} at {self.event}, epoch {state.epoch}, iteration {state.iteration}")
-
-
-def _is(one: object, other: object) -> bool:
-    # A bound method is a new object each time it is looked up; anything else is known by identity, as blinker has it.
-    return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
-
-
-class SignalGroup:
-    """Signals of which most are silent most of the time: one comparison with ``due`` spares the comparisons with each.
-
-    Attributes:
-        due: the smallest ``due`` of the group's signals.
-    """
-
-    __slots__ = ("__weakref__", "_members", "due")
-
-    def __init__(self, *members: Signal) -> None:
-        self._members = members
-        for signal in members:
-            signal.group = weakref.ref(self)
-        self.refresh()
-
-    def refresh(self) -> None:
-        self.due = min(signal.due for signal in self._members)
-
-    @contextmanager
-    def without_recording(self) -> Iterator[None]:
-        """Leave out the receivers of the phases that record and decide: what happens is done again, and they have seen it."""
-        for signal in self._members:
-            signal.last_phase = Phase.FINALIZE
-        try:
-            yield
-        finally:
-            for signal in self._members:
-                signal.last_phase = Phase.PERSIST
+__all__ = ["Bus"]
 
 
 class Bus(blinker.Namespace):
-    """The signals of one engine, by name; a blinker namespace."""
+    """The signals of one engine by name; a blinker namespace.
+
+    Attributes:
+        around: The wrapper set by `call_through`.
+        between_events: Called before and after every event that `emit` emits.
+    """
 
     around: Around | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._catalogues: set[type[EventEnum]] = {Events}
+        self.between_events: Callable[[], None] = _nothing
+
+    def register(self, catalogue: type[EventEnum]) -> None:
+        """Register a catalogue of events, so that its events have signals."""
+        if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
+            raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
+        if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
+            raise ValueError(f"register_events({catalogue!r}): another catalogue has this name; rename one of the two")
+        self._catalogues.add(catalogue)
+
     def of(self, event: EventEnum) -> Signal:
-        """The signal of an event; it is made when it is first asked for."""
+        """The signal of an event, created at the first request.
+
+        Raises:
+            TypeError, ValueError: for a filtered event, what is no event, or an event whose catalogue is not registered.
+        """
+        if not isinstance(event, EventEnum):
+            resolve(event)
+            raise TypeError(f"{event} is filtered; only an event without a filter has a signal")
+        if type(event) not in self._catalogues:
+            raise ValueError(
+                f"{event} is not known to this engine: call engine.register_events({type(event).__name__}) first"
+            )
         signal = self.get(event.full_name)
         if not isinstance(signal, Signal):
             signal = self[event.full_name] = Signal(event)
             signal.around = self.around
-        if signal.event is not event:
-            raise ValueError(f"{event}: there is another catalogue of this name; rename one of the two classes")
         return signal
 
+    def fire(self, engine: Engine, event: EventEnum) -> None:
+        """Emit an event of a user's own catalogue."""
+        if type(event) is Events:
+            raise ValueError(f"fire({event}): only the engine emits Events; subclass EventEnum for events of your own")
+        self.emit(engine, event)
+
+    def emit(self, engine: Engine, event: EventEnum) -> None:
+        """Emit an event: count it, and call its receivers."""
+        self.between_events()
+        try:
+            signal = self.of(event)
+            signal.fired += 1
+            if signal.receivers:
+                signal.emit(engine, signal.count(engine))
+        finally:
+            self.between_events()
+
+    def connect(
+        self, engine: Engine, event: AnyEvent, receiver: Receiver, phase: Phase, rank: int
+    ) -> Callable[[], None]:
+        """Connect a receiver to each event of an expression; returns a function that disconnects it. See `Engine.connect`."""
+        pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
+        check_receiver(receiver, f"connect({event})")
+        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        for signal, connection in made:
+            if any(connection.same(other) for other in signal.connections):
+                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+        for signal, connection in made:
+            signal.add(connection)
+            connection.restart(engine)
+
+        def disconnect() -> None:
+            for signal, connection in made:
+                signal.remove(connection)
+
+        return disconnect
+
+    def disconnect(self, receiver: Receiver) -> None:
+        """Disconnect a function from all of its events."""
+        connected = [signal for signal in self.all() if signal.has(receiver)]
+        if not connected:
+            raise ValueError(f"detach({receiver!r}): this function is not connected")
+        for signal in connected:
+            signal.disconnect(receiver)
+
+    def has(self, receiver: object, event: EventEnum | None = None) -> bool:
+        """Whether a function is connected to any event, or to ``event``."""
+        return any(signal.has(receiver) for signal in (self.all() if event is None else [self.of(event)]))
+
     def call_through(self, around: Around | None) -> None:
-        """Call every receiver through what ``around(signal, connection)`` makes of ``connection.call``; None: by itself again."""
+        """Call the result of ``around(signal, connection)`` in place of every ``connection.call``; None undoes this."""
         self.around = around
         for signal in self.all():
             signal.around = around
             signal.replan()
 
     def all(self) -> list[Signal]:
-        """Every signal that was asked for so far."""
+        """Every signal created so far."""
         return [signal for signal in self.values() if isinstance(signal, Signal)]
 
+    def reset(self) -> None:
+        """Reset the count of every event."""
+        for signal in self.all():
+            signal.fired = 0
+
+    def rewind(self, engine: Engine) -> None:
+        """Recompute everything that depends on counts, in every signal."""
+        for signal in self.all():
+            signal.rewind(engine)
+
+    def _counted(self) -> list[Signal]:
+        """The signals whose counts are saved; not those of saving: a state cannot count its own save."""
+        return [one for one in self.all() if one.event.counter == "fired" and one.event not in _SAVES]
+
+    def state_dict(self) -> dict[str, int]:
+        """Number of emissions of each event that is counted by them, where it is not 0."""
+        counted = sorted(self._counted(), key=lambda one: str(one.event))
+        return {str(one.event): one.fired for one in counted if one.fired}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        for event in [event for catalogue in self._catalogues for event in catalogue if str(event) in state]:
+            self.of(event)  # a receiver that is connected later counts from the first emission
+        for signal in self._counted():
+            signal.fired = state.get(str(signal.event), 0)
+
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
-        """The signal with this name. Signals belong to events: they are not made from a name."""
+        """The existing signal of this name; unlike blinker's, it creates none."""
         if name not in self:
-            raise KeyError(f"no signal is named {name!r}: an event's signal is engine.signal(event)")
+            raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
         return self[name]
+
+
+_SAVES = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
+
+
+def _nothing() -> None:
+    pass

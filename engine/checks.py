@@ -1,4 +1,4 @@
-"""Checks of arguments where they are given: the error names the class, the argument and its value, and what it has to be."""
+"""Checks of arguments: the error names the class, the argument with its value, and what is expected."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ def check_bool(owner: object, argument: str, value: Any) -> bool:
     """Check that an argument is True or False.
 
     Args:
-        owner: whose argument it is: an object, or the name of a function.
-        argument: its name.
-        value: its value.
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
 
     Raises:
-        TypeError: if it is anything else.
+        TypeError: if it is not.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{_call(owner, argument, value)}: it has to be True or False")
+        raise TypeError(f"{_call(owner, argument, value)}: expected True or False")
     return value
 
 
 def check_choice(owner: object, argument: str, value: Any, choices: Sequence[str]) -> str:
-    """Check that an argument is one of some words.
+    """Check that an argument is one of several strings.
 
     Args:
-        owner: whose argument it is: an object, or the name of a function.
-        argument: its name.
-        value: its value.
-        choices: the words, at least two.
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        choices: Accepted strings, at least two.
 
     Raises:
-        ValueError: if it is none of them.
+        ValueError: if it is not one of them.
     """
     if not isinstance(value, str) or value not in choices:
         *some, last = (repr(choice) for choice in choices)
-        raise ValueError(f"{_call(owner, argument, value)}: it has to be {', '.join(some)} or {last}")
+        raise ValueError(f"{_call(owner, argument, value)}: expected {', '.join(some)} or {last}")
     return value
 
 
 def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> int:
-    """Check a whole number, of NumPy's kinds too, and give it as an int.
+    """Check an integer, possibly of NumPy's types, and return it as an int.
 
     Args:
-        owner: whose argument it is: an object, or the name of a function.
-        argument: its name.
-        value: its value.
-        least: the smallest number allowed.
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        least: Smallest value allowed.
 
     Raises:
-        TypeError: if it is no whole number.
+        TypeError: if it is not an integer.
         ValueError: if it is less than ``least``.
 
     Example:
         >>> check_int("Checkpoint", "keep", 0)
         Traceback (most recent call last):
-        ValueError: Checkpoint(keep=0): it has to be an int of 1 or more
+        ValueError: Checkpoint(keep=0): expected an int of 1 or more
     """
-    told = f"{_call(owner, argument, value)}: it has to be an int of {least} or more"
+    message = f"{_call(owner, argument, value)}: expected an int of {least} or more"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(told)
+        raise TypeError(message)
     if value < least:
-        raise ValueError(told)
+        raise ValueError(message)
     return int(value)
 
 
@@ -81,33 +81,33 @@ def check_number(
     most: float | None = None,
     infinite: bool = False,
 ) -> float:
-    """Check a number, of NumPy's kinds too, and give it as Python's. NaN is never one.
+    """Check a real number, possibly of NumPy's types, and return it as an int or float. NaN is refused.
 
     Args:
-        owner: whose argument it is: an object, or the name of a function.
-        argument: its name.
-        value: its value.
-        above: what it has to be greater than.
-        least: the smallest number allowed.
-        below: what it has to be less than.
-        most: the largest number allowed.
-        infinite: whether it may be infinite.
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        above: Exclusive lower bound.
+        least: Inclusive lower bound.
+        below: Exclusive upper bound.
+        most: Inclusive upper bound.
+        infinite: Whether infinity is allowed.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is out of bounds.
+        TypeError: if it is not a real number.
+        ValueError: if it is out of bounds, NaN, or infinite where that is not allowed.
 
     Example:
         >>> check_number("LabelSmoothing", "alpha", 2.0, above=0, most=1)
         Traceback (most recent call last):
-        ValueError: LabelSmoothing(alpha=2.0): it has to be a number above 0 and of 1 or less
+        ValueError: LabelSmoothing(alpha=2.0): expected a number above 0 and of 1 or less
     """
     words = (("above {:g}", above), ("of {:g} or more", least), ("below {:g}", below), ("of {:g} or less", most))
     bounds = " and ".join(word.format(bound) for word, bound in words if bound is not None)
-    told = f"{_call(owner, argument, value)}: it has to be a {'' if infinite or bounds else 'finite '}number"
-    told = f"{told} {bounds}".rstrip()
+    message = f"{_call(owner, argument, value)}: expected a {'' if infinite or bounds else 'finite '}number"
+    message = f"{message} {bounds}".rstrip()
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(told)
+        raise TypeError(message)
     number = float(value)
     if (
         math.isnan(number)
@@ -117,7 +117,7 @@ def check_number(
         or (below is not None and not number < below)
         or (most is not None and not number <= most)
     ):
-        raise ValueError(told)
+        raise ValueError(message)
     return int(value) if isinstance(value, Integral) else number
 
 

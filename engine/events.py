@@ -1,4 +1,4 @@
-"""The events of a run, the filters on them, and how users define events of their own."""
+"""The events of a run, filters on them, and the base class of users' own events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 __all__ = ["AnyEvent", "EventEnum", "EventUnion", "Events", "Filter", "FilteredEvent"]
 
 NEVER = 2**30 - 1
-"""A count that no run reaches. It is the largest that CPython compares as a single digit, which is its fast path."""
+"""A count that no run reaches: the largest that CPython compares as a single digit, its fast path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which occurrences of an event a receiver wants; built by calling an event.
+    """Selects the occurrences of an event at which a receiver is called; built by calling an event.
 
     Args:
-        every: the occurrences whose count is a multiple of this number.
-        once: this occurrence only, or the given set of them.
-        after: only counts greater than this.
-        before: only counts smaller than this.
-        when: called as ``when(engine)`` at the receiver's turn; anything false keeps it from running. Asked last.
+        every: Only counts that are multiples of this number.
+        once: Only this count, or these counts.
+        after: Only counts greater than this.
+        before: Only counts smaller than this.
+        when: Predicate, called as ``when(engine)`` just before the receiver would be, and only if all other filters pass.
     """
 
     every: int | None = None
@@ -37,11 +37,11 @@ class Filter:
 
     @property
     def counts(self) -> bool:
-        """Whether the filter looks at the event's count at all."""
+        """Whether the filter depends on the event's count."""
         return not (self.every in (None, 1) and self.once is None and self.after is None and self.before is None)
 
     def next_due(self, count: int) -> int:
-        """The smallest count from ``count`` on that passes the filter, or ``NEVER``."""
+        """The smallest count >= ``count`` that passes the filter, or ``NEVER``."""
         due = count if self.after is None else max(count, self.after + 1)
         if self.once is not None:
             due = min((one for one in self.once if one >= due), default=NEVER)
@@ -61,11 +61,11 @@ class Filter:
 
 
 class EventEnum(Enum):
-    """The base of every catalogue of events: subclass it for events of your own.
+    """Base class of every catalogue of events: subclass it for events of your own.
 
-    A member is written as a label, or as ``(label, counter)``. The counter is what ``every``, ``once``, ``after`` and
-    ``before`` are compared with: ``"iteration"``, ``"epoch"``, ``"fired"`` (how often the event was fired: the default),
-    a function ``(engine) -> int`` of your own, or None for an event that only ``when`` can filter.
+    A member is a label, or ``(label, counter)``. The counter is what ``every``, ``once``, ``after`` and ``before`` are compared
+    with: ``"iteration"``, ``"epoch"``, ``"fired"`` (the number of emissions of the event; the default), a function
+    ``(engine) -> int``, or None for an event that only ``when`` can filter.
 
     Example:
         >>> class Translation(EventEnum):
@@ -77,10 +77,10 @@ class EventEnum(Enum):
     def __init__(self, label: str, counter: str | Callable[[Engine], int] | None = "fired") -> None:
         self.label = label
         self.counter = counter
-        self.full_name = f"{type(self).__name__}.{self._name_}"  # under which the bus knows its signal
+        self.full_name = f"{type(self).__name__}.{self._name_}"  # the key of its signal in the bus
         if not callable(counter) and counter not in ("iteration", "epoch", "fired", None):
             raise ValueError(
-                f"{type(self).__name__}: the counter of {label!r} is {counter!r}; it has to be "
+                f"{type(self).__name__}: the counter of {label!r} is {counter!r}; expected "
                 "'iteration', 'epoch', 'fired', a function of the engine, or None"
             )
 
@@ -93,10 +93,10 @@ class EventEnum(Enum):
         before: int | None = None,
         when: Callable[[Engine], object] | None = None,
     ) -> FilteredEvent:
-        """Narrow the event to some of its occurrences, counted from 1.
+        """The event with a filter: only the selected occurrences, counted from 1. For the arguments see `Filter`.
 
         Raises:
-            TypeError, ValueError: for a filter that can never fire or contradicts itself, where it is written.
+            TypeError, ValueError: for a filter that can never fire or contradicts itself.
         """
 
         def refuse(kind: type[Exception], problem: str) -> NoReturn:
@@ -105,14 +105,14 @@ class EventEnum(Enum):
         if isinstance(once, int):
             once = [once]
         if once is not None and not isinstance(once, Iterable):
-            refuse(TypeError, f"once={once!r} has to be an int, or several of them")
+            refuse(TypeError, f"once={once!r}: expected an int or several ints")
         once = None if once is None else list(once)
         numbers = {"every": every, "after": after, "before": before} | {
             f"once[{i}]": n for i, n in enumerate(once or ())
         }
         for argument, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                refuse(TypeError, f"{argument}={number!r} has to be an int")
+                refuse(TypeError, f"{argument}={number!r}: expected an int")
             if number is not None and number < (0 if argument == "after" else 1):
                 refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
         if when is not None:
@@ -120,12 +120,15 @@ class EventEnum(Enum):
         if once is not None and not once:
             refuse(ValueError, "once=[] never fires")
         if once is not None and every is not None:
-            refuse(ValueError, f"every={every} and once={once} contradict each other; give one of them")
+            refuse(ValueError, f"every={every} and once={once} contradict each other; give only one of them")
         chosen = Filter(every, None if once is None else frozenset(once), after, before, when)
         if chosen == Filter():
-            refuse(TypeError, "give every, once, after, before or when; without a filter, write the event alone")
+            refuse(
+                TypeError,
+                "give every, once, after, before or when; without a filter, write the event without parentheses",
+            )
         if chosen.counts and self.counter is None:
-            refuse(ValueError, f"it has no count, so that only when= can filter it, not {chosen}")
+            refuse(ValueError, f"it has no count; filter it with when= instead of {chosen}")
         if chosen.counts and chosen.next_due(1) == NEVER:
             refuse(ValueError, f"{chosen} never fires")
         return FilteredEvent(self, chosen)
@@ -141,7 +144,7 @@ class EventEnum(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FilteredEvent:
-    """An event and the filter on it: ``Events.ITERATION_COMPLETED(every=100)``."""
+    """An event with a filter: ``Events.ITERATION_COMPLETED(every=100)``."""
 
     event: EventEnum
     filter: Filter
@@ -155,7 +158,7 @@ class FilteredEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventUnion:
-    """Several events at once: ``Events.STARTED | Events.ITERATION_COMPLETED(every=100)``. Neither operand changes."""
+    """Several events: ``Events.STARTED | Events.ITERATION_COMPLETED(every=100)``. The operands are not changed."""
 
     members: tuple[EventEnum | FilteredEvent, ...]
 
@@ -178,7 +181,7 @@ AnyEvent = EventEnum | FilteredEvent | EventUnion
 
 
 def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
-    """The plain events and their filters that a user's event expression stands for."""
+    """Split an event expression into plain events, each with its filter or None."""
     if isinstance(event, EventUnion):
         return [pair for member in event.members for pair in resolve(member)]
     if isinstance(event, FilteredEvent):
@@ -186,19 +189,19 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
     if isinstance(event, EventEnum):
         return [(event, None)]
     raise TypeError(
-        f"{event!r} is not an event: give a member of Events or of an EventEnum of your own, "
+        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, "
         "such as Events.ITERATION_COMPLETED"
     )
 
 
 def check_receiver(receiver: object, where: str) -> None:
-    """Refuse what could not be called as ``receiver(engine)`` when the event comes."""
+    """Raise TypeError for what cannot be called as ``receiver(engine)``."""
     if not callable(receiver):
         raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{where}: {receiver!r} is a coroutine function, which nobody would await; "
+                f"{where}: {receiver!r} is a coroutine function, which would never be awaited; "
                 "give a plain function, and start asynchronous work from it"
             )
         if inspect.isgeneratorfunction(function):
@@ -207,14 +210,14 @@ def check_receiver(receiver: object, where: str) -> None:
             )
     try:
         signature = inspect.signature(receiver)
-    except ValueError:  # a built-in that does not tell its signature
+    except ValueError:  # a built-in without a signature
         return
     try:
         signature.bind(None)
     except TypeError as error:
         raise TypeError(
             f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
-            f"{error}; bind further arguments with functools.partial"
+            f"{error}; bind other arguments with functools.partial"
         ) from None
 
 
@@ -225,7 +228,7 @@ class Events(EventEnum):
     MODEL_SETUP
     OPTIMIZER_SETUP
     STARTED
-    CHECKPOINT_LOADED                           # only if a state was loaded; it is applied just before
+    CHECKPOINT_LOADED                           # only if a state was loaded, after it was applied
     for each epoch:
         EPOCH_STARTED
         for each batch:
@@ -235,9 +238,9 @@ class Events(EventEnum):
             for each update:
                 UPDATE_STARTED
                 FORWARD_STARTED
-                FORWARD_COMPLETED               # not for an update that is a single function
+                FORWARD_COMPLETED               # not for an update made by Update.from_function
                 LOSS_COMPUTED                   # only if there is a loss
-                BACKWARD_STARTED                # from here on only when training
+                BACKWARD_STARTED                # from here to OPTIMIZER_STEP_COMPLETED only in training
                 BACKWARD_COMPLETED
                 if the window is complete:
                     GRADIENTS_READY
@@ -250,42 +253,46 @@ class Events(EventEnum):
     ENDED                                       # always, also after an error
     ```
 
-    Where unsized data ends, or a stop is asked for there, a last GET_BATCH_STARTED has no GET_BATCH_COMPLETED.
-    An epoch that ``terminate`` or a bound cuts short has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
-    Everything inside an iteration is counted by iterations, and what surrounds it by epochs, so that
-    ``GRADIENTS_READY(every=10)`` means "in every tenth iteration". For optimizer steps use an interval: ``"10st"``.
+    GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED where unsized data ends, or where the run is stopped at it. An epoch
+    that is cut short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
+
+    Events inside an iteration are counted by iterations, and EPOCH_STARTED and EPOCH_COMPLETED by epochs:
+    ``GRADIENTS_READY(every=10)`` means every tenth iteration. For every tenth optimizer step use the interval ``"10st"``.
     """
 
     MODEL_SETUP = "model_setup", None  # wrap, move or shard the model
-    OPTIMIZER_SETUP = "optimizer_setup", None  # then optimizers that were given as factories are built
+    OPTIMIZER_SETUP = "optimizer_setup", None  # afterwards, optimizers given as factories are built
     STARTED = "started", None
     CHECKPOINT_LOADED = "checkpoint_loaded", None
     EPOCH_STARTED = "epoch_started", "epoch"
-    GET_BATCH_STARTED = "get_batch_started", "iteration"  # counted as the iteration that the batch is for
+    GET_BATCH_STARTED = "get_batch_started", "iteration"  # counted as the iteration of the batch to come
     GET_BATCH_COMPLETED = "get_batch_completed", "iteration"  # state.batch may be transformed
     ITERATION_STARTED = "iteration_started", "iteration"  # state.plan may be changed
-    UPDATE_STARTED = "update_started", "iteration"  # a region: what is entered here closes after UPDATE_COMPLETED
-    FORWARD_STARTED = "forward_started", "iteration"  # a region: what is entered here closes after LOSS_COMPUTED
+    UPDATE_STARTED = "update_started", "iteration"  # a region: contexts entered here close after UPDATE_COMPLETED
+    FORWARD_STARTED = "forward_started", "iteration"  # a region: contexts entered here close after LOSS_COMPUTED
     FORWARD_COMPLETED = "forward_completed", "iteration"  # update.output may be transformed
     LOSS_COMPUTED = "loss_computed", "iteration"  # update.loss, update.backward_loss and update.weight may be changed
     BACKWARD_STARTED = "backward_started", "iteration"
     BACKWARD_COMPLETED = "backward_completed", "iteration"
-    GRADIENTS_READY = "gradients_ready", "iteration"  # measure, clip; the step may still be skipped
+    GRADIENTS_READY = "gradients_ready", "iteration"  # measure, clip, or skip the step
     OPTIMIZER_STEP_STARTED = "optimizer_step_started", "iteration"
-    OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", "iteration"  # also after a skipped one: update.skipped
+    OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", "iteration"  # also after a skipped step: see update.skipped
     UPDATE_COMPLETED = "update_completed", "iteration"
-    UPDATE_RETRIED = "update_retried", "fired"  # an attempt at the gradients failed and is made again
+    UPDATE_RETRIED = "update_retried", "fired"  # computing the gradients failed and is retried
     ITERATION_COMPLETED = "iteration_completed", "iteration"
     EPOCH_COMPLETED = "epoch_completed", "epoch"
     COMPLETED = "completed", None
-    TERMINATED = "terminated", None  # a stop took effect, just before COMPLETED
-    PREEMPTED = "preempted", None  # what saves the run does it now: then it is stopped; see Engine.preempt
+    TERMINATED = "terminated", None  # a stop took effect; just before COMPLETED
+    PREEMPTED = "preempted", None  # save now: the run stops afterwards; see `Boundary.preempt`
     INTERRUPTED = "interrupted", None  # KeyboardInterrupt
     EXCEPTION_RAISED = "exception_raised", None  # state.exception
     ENDED = "ended", None
-    DATA_EXHAUSTED = "data_exhausted", "fired"  # the data ended inside an epoch of a given length, and starts again
-    EVALUATION_STARTED = "evaluation_started", "fired"  # a region, on the engine that asked for the evaluation
-    EVALUATION_COMPLETED = "evaluation_completed", "fired"  # state.metrics holds what was measured
+    DATA_EXHAUSTED = (
+        "data_exhausted",
+        "fired",
+    )  # the data ended inside an epoch of a given length, and is iterated again
+    EVALUATION_STARTED = "evaluation_started", "fired"  # a region, on the engine that requested the evaluation
+    EVALUATION_COMPLETED = "evaluation_completed", "fired"  # state.metrics holds the results
     CHECKPOINT_SAVING = "checkpoint_saving", "fired"  # a region: weights are about to be read for an export
-    CHECKPOINT_SAVED = "checkpoint_saved", "fired"  # a checkpoint is safely on the disk
-    WEIGHTS_LOADED = "weights_loaded", "fired"  # other weights were put in place: `Engine.load_weights`
+    CHECKPOINT_SAVED = "checkpoint_saved", "fired"  # a checkpoint is durably on disk
+    WEIGHTS_LOADED = "weights_loaded", "fired"  # other weights were loaded: `Engine.load_weights`

@@ -1,4 +1,36 @@
-"""The base class of every handler: one class, one feature, declared subscriptions."""
+"""The base class of every handler: one class, one feature, declared subscriptions.
+
+Users call the engine; authors of handlers also use its parts. This is all that they need:
+
+==============================  ==========================================================================================
+``engine.regions.enter``        enter a context manager that is left at the end of the innermost open region
+``engine.overrides.claim``      override something exclusively (`Override`): two handlers that do it are refused
+``engine.overrides.replace``    put a function in place of the window's length, the gradient computation, the optimizer step,
+                                the data, or the reduction over ranks
+``engine.overrides.compute_gradients_once``  refuse steps that compute their gradients several times
+``engine.snapshots.take``       the state of this event, shared by all handlers that save it
+``engine.snapshots.restore``    put a state back in place at the end of this iteration
+``engine.snapshots.report_saved``  emit CHECKPOINT_SAVED
+``engine.snapshots.run_id``     what distinguishes this run from every other; ``origin`` says where a loaded state came from
+``engine.boundary.preempt``     save and stop at the next boundary, also from a signal handler
+``engine.boundary.withdraw``    cancel a stop of `Engine.terminate` that has not taken effect
+``engine.group.join``           train together with other processes; ``now()`` is a clock on which the ranks agree
+``engine.feed.on_last_batch``   whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside it
+``engine.signals.call_through``  call every receiver through a function, as the profiler does
+`planning.steps_to_come`        how many optimizer steps the run will make
+`evaluation.prepare_batch`      a batch that the handler reads itself, moved and converted as in the loop
+`restore.attempt`               compute gradients, and put everything back if the memory runs out
+`restore.Buffers`, `Modes`      buffers, and train and eval modes, to be put back as they were
+`monitor.Monitor`               a metric that a handler decides by
+`interval.check_every`          an interval that a user wrote; `checks` has checks of other arguments
+`batches`                       nested batches: their tensors, their samples, a function of every leaf
+`randomness`                    derived seeds, and random states that are left unchanged
+`distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
+==============================  ==========================================================================================
+
+`signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight
+averages and the mixing of samples.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +42,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .bus import Phase
+from .connection import Phase
 from .events import AnyEvent, resolve
 from .randomness import derived_seed
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Handler", "Subscription", "on"]
+__all__ = ["Handler", "Subscription", "bind", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """A declared wish to be called: which method, at which event, in which phase.
+    """A method declared with `on`, with its event, phase and rank.
 
-    ``event`` is an event, or the name of the handler's attribute that holds one, or an interval.
+    ``event`` is an event, or the name of an attribute of the handler that holds an event or an interval.
     """
 
     method: str
@@ -39,9 +71,9 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
     """Declare that a handler's method is called as ``method(engine)`` at this event.
 
     Args:
-        event: an event, filtered or a union, or the name of an attribute of the handler that holds an event or an interval.
-        phase: when the method runs within the event.
-        rank: its place within the phase; smaller runs earlier.
+        event: An event, filtered event or union, or the name of an attribute of the handler that holds an event or an interval.
+        phase: Phase of the event in which the method runs.
+        rank: Order within the phase; smaller runs earlier.
 
     Example:
         >>> from signalfire import Events, Handler, Phase, on
@@ -54,12 +86,12 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
         'count'
     """
     if not isinstance(event, str):
-        resolve(event)  # a mistake shows where it is written
+        resolve(event)  # raises here, where the mistake is
     phase = Phase(phase)
 
     def declare(method: M) -> M:
         declared: list[tuple[AnyEvent | str, Phase, int]] = method.__dict__.setdefault("_signalfire_subscriptions", [])
-        declared.insert(0, (event, phase, rank))  # decorators apply from the bottom up; read them from the top down
+        declared.insert(0, (event, phase, rank))  # decorators are applied from the bottom up
         return method
 
     return declare
@@ -68,19 +100,18 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
 class Handler:
     """A feature that can be attached to an engine, detached from it, and toggled.
 
-    A subclass declares with `on` what it subscribes to. It need not call ``super().__init__`` unless it takes a ``name``.
-    A handler belongs to one engine at a time. Attached to a running engine, it joins at the next iteration boundary without
-    an open window, and its own STARTED and EPOCH_STARTED methods are called then; one that leaves a running engine gets its
-    ENDED. It never draws from the global random generators: `generator` gives it one of its own.
+    A subclass declares its subscriptions with `on`, and calls ``super().__init__`` only if it takes a ``name``. A handler is
+    attached to at most one engine. Attached during a run, it joins at the next iteration boundary without an open window, where
+    its STARTED and EPOCH_STARTED methods are called; detached during a run, its ENDED methods are called. Handlers draw random
+    numbers from `generator`, never from the global generators.
 
     Attributes:
-        subscriptions: what the class declared, in the order of its methods.
-        trains: whether the handler only makes sense on an engine that trains.
-        writes: whether the handler writes files or sends something away, so that a dry run does without it.
-        decides_alike: whether, of several processes, it decides the same in each when the gradients are ready, because it looks
-            at nothing but what is the same in all of them: counters, reduced gradients, weights, metrics. Then the processes need
-            not ask each other whether it skips the step.
-        rank_zero_only: of several processes, only that of rank 0 has the handler take part, as for logs and progress bars.
+        subscriptions: What the class declared, in the order of its methods.
+        trains: Whether the handler can only be attached to an engine that trains.
+        writes: Whether the handler writes files or sends data elsewhere, so that a dry run disables it.
+        decides_alike: Whether skipping a step depends only on what is equal on all ranks (counters, reduced gradients, weights,
+            metrics), so that the ranks need not synchronise the decision.
+        rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
     """
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
@@ -95,9 +126,7 @@ class Handler:
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
-            raise ValueError(
-                f"{type(self).__name__}: name={name!r} has to consist of letters, digits, '_', '-' and '.'"
-            )
+            raise ValueError(f"{type(self).__name__}: name={name!r}: expected letters, digits, '_', '-' and '.' only")
         self._name = name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -105,7 +134,7 @@ class Handler:
         declared: dict[str, list[tuple[AnyEvent | str, Phase, int]]] = {}
         for base in reversed(
             cls.__mro__
-        ):  # a method that overrides a subscribed one stays subscribed, unless it says anew
+        ):  # an overriding method inherits the subscriptions, unless it declares its own
             for method, function in vars(base).items():
                 if isinstance(own := getattr(function, "_signalfire_subscriptions", None), list):
                     declared[method] = own
@@ -113,22 +142,21 @@ class Handler:
 
     @property
     def name(self) -> str:
-        """By which the handler is found, toggled and saved; the class's name in snake case unless given."""
+        """Name under which the handler is found, toggled and saved; by default the class name in snake case."""
         return (
             self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
         )
 
     @name.setter
     def name(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.name cannot be set: give it to super().__init__(name={name!r})")
+        raise AttributeError(f"{type(self).__name__}.name cannot be set: pass it to super().__init__(name={name!r})")
 
     @property
     def enabled(self) -> bool:
-        """Whether the handler takes part. Off, the run is what it would be without the handler.
+        """Whether the handler takes part. Disabled equals absent: the run is the same as without the handler.
 
-        Changed inside a run, all of its subscriptions change together, at the next iteration boundary without an open window.
-        It is no part of a saved state: who resumes a run says what takes part in it. A run that switches handlers as it goes
-        does so again after a load (CHECKPOINT_LOADED).
+        During a run, a change takes effect for all subscriptions at the next iteration boundary without an open window. The flag
+        is not saved: a script that toggles handlers during a run toggles them again after a load (CHECKPOINT_LOADED).
         """
         return self._enabled
 
@@ -144,48 +172,48 @@ class Handler:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that the handler is attached to. Held weakly: engine and handlers are freed together."""
+        """The engine that the handler is attached to, or None. It is held weakly, so that both are freed together."""
         return None if self._engine is None else self._engine()
 
     @engine.setter
     def engine(self, engine: object) -> None:
         raise AttributeError(
-            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; name an attribute of "
-            "your own otherwise"
+            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; choose another name "
+            "for your attribute"
         )
 
     def attached(self, engine: Engine) -> None:
-        """Called when the handler takes part from now on: check what is known already, and `Engine.replace` acts."""
+        """Called when the handler joins: check the engine, and register overrides with `Overrides.replace`."""
 
     def detached(self, engine: Engine) -> None:
-        """Called when the handler takes no part any more: put back what `attached` changed."""
+        """Called when the handler leaves: undo what `attached` changed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved to go on as if the run had not been stopped; only types that a safe load accepts."""
+        """The state that an exact resume needs, in types that ``torch.load(weights_only=True)`` accepts."""
         return {}
 
     def sync_written(self) -> None:
-        """Have on the disk what `state_dict` tells of; called before a state is written that is to outlive a power failure."""
+        """Flush files that `state_dict` refers to; called before a checkpoint that must survive a power failure is written."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if state:
             raise ValueError(
-                f"{self.name!r} ({type(self).__name__}) has no state to load, but was given {sorted(state)}"
+                f"{self.name!r} ({type(self).__name__}) has no state to load, but the saved state holds {sorted(state)}"
             )
 
     def generator(
         self, engine: Engine, device: torch.device | str = "cpu", *, of_rank: int | None = None
     ) -> torch.Generator:
-        """A generator for this handler's draws in this iteration.
+        """A generator for this handler's random numbers in this iteration.
 
-        Its seed depends on the run's seed, the handler's name and the iteration (and the rank, if given) alone, so that
-        there is no state to save, and switching another handler on or off shifts no number here.
+        Its seed depends only on the run's seed, the handler's name, the iteration and, if given, the rank. So no state has to be
+        saved, and other handlers do not change the numbers.
 
         Args:
-            engine: the running engine.
-            device: where the draws are used.
-            of_rank: give the process's rank if the draws should differ between ranks.
+            engine: The running engine.
+            device: Device of the random numbers.
+            of_rank: The rank, if the numbers should differ between ranks.
         """
         if self._generators is None:
             self._generators = {}
@@ -196,9 +224,14 @@ class Handler:
         return generator.manual_seed(derived_seed(*parts))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle of a handler is attached to nothing."""
+        """A copied or unpickled handler is not attached."""
         return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators")}
 
     def __repr__(self) -> str:
         off = "" if self._enabled else ", disabled"
         return f"<{type(self).__name__} {self.name!r}{off}>"
+
+
+def bind(handler: Handler, engine: Engine | None) -> None:
+    """Set the engine that a handler is attached to; for the engine's registry."""
+    handler._engine = None if engine is None else weakref.ref(engine)

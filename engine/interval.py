@@ -1,4 +1,4 @@
-"""Intervals and amounts of training as one small type: ``"10ep"``, ``"0.25ep"``, ``"500it"``, ``"2000st"``, ``"15min"``."""
+"""Intervals and amounts of training: ``"10ep"``, ``"0.25ep"``, ``"500it"``, ``"2000st"``, ``"15min"``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COUNTED = {"ep": "whole epochs", "it": "iterations", "st": "optimizer steps"}
 class Interval:
     """An amount of training, written as a number and a unit.
 
-    The units are ``ep`` (epochs), ``it`` (iterations), ``st`` (optimizer steps that really happened, of the first update),
-    and ``s``, ``min``, ``h`` (wall-clock time). Used as ``every=``, it means the events at which a handler acts: the
-    completion of every n-th epoch or iteration, or the first completed iteration after n more steps or that much more time.
+    The units are ``ep`` (epochs), ``it`` (iterations), ``st`` (optimizer steps of the first update, without skipped ones),
+    and ``s``, ``min``, ``h`` (wall-clock time). As ``every=``, it selects the events at which a handler runs: the completion of
+    every n-th epoch or iteration, or the first completed iteration after n more steps or that much more time.
 
-    A number of epochs that is not whole, such as ``"0.25ep"``, means the first completed iteration that reaches the next
-    multiple of it; a multiple that is a whole epoch is reached in that epoch's last iteration. It needs a known epoch length.
+    A fraction of an epoch, such as ``"0.25ep"``, selects the first completed iteration that reaches the next multiple of it; a
+    multiple that is a whole epoch is reached in the last iteration of that epoch. The epoch length must be known.
 
     Example:
         >>> Interval.parse("500it")
@@ -45,20 +45,20 @@ class Interval:
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise TypeError(f"Interval({self.value!r}, {self.unit!r}): the amount has to be a number")
+            raise TypeError(f"Interval({self.value!r}, {self.unit!r}): expected a number")
         if self.unit not in (*_COUNTED, *_SECONDS):
             raise ValueError(f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of ep, it, st, s, min, h")
         if self.value <= 0:
-            raise ValueError(f"{self.value:g}{self.unit}: an interval has to be greater than zero")
+            raise ValueError(f"{self.value:g}{self.unit}: expected an amount greater than 0")
         if self.unit in _COUNTED and not isinstance(self.value, int) and (self.unit != "ep" or self.value.is_integer()):
-            raise ValueError(f"{self.value:g}{self.unit}: {self.unit} are counted in whole numbers")
+            raise ValueError(f"{self.value:g}{self.unit}: expected an int, without a decimal point")
 
     @classmethod
     def parse(cls, text: str | Interval) -> Interval:
-        """Read ``"10ep"`` and the like; an Interval is returned as it is.
+        """Parse text such as ``"10ep"``; an Interval is returned unchanged.
 
         Raises:
-            TypeError, ValueError: naming what was given and the forms that are possible.
+            TypeError, ValueError: if it is not an interval.
         """
         if isinstance(text, Interval):
             return text
@@ -75,16 +75,16 @@ class Interval:
         return cls(float(number) if "." in number or unit in _SECONDS else int(number), unit)
 
     def time(self, where: str) -> float:
-        """The wall-clock time in seconds; ``where`` is named in the error for a unit that is no time."""
+        """The wall-clock time in seconds. A unit that is no time raises a ValueError that begins with ``where``."""
         if self.unit not in _SECONDS:
-            raise ValueError(f"{where}: {self} is no time; write seconds, minutes or hours: '90s', '15min', '2h'")
+            raise ValueError(f"{where}: {self} is not a time; write seconds, minutes or hours: '90s', '15min', '2h'")
         return self.value * _SECONDS[self.unit]
 
     def event(self) -> AnyEvent:
-        """The filtered event at which a handler with this interval acts."""
+        """The filtered event at which a handler with this interval runs."""
         if self.unit == "ep":
             if not isinstance(self.value, int):
-                return Events.ITERATION_COMPLETED(when=_PartOfEpoch(self.value))
+                return Events.ITERATION_COMPLETED(when=_FractionOfEpoch(self.value))
             return Events.EPOCH_COMPLETED(every=self.value)
         if self.unit == "it":
             return Events.ITERATION_COMPLETED(every=int(self.value))
@@ -97,12 +97,12 @@ class Interval:
 
 
 def event_of(every: str | Interval | AnyEvent) -> AnyEvent:
-    """The event meant by an ``every=`` option, which may be an interval or an event itself."""
+    """The event of an ``every=`` option, which is an interval or an event."""
     return every if isinstance(every, EventEnum | FilteredEvent | EventUnion) else Interval.parse(every).event()
 
 
 def unfiltered(every: str | Interval | AnyEvent) -> AnyEvent:
-    """The events, without their filters, at which an ``every=`` option may act."""
+    """The events of an ``every=`` option without their filters."""
     return EventUnion.of(*(event for event, _ in resolve(event_of(every))))
 
 
@@ -125,29 +125,29 @@ def check_every(
     argument: str = "every",
     units: Sequence[str] | None = None,
 ) -> Interval | AnyEvent:
-    """Check an ``every=`` option where it is given; the handler is named in the error.
+    """Check an ``every=`` option of a handler.
 
     Args:
-        handler: whose option it is.
-        every: its value: an interval, or an event.
-        argument: its name.
-        units: the units that are possible, of "ep", "it" and "st", in whole numbers; then it cannot be an event. By default
-            any interval or event is.
+        handler: The handler, or its name, for the error.
+        every: Value of the option: an interval or an event.
+        argument: Name of the option.
+        units: Accepted units, out of "ep", "it" and "st", in whole numbers; events are refused then. By default every interval
+            and event is accepted.
 
     Raises:
-        TypeError: if it is no interval.
-        ValueError: if it is not written as one, or has another unit.
+        TypeError: if it is neither an interval nor an accepted event.
+        ValueError: if it cannot be parsed, or has another unit.
 
     Example:
         >>> check_every("SWA", "100it", units=["ep"])
         Traceback (most recent call last):
-        ValueError: SWA(every='100it'): it has to be a number of whole epochs, such as '1ep'
+        ValueError: SWA(every='100it'): expected a number of whole epochs, such as '1ep'
     """
     where = f"{handler if isinstance(handler, str) else type(handler).__name__}({argument}={every!r})"
-    told, examples = (
+    amounts, examples = (
         " or ".join(form(unit) for unit in units or ()) for form in (_COUNTED.__getitem__, "'1{}'".format)
     )
-    wrong = f"{where}: it has to be a number of {told}, such as {examples}"
+    wrong = f"{where}: expected a number of {amounts}, such as {examples}"
     if isinstance(every, EventEnum | FilteredEvent | EventUnion):
         if units is not None:
             raise TypeError(wrong)
@@ -182,21 +182,21 @@ class _Steps:
         return f"every {self.n} optimizer steps"
 
 
-class _PartOfEpoch:
-    """True in the first iteration that reaches the next multiple of a part of an epoch."""
+class _FractionOfEpoch:
+    """True in the first iteration that reaches the next multiple of a fraction of an epoch."""
 
     def __init__(self, part: float) -> None:
-        self.part = Fraction(str(part))  # exact, where three times 0.1 is not 0.3
-        self.reached = 0  # multiples of the part
+        self.part = Fraction(str(part))  # exact: as floats, 3 * 0.1 != 0.3
+        self.reached = 0  # how many multiples of the fraction
         self.epoch = 0
-        self.due = 0  # the iteration in which the next is reached, if the epoch stays the same
+        self.due = 0  # the iteration that reaches the next multiple within this epoch
 
     def restart(self, engine: Engine) -> None:
         state = engine.state
         if state.epoch_length is None:
             if engine.running:
                 raise ValueError(self._unknown(engine))
-            return  # connected before its first run, which restarts it
+            return  # connected before the first run, which calls this again
         self._set(engine, Fraction(state.epoch_iteration, state.epoch_length) if state.epoch_open else Fraction(1))
 
     def __call__(self, engine: Engine) -> bool:
@@ -204,13 +204,13 @@ class _PartOfEpoch:
         if state.epoch == self.epoch and state.iteration < self.due:
             return False
         assert state.epoch_length is not None
-        # What an epoch that was ended early did not reach is not made up for in the next one.
+        # Multiples that an epoch which ended early did not reach are not made up for in the next epoch.
         before = self.reached if state.epoch == self.epoch else int((state.epoch - 1) // self.part)
         self._set(engine, Fraction(state.epoch_iteration, state.epoch_length))
         return self.reached > before
 
     def _set(self, engine: Engine, share: Fraction) -> None:
-        """Take the position in the run, in epochs, and work out when to look again."""
+        """Store the position in the run, in epochs, and compute the iteration of the next multiple."""
         state = engine.state
         assert state.epoch_length is not None
         before = max(state.epoch - 1, 0)
@@ -223,8 +223,8 @@ class _PartOfEpoch:
         connections = [one for signal in engine.signals.all() for one in signal.connections]
         whose = next((repr(one) for one in connections if one.when is self), "an interval")
         return (
-            f"{whose}: {self}: the length of the epoch is not known, since the data has none; give run() an epoch_length=, "
-            "or an interval in iterations, such as '500it'"
+            f"{whose}: {self}: the epoch length is unknown, since the data has no length; pass epoch_length= to run(), "
+            "or use an interval in iterations, such as '500it'"
         )
 
     def __repr__(self) -> str:
@@ -232,17 +232,17 @@ class _PartOfEpoch:
 
 
 class _Clock:
-    """True in the first iteration that ends after another so many seconds of wall-clock time."""
+    """True in the first iteration that is completed after the next period of wall-clock time."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.next = time.monotonic() + seconds
 
     def restart(self, engine: Engine) -> None:
-        self.next = engine.now() + self.seconds
+        self.next = engine.group.now() + self.seconds
 
     def __call__(self, engine: Engine) -> bool:
-        now = engine.now()
+        now = engine.group.now()
         if now < self.next:
             return False
         self.next = now + self.seconds

@@ -1,4 +1,4 @@
-"""A monitored metric: noticing each new value once, and telling whether it is better."""
+"""A monitored metric: its new values, and whether they are improvements."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """Watches one metric for a handler that decides by it.
+    """Reports each new value of one metric once, and whether it is better than another value.
 
-    Every new value is told once, however often and at whichever event the handler looks. NaN is never better than
-    anything; equal is not better.
+    NaN is never better than anything, and an equal value is not better.
 
     Args:
-        handler: the handler's class name, for errors.
-        metric: the metric's name in ``state.metrics``.
+        handler: Class name of the handler, for errors.
+        metric: Name of the metric in ``state.metrics``.
         mode: "min" if smaller is better, "max" if greater is.
-        min_delta: how much better a value has to be to count; in units of the metric, or with ``relative`` as a share of the
-            best value's magnitude, so that it also works for negative scores.
-        relative: see min_delta.
+        min_delta: Smallest difference that counts as an improvement; in units of the metric, or with ``relative`` as a fraction
+            of the best value's magnitude, which also works for negative scores.
+        relative: Whether min_delta is relative.
     """
 
     def __init__(
         self, handler: str, metric: str, mode: Mode, *, min_delta: float = 0.0, relative: bool = False
     ) -> None:
         if not isinstance(metric, str) or not metric:
-            raise TypeError(f"{handler}: the monitored metric {metric!r} has to be a name, such as 'accuracy'")
+            raise TypeError(f"{handler}: the monitored metric is {metric!r}; expected a name, such as 'accuracy'")
         self.handler = handler
         self.metric = metric
         self.mode = check_choice(handler, "mode", mode, ("min", "max"))
         self.min_delta = check_number(handler, "min_delta", min_delta, least=0)
         self.relative = check_bool(handler, "relative", relative)
-        self.serial = 0  # of the whole store, when it was last looked at: one comparison tells that nothing is new
-        self.seen = 0  # the serial of the metric's value that was last told
+        self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
+        self.seen = 0  # the serial of the metric's value that was last returned
 
     def new_value(self, engine: Engine) -> float | None:
         """The metric's value if it is new since the last call, else None."""
@@ -61,12 +60,12 @@ class Monitor:
         if number is None:
             shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
             raise TypeError(
-                f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; it has to be one number"
+                f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; expected a single number"
             )
         return number
 
     def require(self, engine: Engine) -> None:
-        """Refuse a metric that nobody announced and that does not exist, now that an epoch's values are there."""
+        """Raise KeyError if the metric was neither announced nor written; call it at the end of an epoch."""
         metrics = engine.state.metrics
         if self.metric in metrics or self.metric in metrics.owners:
             return
@@ -75,12 +74,12 @@ class Monitor:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise KeyError(
             f"{self.handler} monitors {self.metric!r}, but no such metric was produced. "
-            f"There are: {', '.join(there) or 'none; attach Metrics or Validation'}{hint}. A function that "
-            "writes a metric less often than every epoch says so first: engine.state.metrics.announce('user', ['its_name'])"
+            f"There are: {', '.join(there) or 'none; attach Metrics or Validation'}{hint}. If your function "
+            "writes it less often than every epoch, announce it first: engine.state.metrics.announce('user', ['its_name'])"
         )
 
     def better(self, value: float, best: float | None) -> bool:
-        """Whether ``value`` is better than ``best`` by more than min_delta; anything but NaN is better than None."""
+        """Whether ``value`` is better than ``best`` by more than min_delta; everything except NaN is better than None."""
         if math.isnan(value):
             return False
         if best is None or math.isnan(best):
@@ -95,4 +94,4 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
-        self.serial = -1  # look again
+        self.serial = -1  # check all metrics at the next call

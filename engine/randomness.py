@@ -1,4 +1,4 @@
-"""Random numbers: seeds derived from names, and the global generators saved, restored and seeded."""
+"""Random numbers: deriving seeds, and seeding, saving and restoring the global generators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def derived_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on nothing but the given parts: sha256 of their text.
+    """A 63-bit seed that depends only on the given parts: the sha256 of their text.
 
     Example:
         >>> derived_seed(0, "mixup", 12) == derived_seed(0, "mixup", 12) != derived_seed(0, "mixup", 13)
@@ -37,7 +37,7 @@ def derived_seed(*parts: object) -> int:
 
 
 def mixed(key: int, number: int) -> int:
-    """A number of 63 bits from two, for what is done in every iteration: the finaliser of SplitMix64.
+    """A 63-bit number from two numbers, by the finaliser of SplitMix64: cheap enough for every iteration.
 
     Example:
         >>> mixed(0, 1) != mixed(0, 2) and mixed(0, 1) == mixed(0, 1)
@@ -50,13 +50,13 @@ def mixed(key: int, number: int) -> int:
 
 
 def reseed(seed: int, others: Iterable[torch.Generator] = ()) -> None:
-    """Seed the global generators of Python, NumPy and torch on the CPU, and these others, at the least cost.
+    """Seed the global generators of Python, NumPy and torch on the CPU, and ``others``, at the lowest cost.
 
     Args:
-        seed: a number of up to 63 bits.
-        others: such as those that `cuda_generators` gives.
+        seed: A number of up to 63 bits.
+        others: Other generators to seed, such as those of `cuda_generators`.
     """
-    torch.default_generator.manual_seed(seed)  # 1 us, where torch.manual_seed takes 270
+    torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 270
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     for generator in others:
@@ -64,7 +64,7 @@ def reseed(seed: int, others: Iterable[torch.Generator] = ()) -> None:
 
 
 def cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The global generators of the CUDA devices among these."""
+    """The global generators of those devices that are CUDA devices."""
     places = {device.index for device in devices if device.type == "cuda"}
     return [torch.cuda.default_generators[torch.cuda.current_device() if n is None else n] for n in places]
 
@@ -73,7 +73,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch (on every device).
 
     Raises:
-        ValueError: unless 0 <= seed < 2**32, which is what NumPy accepts.
+        ValueError: unless 0 <= seed < 2**32, the range of NumPy.
     """
     check_seed("seed_everything", seed)
     random.seed(seed)
@@ -82,13 +82,13 @@ def seed_everything(seed: int) -> None:
 
 
 def check_seed(where: str, seed: object) -> None:
-    """Refuse a seed that one of the global generators would refuse later."""
+    """Raise ValueError for a seed that some global generator does not accept."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"{where}: seed={seed!r} has to be an int with 0 <= seed < 2**32")
+        raise ValueError(f"{where}: seed={seed!r}: expected an int with 0 <= seed < 2**32")
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the global generators; `packed`, it is in types that ``torch.load(weights_only=True)`` reads."""
+    """The state of the global generators; after `packed`, ``torch.load(weights_only=True)`` accepts it."""
     name, words, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "python": list(random.getstate()),
@@ -101,17 +101,19 @@ def random_state() -> dict[str, Any]:
 
 
 def packed(state: dict[str, Any]) -> dict[str, Any]:
-    """A random state for a file: the 625 words of Python's generator as bytes, since what is saved is walked through."""
+    """A random state to be saved: the 625 words of Python's generator as bytes, since saving visits every object of a state."""
     if "python" not in state:
         return state
     version, words, gauss = state["python"]
     if not isinstance(words, bytes):
-        words = struct.pack(f"<{len(words)}I", *words)  # a tensor takes twice as long to make, and four times to save
+        words = struct.pack(
+            f"<{len(words)}I", *words
+        )  # a tensor takes twice as long to create and four times as long to save
     return state | {"python": [version, words, gauss]}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the global generators back to what `random_state` returned; those that are not in the state stay as they are."""
+    """Restore the global generators from what `random_state` returned; generators missing from it are not changed."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
@@ -126,13 +128,13 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _words(saved: bytes | torch.Tensor) -> Any:
-    """The words of a generator's state, 4 bytes each with the least first; earlier files hold them as a tensor."""
+    """The words of a generator's state, 4 bytes each, little-endian; earlier files store them as a tensor."""
     return saved.numpy().astype(np.uint32) if isinstance(saved, torch.Tensor) else np.frombuffer(saved, dtype="<u4")
 
 
 @contextmanager
 def unchanged_random_state(*generators: torch.Generator | None) -> Iterator[None]:
-    """Whatever draws from the global generators (and these) inside, they go on afterwards as if it had not."""
+    """Restore the state of the global generators, and of ``generators``, at the end of the ``with`` block."""
     state = random_state()
     own = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
     try:

@@ -1,8 +1,9 @@
-"""Cleaning up: regions, which are always left, and errors that come up meanwhile, which are always told."""
+"""Clean-up: context managers that are always exited, and errors during that, which are never lost."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 __all__ = ["Regions", "note_problems"]
@@ -11,34 +12,69 @@ T = TypeVar("T")
 
 
 class Regions:
-    """The context managers that are open around what the engine does now.
+    """The context managers that are entered at the moment.
+
+    A region is a part of a run: the run itself, an evaluation, an update, or the forward with its loss. At its end, every context
+    manager entered inside it is exited.
 
     Attributes:
-        depth: how many are open; a region that opens remembers it, and closes what was entered since.
+        depth: Number of entered context managers.
     """
 
-    __slots__ = ("_open", "depth")
+    __slots__ = ("_entered", "_regions", "depth")
 
     def __init__(self) -> None:
-        self._open: list[AbstractContextManager[Any]] = []
+        self._entered: list[AbstractContextManager[Any]] = []
+        self._regions = 0  # number of open regions, without those inside an iteration
         self.depth = 0
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
+        """Enter a context manager; it is exited at the end of the innermost open region, also after an error.
+
+        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
+        """
+        if not self._regions:
+            raise RuntimeError(
+                f"enter({manager!r}): no region is open outside a run; call it from a handler during a run"
+            )
         value = manager.__enter__()
-        self._open.append(manager)
+        self._entered.append(manager)
         self.depth += 1
         return value
 
+    def open(self) -> None:
+        """Open the region of a run, which `close_all` closes."""
+        self._regions += 1
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """A region around the ``with`` block."""
+        outside = self.depth
+        self._regions += 1
+        try:
+            yield
+        except BaseException as error:
+            self._regions -= 1
+            self.close(outside, error)
+            raise
+        self._regions -= 1
+        self.close(outside)
+
+    def close_all(self, error: BaseException | None) -> None:
+        """Exit every context manager, and close all regions."""
+        self._regions = 0
+        self.close(0, error)
+
     def close(self, outside: int, error: BaseException | None = None) -> None:
-        """Leave what was entered since the depth was ``outside``: last in, first out, every one, also after an error.
+        """Exit the context managers entered since the depth was ``outside``, in reverse order, even if some raise.
 
         Args:
-            outside: the depth to come back to.
-            error: what is leaving. It goes on leaving, whatever a manager answers; what goes wrong here is noted on it.
+            outside: Depth to return to.
+            error: The error that is being raised. No context manager can suppress it; errors on exit are added to its notes.
         """
         leaving = error
         while self.depth > outside:
-            manager = self._open.pop()
+            manager = self._entered.pop()
             self.depth -= 1
             try:
                 if leaving is None:
@@ -55,9 +91,9 @@ class Regions:
 
 
 def note_problems(problems: list[BaseException], error: BaseException | None) -> None:
-    """Tell the errors of cleaning up: as notes on the error that is leaving, or the first of them by itself.
+    """Add the errors of clean-up to the notes of the error that is being raised; without one, raise the first of them.
 
-    An interrupt is never swallowed: it leaves in place of an error.
+    An interrupt among them is never swallowed: it is raised in place of an error.
     """
     leaving = error
     if error is None or isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""The engine's whole state: gathered from the loop, the components and the handlers by name, and put back in place."""
+"""The state of an engine: gathered from its parts and handlers by name, and restored in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .bus import Phase, Signal
+from .connection import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
@@ -29,168 +29,144 @@ FORMAT = 1
 
 
 def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
-    """Everything that is needed to go on; of several processes, that of all on rank 0.
+    """Everything that an exact resume needs; in distributed runs, rank 0 gets the state of all ranks.
 
     Args:
-        engine: whose state it is.
-        at_once: whether it is written before anything can change: then its tensors may be the engine's own. Otherwise it shares
-            none with the engine.
+        engine: The engine.
+        at_once: Whether the state is written before anything can change, so that it may share tensors with the engine.
+            Otherwise its tensors are copies.
     """
-    state = engine.state
     taken = partial(copied, tensor=_itself) if at_once else copied
+    position = engine.state.state_dict() | engine.boundary.state_dict()
     own = {
         "format": FORMAT,
-        "engine": {
-            "epoch": state.epoch,
-            "iteration": state.iteration,
-            "epoch_start": state.epoch_start,
-            "epoch_open": state.epoch_open,
-            "stop_reason": state.stop_reason,
-            "stops": dict(engine._stops),  # asked for, and to take effect
-            "epoch_stop": engine._epoch_stop,
-            "stopped_bounds": engine._stopped_bounds,
+        "engine": position
+        | {
             "seed": engine.seed,
-            "fired": {name: signal.fired for name, signal in _counted_signals(engine) if signal.fired},
-            "metrics": taken(state.metrics.state_dict()),
+            "fired": engine.signals.state_dict(),
+            "metrics": taken(engine.state.metrics.state_dict()),
         },
         "modules": {name: taken(root.state_dict()) for name, root in engine.modules.items()},
         "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
-        "handlers": {
-            name: taken(engine._held_states.get(name) or handler.state_dict())
-            for name, handler in sorted(engine.handlers.items())
-        },
-        "data": taken(_position(engine)),
+        "handlers": {name: taken(state) for name, state in engine.handlers.state_dict().items()},
+        "data": taken(engine.feed.state_dict()),
         "random": packed(random_state()),
     }
     return of_all(own, engine.processes)
 
 
-def _position(engine: Engine) -> dict[str, Any] | None:
-    if engine._position is not None:  # loaded, or that of the run before: the data is not there yet
-        return engine._position
-    return None if engine._source is None else engine._source.state_dict()
-
-
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
-    """Put a loaded state in place; returns the position of its data."""
+    """Restore a loaded state in place; returns the position in the data."""
     saved = _own_part(engine, saved)
     _check_fit(engine, saved, allowed)
-    saved = read_shards(engine, saved)
+    parameters = (p for root in engine.modules.values() for p in root.parameters())
+    saved = read_shards(saved, parameters=parameters, device=engine.device)
     for name, root in engine.modules.items():
         root.load_state_dict(spread_over(root, saved["modules"][name]))
     for update in engine.updates:
-        part = saved["updates"][update.name]
-        update.steps = part["steps"]
-        if update.optimizer is not None and part["optimizer"] is not None:
-            update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
-        update.discard()
-        update.filled = 0
-        with torch.no_grad():
-            for index, value in part["own_parameters"].items():
-                update.parameters[index].copy_(value)
-        window = part["window"]
-        if window is not None and (missing := sorted(set(window["made_with"]) - set(_takes_part(engine)))):
-            warnings.warn(
-                f"the gradients of the open accumulation window of update {update.name!r} were made with "
-                f"{', '.join(map(repr, missing))}, which this run does without: they are discarded",
-                stacklevel=2,
-            )
-            window = None
-        if window is not None:
-            update.filled, update.held = window["filled"], window["held"]
-            update.extra_weight = copied(window["extra_weight"])
-            if update.kept is not None:
-                update.kept.extend(copied(window["kept"]))
-            for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
-                parameter.grad = (
-                    None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
-                )
-    for name, handler in engine.handlers.items():
-        if name in saved["handlers"]:
-            state_of_handler = copied(saved["handlers"][name])
-            if handler.enabled:
-                handler.load_state_dict(state_of_handler)
-            else:  # it has not begun; it gets its state when it takes part again
-                engine._held_states[name] = state_of_handler
+        _put_update_back(engine, update, saved["updates"][update.name])
+    engine.handlers.load_state_dict({name: copied(state) for name, state in saved["handlers"].items()})
     position = saved["engine"]
-    state = engine.state
-    state.epoch, state.iteration = position["epoch"], position["iteration"]
-    state.epoch_start, state.epoch_open = position["epoch_start"], position["epoch_open"]
-    state.stop_reason, engine._stopped_bounds = position["stop_reason"], position["stopped_bounds"]
-    engine.ask_again(position["stops"], position["epoch_stop"])
+    engine.state.load_state_dict(position)
+    engine.boundary.load_state_dict(position)
     engine.seed = position["seed"]
-    state.metrics.load_state_dict(copied(position["metrics"]))
-    for event in [event for catalogue in engine._catalogues for event in catalogue]:
-        if str(event) in position["fired"]:
-            engine.signal(event)  # somebody may listen to it later, and count from the first
-    for name, signal in _counted_signals(engine):
-        signal.fired = position["fired"].get(name, 0)
+    engine.state.metrics.load_state_dict(copied(position["metrics"]))
+    engine.signals.load_state_dict(position["fired"])
     set_random_state(saved["random"])
     data: dict[str, Any] | None = saved["data"]
     return data
 
 
+def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any]) -> None:
+    update.steps = part["steps"]
+    if update.optimizer is not None and part["optimizer"] is not None:
+        update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
+    update.discard()
+    update.window.filled = 0
+    with torch.no_grad():
+        for index, value in part["own_parameters"].items():
+            update.parameters[index].copy_(value)
+    window = part["window"]
+    if window is None:
+        return
+    if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
+        warnings.warn(
+            f"the gradients of the open accumulation window of update {update.name!r} were computed with "
+            f"{', '.join(map(repr, missing))}, which this run does not have: they are discarded",
+            stacklevel=2,
+        )
+        return
+    update.window.load_state_dict(copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")}))
+    for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
+        parameter.grad = None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
+
+
 def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the state of all processes says for this one; of another number of processes, as much as can be gone on from."""
+    """This rank's part of a saved state; for another world size, the part from which a run can continue approximately.
+
+    Raises:
+        ValueError: for a state that another rank saved, or if the ranks have loaded different states.
+    """
     processes = engine.processes
     before = saved.get("processes", 1)
-    if processes.several:
-        _check_alike(engine, saved)
-    if before == 1 == processes.size:
+    if processes.distributed:
+        _check_same_state(engine, saved)
+    if before == 1 == processes.world_size:
         return saved
     own = for_rank(saved, processes.rank)
-    if before == processes.size:
+    if before == processes.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
-                f"the loaded state is that of rank {own['rank']} alone, and not of rank {processes.rank}: load what rank 0 "
-                "saved, which holds all"
+                f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}: load the state saved by rank 0, "
+                "which holds all ranks"
             )
         return own
     warnings.warn(
-        f"the loaded state was saved by {before} process(es), and goes on with {processes.size}: not as it would have, bit for "
-        "bit. Open accumulation windows are discarded, and inside an epoch some batches may be seen again",
+        f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
+        "Open accumulation windows are discarded, and inside an epoch some batches may be repeated",
         RuntimeWarning,
         stacklevel=2,
     )
-    return _moved(own, before, engine)
+    return _for_new_world_size(own, before, engine)
 
 
-def _check_alike(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Refuse states of different positions, and, where they were read from checkpoints, of different ones."""
+def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if the ranks have loaded states of different positions, or from different checkpoints."""
     position, origin = saved.get("engine", {}), saved.get("origin") or {}
     place = [position.get(key) for key in ("epoch", "iteration", "epoch_open", "seed")]
-    files = origin.get("manifest", {}).get("files")  # tells the sha256 of the state
-    told = engine.processes.gather((place, files, origin.get("path")))
-    different = any(place != told[0][0] for place, *_ in told)
-    read = [files for _, files, _ in told if files is not None]
+    files = origin.get("manifest", {}).get("files")  # contains the sha256 of the state
+    loaded = engine.processes.gather((place, files, origin.get("path")))
+    different = any(place != loaded[0][0] for place, *_ in loaded)
+    read = [files for _, files, _ in loaded if files is not None]
     if different or any(files != read[0] for files in read):
         which = ", ".join(
             f"rank {rank} epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" from {path!r}")
-            for rank, (place, _, path) in enumerate(told)
+            for rank, (place, _, path) in enumerate(loaded)
         )
-        raise ValueError(f"the processes have loaded different states: {which}; let all load the same checkpoint")
+        raise ValueError(f"the ranks have loaded different states: {which}; load the same checkpoint on all ranks")
 
 
-def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
-    """A state for another number of processes: the dealt samples that were taken count as so many turns of these."""
+def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
+    """Convert a state saved with world size ``before``: the samples read so far become rounds of the new world size."""
     processes = engine.processes
     position, data = dict(saved["engine"]), saved["data"]
-    if data is not None and engine._source is not None and engine._source.manner != "own":
+    source = engine.feed.source
+    if data is not None and source is not None and source.policy != "own":
         iteration: int = position["iteration"]
-        then, now = data.get("batch_size_now"), engine._source.batch_size
+        then, now = data.get("batch_size_now"), source.batch_size
         if then is None or now is None:
-            then = now = 1  # whatever the batches are, they are the same ones
+            then = now = 1  # the batches themselves are the same
 
-        def moved(start: int) -> int:
-            turns: int = (iteration - start) * before * then // (processes.size * now)
-            return iteration - turns
+        def converted(start: int) -> int:
+            rounds: int = (iteration - start) * before * then // (processes.world_size * now)
+            return iteration - rounds
 
-        position["epoch_start"] = moved(position["epoch_start"])
+        position["epoch_start"] = converted(position["epoch_start"])
         if "started_at" in data:
-            data = dict(data) | {"started_at": moved(data["started_at"])}
+            data = dict(data) | {"started_at": converted(data["started_at"])}
     updates = {name: dict(part) | {"window": None} for name, part in saved["updates"].items()}
     random = saved["random"]
-    if processes.rank:  # each process has a random stream of its own
+    if processes.rank:  # each rank has its own random stream
         with unchanged_random_state():
             seed_everything(derived_seed(saved["engine"]["seed"], position["iteration"], processes.rank) % 2**32)
             random = random_state()
@@ -198,15 +174,15 @@ def _moved(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str
 
 
 def spread_over(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state, spread over processes as the module is."""
-    own, spread = root.state_dict(), copy.copy(state)  # which keeps the metadata
+    """A module's state, sharded like the module."""
+    own, spread = root.state_dict(), copy.copy(state)  # a copy keeps the metadata
     for key, value in state.items():
         spread[key] = spread_like(value, own.get(key))
     return spread
 
 
 def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state, spread over processes as its parameters are: what has their shapes."""
+    """An optimizer's state, in which tensors of the shape of their parameter are sharded like it."""
     for place, part in state["state"].items():
         for key, value in part.items():
             if isinstance(value, Tensor) and value.shape == parameters[place].shape:
@@ -225,29 +201,29 @@ _MAKING_GRADIENTS = (
 )
 
 
-def _takes_part(engine: Engine) -> list[str]:
-    """The handlers that have a hand in gradients: those that change anything from the batch to the end of the backward."""
+def _changing_gradients(engine: Engine) -> list[str]:
+    """The handlers that influence gradients: those that change anything between the batch and the end of the backward."""
     connections = [one for event in _MAKING_GRADIENTS for one in engine.signal(event).connections]
     return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
 
 
 def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that are out of reach: those of a sharded model are, until a backward has reduced them."""
-    if update.held and not any(gradient is not None for gradient in gradients):
+    """Raise RuntimeError for a window whose gradients are not accessible: those of a sharded model that was not reduced yet."""
+    if update.window.held and not any(gradient is not None for gradient in gradients):
         raise RuntimeError(
-            f"the open window of update {update.name!r} holds gradients that were not reduced over the processes yet, and cannot "
-            "be saved: save where windows end, as epochs do, or have every batch reduced "
-            "(FullyShardedDataParallel(reduce_every_batch=True))"
+            f"the open window of update {update.name!r} holds gradients that were not reduced over the ranks yet and cannot "
+            "be saved: save where windows end, such as at the end of an epoch, or reduce every batch with "
+            "FullyShardedDataParallel(reduce_every_batch=True)"
         )
 
 
 def _check_kept(update: UpdateState) -> None:
-    """Refuse batches, kept for a step that looks at them again, whose types no safe load accepts."""
-    for batch, *_ in update.kept or ():
+    """Raise TypeError for kept batches that ``torch.load(weights_only=True)`` would not accept."""
+    for batch, *_ in update.window.kept or ():
         if (found := _unsafe(batch)) is not None:
             raise TypeError(
-                f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which cannot be saved "
-                "in a way that loads safely: use tuples, lists and dicts, or save where windows end"
+                f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which "
+                "torch.load(weights_only=True) does not accept: use tuples, lists and dicts, or save where windows end"
             )
 
 
@@ -263,18 +239,18 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     optimizer = update.optimizer
     names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
     window = None
-    if update.filled:
+    if update.window.filled:
         gradients = [taken(p.grad) for p in update.parameters]
         _check_reduced(update, gradients)
         _check_kept(update)
-        window = {"filled": update.filled, "held": update.held, "extra_weight": taken(update.extra_weight),
-                  "gradients": gradients, "kept": taken(update.kept), "made_with": _takes_part(engine)}  # fmt: skip
+        window = {key: taken(value) for key, value in update.window.state_dict().items()}
+        window |= {"gradients": gradients, "made_with": _changing_gradients(engine)}
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
         "kind": None if optimizer is None else type(optimizer).__name__,
         "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
-        # Those that belong to no module, such as a learned temperature: nobody else would save them.
+        # Parameters of no module, such as a learned temperature, are saved here only.
         "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
     }
@@ -283,21 +259,21 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
 def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
     missing_parts = [part for part in ("engine", "modules", "updates", "handlers", "random") if part not in saved]
     if missing_parts:
-        raise ValueError(f"the loaded state is not whole: it has no {', '.join(missing_parts)}")
+        raise ValueError(f"the loaded state is incomplete: it has no {', '.join(missing_parts)}")
     own: dict[str, set[str]] = {"modules": set(engine.modules), "updates": {update.name for update in engine.updates}}
     there = {part: set(saved[part]) for part in own}
     with_state = {name for name, handler in engine.handlers.items() if handler.state_dict()}
     own["handlers"] = with_state - allowed
     there["handlers"] = {name for name, state in saved["handlers"].items() if state} - allowed
     for part in own:
-        # A handler may have had nothing to save when it was saved, and the other way round.
+        # A handler may have a state now and have had none when the checkpoint was saved, or the reverse.
         missing = own[part] - set(saved[part])
         unknown = there[part] - (set(engine.handlers) if part == "handlers" else own[part])
         if missing or unknown:
-            told = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
-            told += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
+            problems = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
+            problems += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
             way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
-            raise ValueError(f"the loaded state does not fit: {part} {'; '.join(told)}{way_out}")
+            raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
     for name, root in engine.modules.items():
         own_shapes = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, Tensor)}
         shapes = {key: value.shape for key, value in saved["modules"][name].items() if isinstance(value, Tensor)}
@@ -311,26 +287,17 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
         part_names = part["parameters"]
         names = _update_state(engine, update, copied)["parameters"]
         if part["optimizer"] is None or update.optimizer is None:
-            continue  # it was saved before its optimizer was built
+            continue  # saved before the optimizer was built, or loaded before
         kind = type(update.optimizer).__name__
         if part["kind"] != kind:
             raise ValueError(
-                f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, and here by {kind}"
+                f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, here by {kind}"
             )
         if part_names != names:
             raise ValueError(
                 f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
-                f"and here it optimizes {names}"
+                f"here it optimizes {names}"
             )
-
-
-def _counted_signals(engine: Engine) -> list[tuple[str, Signal]]:
-    """Those whose count is a part of the state. That of the saves is not: a state cannot hold what comes of itself."""
-    saves = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
-    counted = [
-        signal for signal in engine.signals.all() if signal.event.counter == "fired" and signal.event not in saves
-    ]
-    return sorted((str(signal.event), signal) for signal in counted)
 
 
 _ATOMS = {bool, bytes, float, int, str, NoneType}
@@ -341,29 +308,29 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """The tensor, unless its file would be another one than its copy's: of a view, all that it is a view of is written."""
+    """The tensor, or a copy of a view: torch.save writes the whole storage of a view."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.detach() if plain and tensor.untyped_storage().nbytes() == tensor.nbytes else _cloned(tensor)
 
 
 def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
-    """A copy of a state that shares no tensor with what it was taken from; or with what ``tensor`` gives for each of them."""
+    """A deep copy of a state, with ``tensor(item)`` for each tensor in it: a clone by default."""
     if type(value) in _ATOMS:
         return value
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, dict):
-        same = copy.copy(value)  # keeps its type: a module's state has metadata, and a scheduler's may hold a Counter
+        same = copy.copy(value)  # keeps the type: a module's state has metadata, a scheduler's may hold a Counter
         for key, item in value.items():
-            if type(item) not in _ATOMS:  # the others are in it; half of what a state holds is such, and a call each
+            if type(item) not in _ATOMS:  # atoms are copied already: half of the items, and one call less for each
                 same[key] = copied(item, tensor)
         return same
-    if isinstance(value, np.generic):  # a safe load accepts none of NumPy's types
+    if isinstance(value, np.generic):  # torch.load(weights_only=True) accepts no NumPy types
         return value.item()
     if isinstance(value, np.ndarray):
         raise TypeError(
-            f"a NumPy array of shape {value.shape} cannot be saved in a way that loads safely: make it a tensor "
-            "(torch.from_numpy) or a list"
+            f"a NumPy array of shape {value.shape} cannot be saved, since torch.load(weights_only=True) does not accept it: "
+            "convert it to a tensor (torch.from_numpy) or a list"
         )
     if isinstance(value, list | tuple):
         items = [copied(item, tensor) for item in value]

@@ -1,4 +1,4 @@
-"""What happens before a run starts: optimizers are built, and what could not be trained is refused."""
+"""Before a run starts: building optimizers, and refusing models and windows that cannot be trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ __all__ = ["build_optimizers", "check_modules", "check_windows"]
 
 
 def build_optimizers(engine: Engine) -> None:
-    """Call the optimizers' factories, now that the model is set up, and refuse optimizers that could not work."""
+    """Call the optimizer factories, now that the model is set up, and check the optimizers.
+
+    Raises:
+        ValueError: for an optimizer without parameters, or with none of the model's.
+    """
     for update in engine.updates if engine.training else ():
         spec = update.spec
         where = f"update {spec.name!r}"
@@ -29,29 +33,26 @@ def build_optimizers(engine: Engine) -> None:
                 parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
             if not parameters:
                 raise ValueError(
-                    f"{where}: there is nothing to optimize; give the Engine a model= with parameters, "
-                    "or the Update parameters="
+                    f"{where}: there is nothing to optimize; pass a model= with parameters to Engine, "
+                    "or parameters= to Update"
                 )
-            update.optimizer = spec.optimizer(parameters)
-            update._parameters_of = []  # it may have had another one before
-            if not isinstance(update.optimizer, Optimizer):
-                made, update.optimizer = update.optimizer, None
-                raise TypeError(f"{where}: the optimizer factory returned {made!r}, which is no torch optimizer")
+            update.take_optimizer(spec.optimizer(parameters))
         optimizer = update.optimizer
-        if update.kept is None and needs_closure(optimizer):
-            update.kept = []
+        assert optimizer is not None
+        if update.window.kept is None and needs_closure(optimizer):
+            update.window.kept = []
         known = {p for root in engine.modules.values() for p in root.parameters()}
         if known and not any(p in known for p in update.parameters):
             raise ValueError(
                 f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
-                "for another model, or the model's parameters were replaced since: give a factory instead, "
+                "for another model, or before the model's parameters were replaced: pass a factory instead, "
                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
             )
 
 
 def check_windows(engine: Engine) -> None:
-    """Refuse to accumulate for one of several updates that share parameters: each would clear what the other holds."""
-    if len(engine.updates) > 1 and any(update.window > 1 for update in engine.updates):
+    """Raise ValueError if updates that share parameters accumulate: each would clear the gradients of the other."""
+    if len(engine.updates) > 1 and any(update.window.length > 1 for update in engine.updates):
         seen: dict[object, str] = {}
         for update in engine.updates:
             for parameter in update.parameters:
@@ -60,21 +61,22 @@ def check_windows(engine: Engine) -> None:
                     raise ValueError(
                         f"updates {other!r} and {update.name!r} share parameters, so that gradients cannot be "
                         "accumulated for one of them; give each its own with Update(..., parameters=), or "
-                        "do without GradientAccumulation"
+                        "detach GradientAccumulation"
                     )
 
 
 def check_modules(engine: Engine) -> None:
-    """Refuse parameters without values, and those that are spread over processes which nobody brings together."""
+    """Raise ValueError for parameters on the meta device, and for sharded ones in a single process."""
     for name, root in engine.modules.items():
-        if not engine.processes.several and any(is_sharded(p) and p.device_mesh.size() > 1 for p in root.parameters()):  # type: ignore[attr-defined]
+        sharded = [p for p in root.parameters() if is_sharded(p) and p.device_mesh.size() > 1]  # type: ignore[attr-defined]
+        if sharded and not engine.processes.distributed:
             raise ValueError(
-                f"the model {name!r} is sharded over processes, and the handler that did it takes no part: attach it again, or "
-                "let it make the model a plain one before it is detached: handler.unshard(engine)"
+                f"the model {name!r} is sharded over ranks, but the handler that sharded it is not attached: attach it again, or "
+                "call handler.unshard(engine) before detaching it"
             )
         meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
         if meta is not None:
             raise ValueError(
                 f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
-                "values; materialise it first: model.to_empty(device=...) and initialise it"
+                "values; materialise it with model.to_empty(device=...) and initialise it"
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bus import Phase
+from .connection import Phase
 from .engine import Engine
 from .events import Events
 from .handler import Handler
@@ -74,86 +74,114 @@ def check_handler(
         AssertionError: naming the promise that was broken and the part that differs.
     """
 
-    def run(engine: Engine, **more: Any) -> Engine:
-        seed_everything(0)
-        engine.run(data, **(bounds | more))
-        return engine
-
     if not callable(make):
         raise TypeError(
             f"check_handler(make={make!r}): give a function that makes a new handler each time, or its class"
         )
-    name = make().name
-    plain = fingerprint(run(build()), handlers=False)
+    check = _Check(build, make, data, bounds)
+    plain = check.plain()
+    check.absent(plain)
+    whole = check.repeated(plain, changes_training=changes_training)
+    check.resumed(whole)
+    check.failed()
 
-    plain_again = fingerprint(run(build()), handlers=False)
-    _same(
-        plain,
-        plain_again,
-        "build() makes another engine, or the data other batches, each time; seed what they draw from",
-    )
 
-    # Attached and detached again, and disabled, it is as if it had never been there.
-    engine = build()
-    before = _receivers(engine)
-    engine.attach(make()).detach()
-    _same(before, _receivers(engine), f"{name}: attach, then detach, leaves receivers behind")
-    _same(plain, fingerprint(run(engine), handlers=False), f"{name}: attach, then detach, changes the run")
-    engine = build()
-    engine.attach(make())
-    with engine.without(name):
-        _same(before, _receivers(engine), f"{name}: disabled, it leaves receivers behind")
-        _same(plain, fingerprint(run(engine), handlers=False), f"{name}: disabled, it changes the run")
+class _Check:
+    """The checks of one handler; each raises an AssertionError that names the broken promise.
 
-    # The same run twice is the same, and an observer changes nothing.
-    engine = build()
-    engine.attach(make())
-    whole = fingerprint(run(engine))
-    engine = build()
-    engine.attach(make())
-    _same(whole, fingerprint(run(engine)), f"{name}: two runs with the same seed differ")
-    if not changes_training:
-        without = {part: digest for part, digest in whole.items() if part in plain and part != "engine"}
-        _same({part: plain[part] for part in without}, without, f"{name}: it changes training")
+    Args:
+        build, make, data, bounds: as for `check_handler`.
+    """
 
-    # Saved after any iteration and loaded into a new engine, it goes on as if it had not been stopped.
-    saved: list[tuple[int, bytes]] = []
-    engine = build()
-    engine.attach(make())
+    def __init__(self, build: Build, make: Callable[[], Handler], data: Iterable[Any], bounds: dict[str, Any]) -> None:
+        self.build = build
+        self.make = make
+        self.data = data
+        self.bounds = bounds
+        self.name = make().name
 
-    def save(engine: Engine) -> None:
-        buffer = io.BytesIO()
-        torch.save(engine.state_dict(), buffer)
-        saved.append((engine.state.iteration, buffer.getvalue()))
+    def engine(self) -> Engine:
+        """A new engine with a new handler."""
+        engine = self.build()
+        engine.attach(self.make())
+        return engine
 
-    engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
-    run(engine)
-    for iteration, file in saved:
-        resumed = build()
-        resumed.attach(make())
-        resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
-        seed_everything(1)  # a new process would have other random states
-        resumed.run(data, **bounds)
-        _same(whole, fingerprint(resumed), f"{name}: resumed after iteration {iteration}, it ends elsewhere")
+    def run(self, engine: Engine, seed: int = 0) -> Engine:
+        """Run an engine with the global generators seeded."""
+        seed_everything(seed)
+        engine.run(self.data, **self.bounds)
+        return engine
 
-    # After an error the engine is clean, and can be used again without the handler.
-    engine = build()
-    engine.attach(make())
+    def plain(self) -> dict[str, str]:
+        """What a run without the handler leaves behind; it must not depend on anything but the seed."""
+        plain = fingerprint(self.run(self.build()), handlers=False)
+        again = fingerprint(self.run(self.build()), handlers=False)
+        _same(
+            plain,
+            again,
+            "build() makes another engine, or the data other batches, each time; seed what they draw from",
+        )
+        return plain
 
-    def fail(engine: Engine) -> None:
-        raise _Failure
+    def absent(self, plain: dict[str, str]) -> None:
+        """Attached and detached again, or disabled, the run is as if the handler had never been there."""
+        engine = self.build()
+        before = _receivers(engine)
+        engine.attach(self.make()).detach()
+        _same(before, _receivers(engine), f"{self.name}: attach, then detach, leaves receivers behind")
+        after = fingerprint(self.run(engine), handlers=False)
+        _same(plain, after, f"{self.name}: attach, then detach, changes the run")
+        engine = self.engine()
+        with engine.without(self.name):
+            _same(before, _receivers(engine), f"{self.name}: disabled, it leaves receivers behind")
+            after = fingerprint(self.run(engine), handlers=False)
+            _same(plain, after, f"{self.name}: disabled, it changes the run")
 
-    with engine.connect(Events.ITERATION_COMPLETED(once=2), fail):
-        seed_everything(0)
-        try:
-            engine.run(data, **bounds)
-        except _Failure:
-            pass
-        else:
-            raise AssertionError(f"{name}: an error in another receiver did not leave run()")
-    assert engine.regions.depth == 0, f"{name}: an error leaves regions open"
-    engine.detach(name)
-    _same(before, _receivers(engine), f"{name}: after an error, detaching leaves receivers behind")
+    def repeated(self, plain: dict[str, str], *, changes_training: bool) -> dict[str, str]:
+        """Two runs with the same seed are the same, and an observer changes nothing; returns what a run leaves behind."""
+        whole = fingerprint(self.run(self.engine()))
+        _same(whole, fingerprint(self.run(self.engine())), f"{self.name}: two runs with the same seed differ")
+        if not changes_training:
+            without = {part: digest for part, digest in whole.items() if part in plain and part != "engine"}
+            _same({part: plain[part] for part in without}, without, f"{self.name}: it changes training")
+        return whole
+
+    def resumed(self, whole: dict[str, str]) -> None:
+        """Saved after any iteration and loaded into a new engine, the run ends as if it had not been stopped."""
+        saved: list[tuple[int, bytes]] = []
+
+        def save(engine: Engine) -> None:
+            buffer = io.BytesIO()
+            torch.save(engine.state_dict(), buffer)
+            saved.append((engine.state.iteration, buffer.getvalue()))
+
+        engine = self.engine()
+        engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
+        self.run(engine)
+        for iteration, file in saved:
+            resumed = self.engine()
+            resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
+            self.run(resumed, seed=1)  # a new process would have other random states
+            _same(whole, fingerprint(resumed), f"{self.name}: resumed after iteration {iteration}, it ends elsewhere")
+
+    def failed(self) -> None:
+        """After an error the engine is clean, and can be used again without the handler."""
+
+        def fail(engine: Engine) -> None:
+            raise _Failure
+
+        before = _receivers(self.build())
+        engine = self.engine()
+        with engine.connect(Events.ITERATION_COMPLETED(once=2), fail):
+            try:
+                self.run(engine)
+            except _Failure:
+                pass
+            else:
+                raise AssertionError(f"{self.name}: an error in another receiver did not leave run()")
+        assert engine.regions.depth == 0, f"{self.name}: an error leaves regions open"
+        engine.detach(self.name)
+        _same(before, _receivers(engine), f"{self.name}: after an error, detaching leaves receivers behind")
 
 
 class _Failure(Exception):
@@ -164,13 +192,7 @@ def _receivers(engine: Engine) -> dict[str, str]:
     counts = {
         f"signal {name}": str(len(signal.receivers)) for name, signal in engine.signals.items() if signal.receivers
     }
-    acts = {
-        "gradients": engine.replaced_gradients,
-        "step": engine.replaced_step,
-        "data": engine.replaced_data,
-        "reduction": engine.replaced_reduction,
-    } | {f"window of {update.name}": update.window_of for update in engine.updates}
-    return counts | {f"replaced {act}": "yes" for act, function in acts.items() if function is not None}
+    return counts | {f"replaced {what}": "yes" for what in engine.overrides.replaced()}
 
 
 def _same(expected: dict[str, str], found: dict[str, str], promise: str) -> None:

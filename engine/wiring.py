@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bus import Connection, Phase
+from .connection import Connection, Phase
 from .events import EventEnum, Events
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ __all__ = ["Wiring"]
 
 
 class Wiring:
-    """A picture of who listens to what, taken when it is made.
+    """A snapshot of the receivers of every event, in the order in which they run.
 
     Example:
         >>> from signalfire import Engine, Events, Update
@@ -45,13 +45,13 @@ class Wiring:
         return "\n".join(lines) or "nothing is attached"
 
     def draw(self, path: str | Path) -> None:
-        """Draw the wiring into a picture: a row for each event in the order of the loop, a column for each phase.
+        """Plot the wiring: a row for each event in the order of the loop, a column for each phase.
 
         Args:
-            path: where to write it; the ending chooses the format, such as ``.png`` or ``.svg``.
+            path: Path of the image; the suffix selects the format, such as ``.png`` or ``.svg``.
 
         Raises:
-            ImportError: without matplotlib, which the extra ``examples`` brings.
+            ImportError: without matplotlib, which the extra ``examples`` installs.
         """
         from matplotlib.figure import Figure
 

@@ -2,11 +2,11 @@
 
     python examples/ablation.py                      # 48 runs of 1,200 steps in two processes: a few minutes
     python examples/ablation.py --seeds 3 --epochs 2
-    python examples/ablation.py --seeds 12           # later: makes the runs of the four new seeds only
+    python examples/ablation.py --seeds 12           # later: runs only the four new seeds
 
-A one-cycle learning rate, an average of the weights, mixed samples, smoothed labels and clipped gradients are switched off one
-after the other. All runs of one seed share initial weights, the order of the data and every draw that they have in common.
-Finished runs are kept in the folder: a study that was stopped goes on.
+A one-cycle learning rate, an EMA of the weights, mixup, label smoothing and gradient clipping are disabled one at a time. All
+runs with the same seed have the same initial weights, data order and random draws. Finished runs are stored in the folder, so
+an interrupted study resumes.
 
 Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439
 """
@@ -43,7 +43,7 @@ SEEDS, EPOCHS, BATCH, RATE = 8, 30, 100, 1e-2
 
 @cache
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """4,000 training samples and 1,000 test samples; made once in each process."""
+    """4,000 training samples and 1,000 test samples; generated once per process."""
     data = make_dataset(get_dataset_args())
     train = TensorDataset(torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"]))
     return train, TensorDataset(torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"]))
@@ -61,7 +61,7 @@ def build_model() -> nn.Module:
 
 
 def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], object]]:
-    """The whole composition for one seed, and how it is run. A study calls it for each of its runs, in another process."""
+    """The trainer for one seed, and a function that runs it. The study calls it for each run, in a worker process."""
     train_data, test_data = load_data()
     seed_everything(seed)
     model = build_model()
@@ -84,17 +84,15 @@ def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Find out what each handler contributes, by leaving one out at a time."
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="with how many seeds each variant is trained")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"of 40 steps (default: {EPOCHS})")
-    parser.add_argument("--workers", type=int, default=2, help="how many processes train at a time")
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "ablation", help="where results go")
+    parser = argparse.ArgumentParser(description="Measure the contribution of each handler in a leave-one-out study.")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds per variant (default: {SEEDS})")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of 40 steps (default: {EPOCHS})")
+    parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "ablation", help="folder of the results")
     arguments = parser.parse_args()
     for name in ("seeds", "epochs", "workers"):
         if getattr(arguments, name) < 1:
-            parser.error(f"--{name} {getattr(arguments, name)}: it has to be 1 or more")
+            parser.error(f"--{name} {getattr(arguments, name)}: expected at least 1")
 
     study = Study(
         partial(build, epochs=arguments.epochs),

@@ -1,17 +1,17 @@
-"""Train on handwritten digits with one process or with many: the script is the same.
+"""Train on handwritten digits with one or more processes: the script is the same.
 
     python examples/distributed.py                                                   # one process
     torchrun --nproc-per-node=2 --max-restarts=3 examples/distributed.py             # two, on one machine
     torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=3 --rdzv-backend=c10d \\
         --rdzv-endpoint=host0:29400 examples/distributed.py --folder /shared/runs    # on each of two machines
 
-DistributedDataParallel joins the processes that torchrun launched. Batches are dealt to them in turn; a step learns from 64
-pictures however many processes there are. Accuracy is that of all test pictures, none counted twice; rank 0 writes the log
-and the checkpoints. Kill any of the processes while it trains: torchrun starts all of them again, they go on from the newest good
-checkpoint, and end with the weights of a run that was not disturbed. With `--sharded`, each process holds a part of the weights
-and of Adam's state, and writes that part of a checkpoint.
+DistributedDataParallel shards the batches over the processes launched by torchrun. A step uses 64 images, whatever the number
+of processes. The accuracy covers all test images, each counted once; rank 0 writes the log and the checkpoints. If a process
+is killed during training, torchrun restarts all of them; they resume from the newest valid checkpoint and end with the
+weights of an uninterrupted run. With `--sharded`, each rank holds a shard of the weights and of Adam's state, and writes that
+shard of a checkpoint.
 
-The data are 1,797 pictures of 8x8 pixels that people wrote; scikit-learn brings them along.
+The data are 1,797 images of 8x8 pixels from scikit-learn.
 
 Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits" (UCI Machine Learning Repository, 1998),
 https://doi.org/10.24432/C50P49
@@ -50,11 +50,11 @@ from signalfire.handlers import (
 )
 
 STEP = 64
-"""How many pictures each step learns from, over all processes."""
+"""Number of images per step, over all processes."""
 
 
 def load_data(batch: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """1,397 training pictures in shuffled batches of one process's share of a step, and 400 test pictures."""
+    """1,397 training images in shuffled batches for one rank, and 400 test images."""
     pictures, digits = load_digits(return_X_y=True)
     x = torch.tensor(pictures, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     y = torch.tensor(digits)
@@ -71,10 +71,10 @@ def build_model() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with one process or with many.")
+    parser = argparse.ArgumentParser(description="Train with one or more processes.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sharded", action="store_true", help="each process holds a part of the model (FSDP)")
+    parser.add_argument("--sharded", action="store_true", help="shard the model over the ranks (FSDP)")
     parser.add_argument("--folder", type=Path, default=Path("runs/distributed"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -86,11 +86,11 @@ def main() -> None:
     evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()), DeviceTransfer())
 
     trainer = Engine(update, model=model, seed=options.seed)
-    together = FullyShardedDataParallel(timeout=60) if options.sharded else DistributedDataParallel(timeout=60)
-    trainer.attach(together)
-    train_data, test_data = load_data(max(1, STEP // together.processes.size))
-    # Started again it goes on from what is there, with as many processes as before.
-    folder = options.folder / f"{together.processes.size}{'-sharded' if options.sharded else ''}"
+    parallel = FullyShardedDataParallel(timeout=60) if options.sharded else DistributedDataParallel(timeout=60)
+    trainer.attach(parallel)
+    train_data, test_data = load_data(max(1, STEP // parallel.processes.world_size))
+    # One folder per number of processes: a restarted run resumes from the checkpoints in it.
+    folder = options.folder / f"{parallel.processes.world_size}{'-sharded' if options.sharded else ''}"
     trainer.attach(
         Seeding(),
         DeviceTransfer(),
@@ -102,14 +102,15 @@ def main() -> None:
         ProgressBar(),
     )
     trainer.run(train_data, max_epochs=options.epochs)
-    if isinstance(together, FullyShardedDataParallel):
-        together.unshard(trainer)  # a plain model again, whole in each process
+    if isinstance(parallel, FullyShardedDataParallel):
+        parallel.unshard(trainer)  # a plain model with the full weights on every rank
 
     weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
     metrics = trainer.state.metrics
-    together.processes.print(
-        f"{together.processes.size} process(es), {trainer.state.iteration} steps: accuracy {100 * metrics['accuracy']:.2f} %, "
-        f"loss {metrics['loss']:.4f}, weights {hashlib.sha256(weights).hexdigest()[:12]}"
+    parallel.processes.print(
+        f"{parallel.processes.world_size} process(es), {trainer.state.iteration} steps: "
+        f"accuracy {100 * metrics['accuracy']:.2f} %, loss {metrics['loss']:.4f}, "
+        f"weights {hashlib.sha256(weights).hexdigest()[:12]}"
     )
 
 

@@ -1,13 +1,13 @@
-"""Fine-tune on MNIST-1D: learn from many samples of the digits 0 to 4, and use it for few of the digits 5 to 9.
+"""Fine-tune on MNIST-1D: pretrain on many samples of the digits 0 to 4, then train on few of the digits 5 to 9.
 
-    python examples/fine_tuning.py                   # three ways to learn the new digits: under two minutes on one core
+    python examples/fine_tuning.py                   # three ways to train on the new digits: under two minutes on one core
     python examples/fine_tuning.py --samples 10 --seed 1
-    python examples/fine_tuning.py --list            # the wiring of the gradual way
+    python examples/fine_tuning.py --list            # the wiring with gradual unfreezing
 
-A convolutional network is trained on all samples of the digits 0 to 4. A few samples of each of the digits 5 to 9 are then
-learned by a network that begins from scratch, by one that begins with the trained convolutions and trains everything at once,
-and by one whose convolutions are frozen at first and then unfrozen from the last to the first, with smaller rates the
-earlier they come. The accuracy is that on the test samples of the digits 5 to 9.
+A convolutional network is pretrained on all samples of the digits 0 to 4. Three networks are then trained on a few samples of
+each of the digits 5 to 9: one from scratch; one that starts with the pretrained convolutions and trains all layers at once;
+and one whose pretrained convolutions are frozen at first and unfrozen from the last to the first, with smaller learning rates
+for earlier layers. The accuracy is measured on the test samples of the digits 5 to 9.
 
 Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018), for gradual unfreezing and
 discriminative rates; Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), for the data and the network.
@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 
 def load_data(samples: int, seed: int) -> dict[str, DataLoader[Any]]:
-    """All training samples of the old digits, a few of each new digit, and the test samples of both."""
+    """Loaders of all training samples of the old digits, a few of each new digit, and the test samples of both."""
     data = make_dataset(get_dataset_args())
     x, y = torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"])
     x_test, y_test = torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"])
@@ -78,7 +78,7 @@ def load_data(samples: int, seed: int) -> dict[str, DataLoader[Any]]:
 
 
 def build(model: nn.Module, test_data: DataLoader[Any], *, seed: int, every: int, way: str, epochs: int = 1) -> Engine:
-    """Compose the trainer of one way to learn."""
+    """Compose the trainer of one of the ways."""
 
     def parameters(engine: Engine) -> list[Any]:
         if way != "gradual":
@@ -92,7 +92,7 @@ def build(model: nn.Module, test_data: DataLoader[Any], *, seed: int, every: int
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(Seeding(), Metrics(train_loss=Average()), History())
     trainer.attach(Validation(evaluator, test_data, every=f"{every}st"))
-    if way == "gradual":  # one more layer every tenth of the run
+    if way == "gradual":  # unfreeze one more layer after every tenth of the run
         stages = {
             conv: 1 + max(1, stage * epochs // 10) for stage, conv in enumerate(("conv3", "conv2", "conv1"), start=1)
         }
@@ -103,10 +103,10 @@ def build(model: nn.Module, test_data: DataLoader[Any], *, seed: int, every: int
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a network on few samples of new digits, in three ways.")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of each training (default: {STEPS})")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"of each new digit (default: {SAMPLES})")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"samples per new digit (default: {SAMPLES})")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "fine_tuning", help="where the picture goes")
-    parser.add_argument("--list", action="store_true", help="print the wiring of the gradual way and stop")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "fine_tuning", help="folder of the plot")
+    parser.add_argument("--list", action="store_true", help="print the wiring with gradual unfreezing and exit")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     steps, seed = arguments.steps, arguments.seed
@@ -129,7 +129,7 @@ def main() -> None:
     for way in WAYS:
         seed_everything(seed)
         model = Network()
-        if way != "scratch":  # everything but the head, which has new digits to tell
+        if way != "scratch":  # all pretrained weights except the head's, which predicts other digits
             model.load_state_dict(old.state_dict() | {f"head.{key}": p for key, p in model.head.state_dict().items()})
         trainer = build(model, data["new_test"], seed=seed, every=every, way=way, epochs=epochs)
         trainer.run(data["new"], max_steps=steps)
@@ -140,20 +140,20 @@ def main() -> None:
 
 
 def report(histories: dict[str, History], samples: int, folder: Path, seconds: float) -> None:
-    """Print a table, and draw the learning curves."""
+    """Print a table and plot the learning curves."""
     from matplotlib.figure import Figure
 
     print(f"\ndigits 5 to 9 from {samples} samples each, test accuracy in % ({seconds:.0f} s in all)")
     print(f"{'way':<38}{'last':>8}{'best':>8}")
     figure = Figure(figsize=(7, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
-    for way, told in WAYS.items():
+    for way, label in WAYS.items():
         history = histories[way]
         accuracy = [100 * value for value in history["accuracy"]]
-        print(f"{told:<38}{accuracy[-1]:>8.1f}{max(accuracy):>8.1f}")
+        print(f"{label:<38}{accuracy[-1]:>8.1f}{max(accuracy):>8.1f}")
         steps = [iteration for _, iteration, _ in history.records["accuracy"]]
-        top.plot(steps, accuracy, label=told, marker=".")
-        bottom.plot(steps, history["loss"], label=told, marker=".")
+        top.plot(steps, accuracy, label=label, marker=".")
+        bottom.plot(steps, history["loss"], label=label, marker=".")
     top.set(ylabel="test accuracy in %", title=f"MNIST-1D, digits 5 to 9 from {samples} samples each")
     bottom.set(xlabel="optimizer steps", ylabel="test loss")
     for axes in (top, bottom):

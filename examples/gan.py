@@ -1,14 +1,14 @@
-"""Train a conditional GAN to draw handwritten digits: two updates, each with its optimizer, and handlers that act on one or both.
+"""Train a conditional GAN on handwritten digits: two updates with an optimizer each, and handlers for one or both of them.
 
-    python examples/gan.py                           # under a minute on one core; look at runs/gan/samples.png
+    python examples/gan.py                           # under a minute on one core; writes runs/gan/samples.png
     python examples/gan.py --steps 800 --seed 1
-    python examples/gan.py --list                    # the wiring: which handler listens to what, in which order
+    python examples/gan.py --list                    # the wiring: the handlers of each event, in order
 
-The data are 1,797 pictures of 8x8 pixels that people wrote; scikit-learn brings them along. The generator draws a digit from
-noise and its number; the discriminator tells drawn digits from real ones of the same number. In every iteration the
-discriminator is updated, and in every second one the generator. A classifier that has seen real digits only says which share of
-the drawn ones is recognised. As a generator that draws the same ten pictures again and again would please it, too, the spread of
-the drawn digits is measured beside that of the real ones.
+The data are 1,797 images of 8x8 pixels from scikit-learn. The generator draws a digit from noise and a class label; the
+discriminator distinguishes drawn digits from real ones of the same class. The discriminator is updated in every iteration, the
+generator in every second one. A classifier trained on real digits measures the fraction of drawn digits that it recognises.
+To detect mode collapse, which this fraction does not show, the spread of the drawn digits is compared with that of the real
+ones.
 
 Source: Goodfellow et al., "Generative Adversarial Networks" (NeurIPS 2014), for the losses; Radford et al., "Unsupervised
 Representation Learning with Deep Convolutional Generative Adversarial Networks" (ICLR 2016), for the networks; Miyato and Koyama,
@@ -48,16 +48,16 @@ from signalfire.handlers import (
 
 STEPS, BATCH, LATENT, DIGITS, N_CRITIC = 2000, 64, 32, 10, 2
 
-# Pictures of shape (N, 1, 8, 8), from -1 (paper) to 1 (ink), and their numbers.
+# Images of shape (N, 1, 8, 8), from -1 (paper) to 1 (ink), and their class labels of shape (N,).
 Digits = tuple[Tensor, Tensor]
 
 
 class Generator(nn.Module):
-    """Noise and a number in, a picture out: 2x2 pixels, doubled twice."""
+    """Maps noise and class labels to images, by upsampling 2x2 pixels twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The number is one-hot: with an embedding as long as the noise, drawn digits of one number hardly differed.
+        # The label is one-hot: with an embedding as long as the noise, drawn digits of one class hardly differed.
         self.layers = nn.Sequential(
             nn.Linear(LATENT + DIGITS, 96 * 4), nn.Unflatten(1, (96, 2, 2)), nn.BatchNorm2d(96), nn.ReLU(),
             nn.ConvTranspose2d(96, 48, 4, stride=2, padding=1), nn.BatchNorm2d(48), nn.ReLU(),
@@ -72,7 +72,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """A picture and a number in, a score out: high for real pictures of this number."""
+    """Maps images and class labels to scores, which are high for real images of the class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Discriminator(nn.Module):
 
 
 def discriminate(engine: Engine, batch: Digits) -> tuple[Tensor, Tensor]:
-    """The scores of real pictures, and of as many drawn ones of the same numbers."""
+    """The scores of real images, and of drawn images of the same classes."""
     pictures, numbers = batch
     drawn = engine.modules["generator"](numbers).detach()
     scores = engine.modules["discriminator"](torch.cat([pictures, drawn]), torch.cat([numbers, numbers]))
@@ -106,7 +106,7 @@ def discriminator_loss(engine: Engine, scores: tuple[Tensor, Tensor], batch: Dig
 
 
 def generate(engine: Engine, batch: Digits) -> Tensor:
-    """The scores of pictures that are drawn for it."""
+    """The scores of newly drawn images of random classes."""
     numbers = torch.randint(DIGITS, batch[1].shape, device=batch[1].device)
     scores: Tensor = engine.modules["discriminator"](engine.modules["generator"](numbers), numbers)
     return scores
@@ -134,7 +134,7 @@ def build_classifier() -> nn.Module:
 
 
 def train_classifier(train: Digits, test: Digits) -> tuple[nn.Module, float]:
-    """A judge that has seen real digits only, and its accuracy on real ones that it has not seen."""
+    """A classifier trained on real digits, and its test accuracy."""
     seed_everything(0)
     model, epochs = build_classifier(), 20
     update = Update.supervised(F.cross_entropy, partial(torch.optim.AdamW, lr=2e-3, weight_decay=1e-2))
@@ -152,12 +152,12 @@ def draw(engine: Engine, batch: Digits) -> Tensor:
 
 
 def spread(pictures: Tensor, numbers: Tensor) -> Tensor:
-    """The standard deviation of a pixel among pictures of the same number, root mean square; 0 if they are all alike."""
+    """The root mean square, over pixels and classes, of the standard deviation within a class; 0 if all images are equal."""
     return torch.stack([pictures[numbers == number].var(0).mean() for number in range(DIGITS)]).mean().sqrt()
 
 
 def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engine:
-    """Compose the trainer. The order in which handlers are attached does not matter."""
+    """Compose the trainer. The order of attaching handlers does not matter."""
     seed_everything(seed)
     models = {"discriminator": Discriminator(), "generator": Generator()}
     adam = partial(torch.optim.Adam, betas=(0.5, 0.999))
@@ -179,7 +179,7 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
     modules = {"generator": models["generator"], "classifier": classifier}
     evaluator = Engine(Update.prediction(draw), model=modules, seed=seed)
     evaluator.attach(Metrics(recognised=recognised, spread=spread), DeviceTransfer())
-    asked = torch.arange(DIGITS).repeat(100)
+    labels = torch.arange(DIGITS).repeat(100)
 
     decay = partial(LinearLR, start_factor=1.0, end_factor=0.05)
     trainer = Engine(updates, model=models, seed=seed)
@@ -190,7 +190,7 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
         GradientClipping(max_norm=5.0),
         LRScheduling(partial(decay, total_iters=steps), update="discriminator", name="discriminator_schedule"),
         LRScheduling(partial(decay, total_iters=steps // N_CRITIC), update="generator", name="generator_schedule"),
-        Validation(evaluator, [(asked, asked)], every=f"{max(1, steps // 20)}it"),
+        Validation(evaluator, [(labels, labels)], every=f"{max(1, steps // 20)}it"),
         History(),
         TensorBoardLogger(folder, every="50it"),
         ProgressBar(["recognised", "spread"]),
@@ -200,15 +200,15 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GAN that draws handwritten digits.")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the discriminator (default: {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of the discriminator (default: {STEPS})")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs") / "gan", help="where results go (default: runs/gan)"
+        "--folder", type=Path, default=Path("runs") / "gan", help="folder of the results (default: runs/gan)"
     )
-    parser.add_argument("--list", action="store_true", help="print the wiring and stop")
+    parser.add_argument("--list", action="store_true", help="print the wiring and exit")
     arguments = parser.parse_args()
     if arguments.steps < N_CRITIC:
-        parser.error(f"--steps {arguments.steps}: it has to be {N_CRITIC} or more, for one step of the generator")
+        parser.error(f"--steps {arguments.steps}: expected at least {N_CRITIC}, for one step of the generator")
     torch.set_num_threads(1)
 
     if arguments.list:
@@ -226,12 +226,12 @@ def main() -> None:
 
 
 def report(trainer: Engine, test: Digits, accuracy: float, folder: Path, seconds: float) -> None:
-    """Print how many drawn digits are recognised and how much they differ, and save pictures."""
+    """Print the fraction of recognised digits and the spread, and save plots."""
     history = trainer.handlers["history"]
     assert isinstance(history, History)
     made = ", ".join(f"{update.steps} steps of the {update.name}" for update in trainer.updates)
     print(f"\n{made} in {seconds:.0f} s")
-    print(f"recognised by a classifier that was trained on real digits: real {100 * accuracy:.1f} %, "
+    print(f"recognised by a classifier trained on real digits: real {100 * accuracy:.1f} %, "
           f"drawn {100 * history['recognised'][-1]:.1f} %")  # fmt: skip
     print(f"spread within a digit: real {spread(*test):.2f}, drawn {history['spread'][-1]:.2f}")
     history.plot(folder / "recognised.png", "recognised", "spread")
@@ -241,7 +241,7 @@ def report(trainer: Engine, test: Digits, accuracy: float, folder: Path, seconds
 
 
 def draw_samples(generator: nn.Module, test: Digits, path: Path, *, rows: int = 5) -> None:
-    """Real digits in the upper rows, drawn ones in the lower: a column for each digit, none of them chosen by hand."""
+    """Plot real digits in the upper rows and drawn ones in the lower: one column per digit, without selection."""
     pictures, numbers = test
     real = torch.stack([pictures[numbers == number][:rows] for number in range(DIGITS)], 1)
     generator.cpu().eval()

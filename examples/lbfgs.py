@@ -1,13 +1,13 @@
-"""Logistic regression to its optimum: L-BFGS, whose step evaluates the loss several times, beside SGD and Adam.
+"""Train a logistic regression to its optimum with L-BFGS, which evaluates the loss several times per step, SGD and Adam.
 
     python examples/lbfgs.py                         # half a minute on one core
     python examples/lbfgs.py --penalty 1e-4
     python examples/lbfgs.py --list                  # the wiring of the trainer with L-BFGS
 
-The objective is the mean cross-entropy on MNIST-1D's 4,000 training samples and an L2 penalty, which is a part of the loss
-function. It is strictly convex in the weights: there is one optimum, which SciPy finds, too, and all three run on the same
-engine. L-BFGS needs the exact gradient, and gets it by accumulating over all batches of an epoch. How far each came is shown
-against the passes over the data that it took, where the repeated evaluations of a line search count in full.
+The objective is the mean cross-entropy on MNIST-1D's 4,000 training samples plus an L2 penalty in the loss function. It is
+strictly convex in the weights, so there is one optimum, which SciPy computes for comparison. L-BFGS needs the full-batch
+gradient, and gets it by gradient accumulation over all batches of an epoch. Convergence is plotted against passes over the
+data, including the repeated evaluations of the line search.
 
 Sources: Liu and Nocedal, "On the limited memory BFGS method for large scale optimization" (1989); the data are those of Greydanus
 and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439
@@ -34,8 +34,8 @@ from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everythi
 from signalfire.handlers import GradientAccumulation, LRScheduling, Seeding, cosine_with_warmup
 
 EPOCHS, TOLERANCE = 160, 1e-5
-# By default torch's LBFGS ends a step as soon as the loss changes by less than 1e-9. The rates of the other two are the best of a
-# coarse scan, and fall to zero along a cosine.
+# By default torch's LBFGS ends a step when the loss changes by less than 1e-9. The learning rates of SGD and Adam are the best
+# of a coarse grid, with cosine decay to zero.
 LBFGS = partial(
     torch.optim.LBFGS,
     max_iter=8,
@@ -52,19 +52,19 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def objective(model: nn.Module, x: Tensor, y: Tensor, penalty: float) -> Tensor:
-    """The mean cross-entropy and ``penalty / 2`` times the squared norm of the weights; the biases are free."""
+    """The mean cross-entropy plus ``penalty / 2`` times the squared norm of the weights, without the biases."""
     loss: Tensor = F.cross_entropy(model(x), y) + penalty / 2 * model.get_parameter("weight").square().sum()
     return loss
 
 
 class Convergence(Handler):
-    """Counts the passes over the data, measures the objective on all of it after each epoch, and stops at the optimum.
+    """Counts passes over the data, computes the objective on all of it after each epoch, and stops at the optimum.
 
     Args:
-        x: the inputs, of shape (samples, features).
-        y: the targets, of shape (samples,).
-        penalty: that of the objective.
-        tolerance: the norm of the gradient at which the run stops.
+        x: Inputs of shape (samples, features).
+        y: Targets of shape (samples,).
+        penalty: L2 penalty of the objective.
+        tolerance: Norm of the gradient below which the run stops.
     """
 
     def __init__(self, x: Tensor, y: Tensor, *, penalty: float, tolerance: float) -> None:
@@ -77,7 +77,7 @@ class Convergence(Handler):
 
     @on(Events.BACKWARD_COMPLETED)
     def count(self, engine: Engine) -> None:
-        """Every evaluation counts: this event comes again for each that the step asks for."""
+        """Count the samples of every evaluation: the event is emitted for each one within a step."""
         self.samples += len(engine.state.batch[0])
 
     @on(Events.STARTED | Events.EPOCH_COMPLETED, phase=Phase.RECORD)
@@ -102,7 +102,7 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def build(kind: str, x: Tensor, y: Tensor, *, penalty: float, seed: int) -> tuple[Engine, DataLoader[Any]]:
-    """The trainer and its data. With L-BFGS all batches of an epoch make one step; the others take one for each batch."""
+    """The trainer and its data: L-BFGS makes one step per epoch, SGD and Adam one per batch."""
     seed_everything(seed)
     model = nn.Linear(x.shape[1], 10, dtype=torch.float64)
 
@@ -123,7 +123,7 @@ def build(kind: str, x: Tensor, y: Tensor, *, penalty: float, seed: int) -> tupl
 
 
 def scipys_optimum(x: Tensor, y: Tensor, penalty: float) -> float:
-    """The least value of the objective, as SciPy's L-BFGS-B finds it."""
+    """The minimum of the objective, computed by SciPy's L-BFGS-B."""
     model = nn.Linear(x.shape[1], 10, dtype=torch.float64)
 
     def value_and_gradient(flat: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, Any]:
@@ -139,11 +139,11 @@ def scipys_optimum(x: Tensor, y: Tensor, penalty: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Logistic regression to its optimum by L-BFGS, SGD and Adam.")
-    parser.add_argument("--penalty", type=float, default=1e-3, help="the weight of the L2 penalty")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="the most epochs of each run")
+    parser.add_argument("--penalty", type=float, default=1e-3, help="weight of the L2 penalty")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="maximum number of epochs of each run")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "lbfgs", help="where the picture goes")
-    parser.add_argument("--list", action="store_true", help="print the wiring and stop")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / "lbfgs", help="folder of the plot")
+    parser.add_argument("--list", action="store_true", help="print the wiring and exit")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -175,11 +175,11 @@ def main() -> None:
 
 
 def draw(curves: dict[str, list[tuple[float, float, float]]], optimum: float, path: Path) -> None:
-    """How far each optimizer is from the optimum, against the passes over the data that it took."""
+    """Plot the distance of each optimizer from the optimum against passes over the data."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for kind, curve in curves.items():
-        # What is left near the end is rounding, in SciPy's value, too.
+        # The last differences are rounding errors, also of SciPy's value.
         axes.plot([p for p, _, _ in curve], [max(loss - optimum, 1e-15) for _, loss, _ in curve], ".-", label=kind)
     axes.set(xlabel="passes over the data", ylabel="loss - optimum", yscale="log")
     axes.grid(alpha=0.3)

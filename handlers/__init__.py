@@ -1,4 +1,4 @@
-"""The handlers that come with Signalfire: one feature, one file."""
+"""The handlers included in Signalfire, one feature in each file."""
 
 if __name__ != "signalfire.handlers":
     raise ImportError(

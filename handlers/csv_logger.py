@@ -1,4 +1,4 @@
-"""Losses, metrics and learning rates as a table of comma-separated values."""
+"""Logs losses, metrics and learning rates to a CSV file."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ __all__ = ["CSVLogger"]
 
 
 class CSVLogger(TextLogger):
-    """Writes losses, metrics that are one number, and the learning rates that were used, into a CSV file.
+    """Writes losses, scalar metrics and the learning rates of each step to a CSV file.
 
-    The file is in the long form: a row for each value, with the columns ``epoch,iteration,step,name,value``, where step counts
-    the optimizer steps (of the first update). So there may be new names at any time, and rows are only ever added at the end.
-    The names are TensorBoard's: ``loss``, ``learning_rate``, ``metrics/accuracy``. Values are written with all their digits,
-    others as ``nan``, ``inf`` and ``-inf``. One column for each name, with pandas::
+    The file is in long format, one row per value, with the columns ``epoch,iteration,step,name,value``; ``step`` counts the
+    optimizer steps of the first update. New names can appear at any time, and rows are only appended. Names are the same as
+    in TensorBoard: ``loss``, ``learning_rate``, ``metrics/accuracy``. Values are written in full precision, or as ``nan``,
+    ``inf`` and ``-inf``. To get one column per name with pandas::
 
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")
 
-    A run that is stopped or killed at any moment and goes on from a checkpoint ends with the file of a run that was never
-    stopped: none of its rows is lost, doubled or torn. A run that begins anew, with a file of this name in place, sets that
-    file aside first, as ``log.1.csv``.
+    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
+    no row is lost, duplicated or partial. A new run renames an existing file first, to ``log.1.csv``.
 
     Args:
-        path: the file; its folder is made if it is not there.
-        every: the interval of losses and learning rates, in iterations, such as "10it"; new values of metrics are written
-            after every evaluation and every epoch.
-        time: whether there is a column ``time`` in front of the name: when the row was written, in seconds since 1970.
+        path: Path of the file; its folder is created if missing.
+        every: Interval in iterations at which losses and learning rates are written, such as "10it". New metric values are
+            written after every evaluation and every epoch.
+        time: Whether to add a column ``time`` before ``name``: when the row was written, in seconds since 1970.
 
-    Errors:
-        What cannot be written, for example on a full disk, is an OSError that names the handler; the rows before it stay.
+    Raises:
+        OSError: If a row cannot be written, for example on a full disk. The error names the handler; earlier rows are kept.
 
     Example:
         >>> CSVLogger("runs/digits/log.csv", every="50it").name
@@ -56,13 +55,13 @@ class CSVLogger(TextLogger):
         self.header = f"epoch,iteration,step,{'time,' if self.time else ''}name,value\n"
 
     def lines(self, record: Record) -> str:
-        """A row for each value."""
+        """One row per value."""
         time = f"{clock.time()}," if self.time else ""
         place = f"{record.epoch},{record.iteration},{record.step},{time}"
         return "".join([f"{place}{_cell(name)},{value!r}\n" for name, value in record.values.items()])
 
     def iteration_of(self, line: str) -> int:
-        """The second column."""
+        """The iteration of a row, from its second column."""
         cells = line.split(",")
         if len(cells) < self.header.count(",") + 1:
             raise ValueError(line)
@@ -71,7 +70,7 @@ class CSVLogger(TextLogger):
 
 @cache
 def _cell(name: str) -> str:
-    """A name as CSV has it, in quotes where it needs them."""
+    """A name as a CSV cell, quoted if necessary."""
     row = io.StringIO()
     csv.writer(row, lineterminator="\n").writerow([name])
     return row.getvalue()[:-1]

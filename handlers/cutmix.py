@@ -1,4 +1,4 @@
-"""CutMix: training on samples of which a box is cut from another sample."""
+"""CutMix: trains on samples in which a box is replaced by the same box of another sample."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ __all__ = ["CutMix"]
 
 
 class CutMix(SampleMixing):
-    """Cuts a box out of each sample, fills it from another sample of the batch, and mixes the losses of both targets by area.
+    """Replaces a box of each sample with that of another sample of the batch, and mixes the losses of both targets by area.
 
-    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where lam is the share of the sample that was
-    left; the update's own loss is computed a second time. The batch keeps its targets ``y`` as they are, so that metrics
-    such as accuracy see hard labels; they measure mixed samples.
+    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the fraction of the sample
+    that is kept; the update's loss function is called a second time. The batch keeps its hard targets ``y``, so metrics
+    such as accuracy compare the outputs of mixed samples with ``y``.
 
-    For each batch are drawn, from the handler's own generator on the CPU: two numbers of Gamma(alpha) in float64, whose
-    first divided by their sum is distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch; then the
-    box's centre, in each dimension in turn. A side of the box is that of the sample times ``(1 - beta) ** (1 / d)`` in d
-    dimensions. What reaches over the border is cut off, and lam is what is left in fact.
+    Each batch draws from the handler's own CPU generator, in this order: two Gamma(alpha) variates in float64, of which the
+    first divided by their sum is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; the centre of the
+    box, one dimension after the other. In d spatial dimensions each side of the box is the sample's side times
+    ``(1 - beta) ** (1 / d)``. The box is clipped at the border, and ``lam`` is computed from the clipped box.
 
     Args:
-        alpha: the smaller, the more often the box is nearly nothing or nearly all; the paper uses 1.
-        input: where the batch, a tuple, list or dict, has the inputs: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        target: where it has the targets: a tensor of shape (N, ...).
+        alpha: Parameter of the Beta distribution. The smaller, the more often the box covers almost nothing or almost
+            everything; the paper uses 1.
+        input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+        target: Index or key of the targets: a tensor of shape (N, ...).
 
     Attributes:
-        lam: the share that was left of each sample in the last mixed batch; None before the first.
+        lam: Fraction of each sample kept in the last mixed batch; None before the first.
 
-    Errors:
-        ValueError: at the start of a run, for an update that is a single function, since its loss cannot be computed again,
-            and together with a handler that computes gradients from parts of the batch, which would tear the pairs apart.
+    Raises:
+        ValueError: At the start of a run, for an update that is a single function, because its loss cannot be computed
+            again, and with a handler that computes gradients from parts of the batch, which would separate the pairs.
 
     Source:
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features" (ICCV 2019).
@@ -54,8 +55,8 @@ class CutMix(SampleMixing):
     ) -> tuple[Tensor, float]:
         if inputs.dim() < 3:
             raise ValueError(
-                f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}, but have to have (N, C, length), "
-                "(N, C, height, width) or more"
+                f"{self.name!r}: inputs of shape {tuple(inputs.shape)}; expected (N, C, length), (N, C, height, width) or "
+                "more dimensions"
             )
         sizes = inputs.shape[2:]
         share = math.pow((gammas[1] / gammas.sum()).item(), 1 / len(sizes))

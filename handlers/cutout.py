@@ -1,4 +1,4 @@
-"""Cutout: training on samples with a hole."""
+"""Cutout: trains on samples in which boxes are masked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
 
 from ._common.batches import changed, check_place, tensor_at
@@ -16,16 +17,17 @@ __all__ = ["Cutout"]
 
 
 class Cutout(Handler):
-    """Covers boxes of each sample with a constant, each sample's at places of its own; what reaches over the border is lost.
+    """Fills boxes at random positions of each sample with a constant; boxes are clipped at the border.
 
-    For each batch are drawn, from the handler's own generator on the CPU, the boxes' centres: for each spatial dimension in
-    turn, integers of shape (holes, N). A box begins ``length // 2`` before its centre. Samples that are mixed are mixed first.
+    The centres of a batch's boxes are drawn from the handler's own CPU generator: integers of shape (holes, N), one spatial
+    dimension after the other. A box starts ``length // 2`` before its centre. Mixup and CutMix, if attached, mix the samples
+    first.
 
     Args:
-        length: the box's side in pixels, or its sides, one for each spatial dimension.
-        holes: how many boxes, which may overlap.
-        fill: the constant; zero is the mean of inputs that were normalised.
-        input: where the batch, a tuple, list or dict, has the inputs: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+        length: Side of the box in pixels, or one side per spatial dimension.
+        holes: Number of boxes per sample; they may overlap.
+        fill: The constant; 0 is the mean of normalised inputs.
+        input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
 
     Source:
         DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout" (2017).
@@ -51,7 +53,7 @@ class Cutout(Handler):
         if isinstance(length, Sequence) and not isinstance(length, str):
             if not length:
                 raise ValueError(
-                    f"Cutout(length={length!r}): it has to be an int of 1 or more, or one for each dimension"
+                    f"Cutout(length={length!r}): expected an int of at least 1, or one per spatial dimension"
                 )
             self.length = tuple(check_int(self, f"length[{place}]", one) for place, one in enumerate(length))
         else:
@@ -61,11 +63,11 @@ class Cutout(Handler):
         self.input = check_place(self, "input", input)
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("cutting parts out of samples", by=self)
+        engine.overrides.claim(Override.CUTOUT, by=self)
 
     @on(Events.GET_BATCH_COMPLETED)
     def cut(self, engine: Engine) -> None:
-        """Cover parts of the batch's inputs."""
+        """Fill the boxes of the batch's inputs."""
         batch = engine.state.batch
         if batch is None:
             return
@@ -74,10 +76,10 @@ class Cutout(Handler):
         lengths = [self.length] * len(sizes) if isinstance(self.length, int) else self.length
         if not sizes or len(lengths) != len(sizes):
             raise ValueError(
-                f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}, that is {max(len(sizes), 0)} spatial "
-                f"dimensions after (N, C), which does not go with length={self.length!r}"
+                f"{self.name!r}: inputs of shape {tuple(inputs.shape)} have {max(len(sizes), 0)} spatial "
+                f"dimensions after (N, C), which does not match length={self.length!r}"
             )
-        # Each process cuts elsewhere; that of rank 0 where one alone would.
+        # Each rank draws other boxes; rank 0 draws those of a single process.
         generator = self.generator(engine, of_rank=engine.processes.rank or None)
         covered: Tensor | None = None
         for size, length in zip(sizes, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""Device placement: the model once, every batch as it comes."""
+"""Device placement of the model and of every batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves, tensors_in
 from signalfire.checks import check_bool
 
@@ -16,19 +17,20 @@ __all__ = ["DeviceTransfer"]
 
 
 class DeviceTransfer(Handler):
-    """Moves the model to a device before its optimizers are built, and every batch when it has been read.
+    """Moves the model to a device before its optimizers are built, and every batch after it is loaded.
 
-    A batch may be a tensor, tuples, lists, dicts, named tuples or dataclasses of such, or anything with a ``to`` method, as
-    packed sequences have; what has none stays as it is. The model stays on the device after the run.
+    A batch may be a tensor, or nested tuples, lists, dicts, named tuples or dataclasses of tensors and of other objects with
+    a ``to`` method, such as packed sequences; objects without ``to`` are left unchanged. The model stays on the device after
+    the run.
 
-    With ``prefetch`` batches are copied on a CUDA stream of their own. The host is ahead of the GPU as long as nothing reads a
-    value back (``loss.item()``), so that the next batch is on its way while the GPU still works on this one; nothing is read
-    ahead of its turn, and no random number moves. It needs batches in pinned memory: ``DataLoader(pin_memory=True)``.
+    With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a
+    value back (``loss.item()``), so the next batch is copied while the GPU still computes on this one. The order of loading
+    and the random number streams are unchanged. Batches have to be in pinned memory: ``DataLoader(pin_memory=True)``.
 
     Args:
-        device: such as "cuda", "cuda:1", "cpu"; by default the accelerator that there is, else the CPU.
-        non_blocking: whether copies from pinned memory may overlap with what the host does next.
-        prefetch: whether they may overlap with what a CUDA device does, too; elsewhere it has no effect.
+        device: For example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
+        non_blocking: Whether copies from pinned memory may overlap with work of the host.
+        prefetch: Whether copies may also overlap with work of a CUDA device; no effect on other devices.
 
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.
 
@@ -52,62 +54,61 @@ class DeviceTransfer(Handler):
             raise ValueError(f"DeviceTransfer(device={device!r}): {str(error).splitlines()[0]}") from None
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                f"DeviceTransfer(device={device!r}): no CUDA device can be used here; leave out the device for the "
-                "one that there is"
+                f"DeviceTransfer(device={device!r}): no CUDA device is available; omit device= to use the available one"
             )
         self.non_blocking = check_bool(self, "non_blocking", non_blocking)
         self.prefetch = check_bool(self, "prefetch", prefetch)
         if prefetch and not non_blocking:
             raise ValueError(
-                "DeviceTransfer(prefetch=True, non_blocking=False): a copy that blocks overlaps with nothing"
+                "DeviceTransfer(prefetch=True, non_blocking=False): prefetch needs non-blocking copies; omit non_blocking="
             )
-        self._copying: torch.cuda.Stream | None = None  # where batches are copied, while a run goes on
+        self._copy_stream: torch.cuda.Stream | None = None  # only during a run
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the device", by=self)
+        engine.overrides.claim(Override.DEVICE, by=self)
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
-    def place_model(self, engine: Engine) -> None:
-        """Move the modules; an optimizer that was built before keeps working, since the parameters stay the same objects."""
+    def move_model(self, engine: Engine) -> None:
+        """Move the modules to the device. The parameters stay the same objects, so existing optimizers remain valid."""
         for name, module in engine.modules.items():
             if any(p.device.type == "meta" for p in module.parameters()):
                 raise ValueError(
                     f"{self.name!r}: the model {name!r} is on the meta device, where parameters have no values; "
-                    "materialise it first: model.to_empty(device=...) and initialise it"
+                    "materialise it first with model.to_empty(device=...), then initialise it"
                 )
             module.to(self.device)
         if self.prefetch and self.device.type == "cuda":
-            self._copying = torch.cuda.Stream(self.device)
+            self._copy_stream = torch.cuda.Stream(self.device)
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
-    def place_batch(self, engine: Engine) -> None:
-        """Move the batch."""
+    def move_batch(self, engine: Engine) -> None:
+        """Move the batch to the device."""
         batch = engine.state.batch
-        if self._copying is None:
-            engine.state.batch = map_leaves(self._moved, batch)
+        if self._copy_stream is None:
+            engine.state.batch = map_leaves(self._to_device, batch)
             return
-        with torch.cuda.stream(self._copying):
-            batch = map_leaves(lambda leaf: self._moved(leaf) if _owns_its_memory(leaf) else leaf, batch)
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_stream(self._copying)
+        with torch.cuda.stream(self._copy_stream):
+            batch = map_leaves(lambda leaf: self._to_device(leaf) if _has_known_tensors(leaf) else leaf, batch)
+        compute_stream = torch.cuda.current_stream(self.device)
+        compute_stream.wait_stream(self._copy_stream)
         for tensor in tensors_in(batch):
             if tensor.is_cuda:
-                tensor.record_stream(computing)  # its memory is not given to a later copy while it is still worked on
-        engine.state.batch = map_leaves(self._moved, batch)
+                tensor.record_stream(compute_stream)  # keeps its memory from being reused for a later copy too early
+        engine.state.batch = map_leaves(self._to_device, batch)
 
     @on(Events.ENDED)
-    def let_go(self, engine: Engine) -> None:
-        """Keep no stream beyond the run."""
-        self._copying = None
+    def release(self, engine: Engine) -> None:
+        """Release the copy stream."""
+        self._copy_stream = None
 
-    def _moved(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value if value.device == self.device else value.to(self.device, non_blocking=self.non_blocking)
         return value.to(self.device) if hasattr(value, "to") else value
 
 
-def _owns_its_memory(value: Any) -> bool:
-    """Whether the tensors in it are known, so that their memory can be kept for as long as it is used."""
+def _has_known_tensors(value: Any) -> bool:
+    """Whether the tensors in a value can be found, so that their memory can be kept while it is in use."""
     return isinstance(value, Tensor | PackedSequence)
 
 

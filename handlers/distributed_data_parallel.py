@@ -1,4 +1,4 @@
-"""Data parallel training: every process learns from batches of its own, and all make the same step."""
+"""Distributed data parallel (DDP) training: every rank trains on its own batches, and all make the same step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
 
-from ._common.distribution import Distribution, Shares, broadcast
+from ._common.distribution import Distribution, ShardPolicy, broadcast
 
 __all__ = ["DistributedDataParallel"]
 
@@ -22,52 +23,53 @@ Compression = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., 
 
 
 class DistributedDataParallel(Distribution):
-    """Trains with all processes that ``torchrun`` launched; launched alone, it does nothing, and the same script runs unchanged.
+    """Trains with all processes launched by ``torchrun``; in a single process it does nothing, so the same script runs unchanged.
 
-    Each process takes its turn of the batches, torch's DistributedDataParallel reduces the gradients while they are computed,
-    and all processes make the same step, which is that of the batches joined: also in the last turn, in which batches may be
-    smaller or missing. What one process asks for (a stop, a skipped step, a preemption) all do. Metrics are those of all
-    samples, none counted twice; logs and bars are written by rank 0 alone, and so are checkpoints, which hold what differs
-    between the processes, too.
+    The batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward, and all
+    ranks make the same step. It equals a step on the union of their batches, even in the last round, where batches may be
+    smaller or missing. A stop, a skipped step or a preemption on one rank applies to all. Metrics cover all samples, each
+    counted once. Only rank 0 writes logs, progress bars and checkpoints; checkpoints include the states that differ between
+    ranks.
 
-    In a run ``engine.model`` is the wrapped model; ``engine.modules`` stay the bare ones, whose names and states checkpoints
-    have. The wrapper is gone when the run ends. Within an accumulation window only the last backward reduces (``no_sync``).
-    The buffers of all processes are those of rank 0 after every step, as they are with torch's, and when an evaluation begins.
-    Modules whose parameters belong to several updates are refused; a learned tensor that belongs to no module is reduced, too.
+    During a run ``engine.model`` is the wrapped model; ``engine.modules`` are the original modules, whose names and states
+    are saved in checkpoints. The wrapper is removed at the end of the run. Within an accumulation window only the last
+    backward reduces (``no_sync``). All ranks get the buffers of rank 0 after every step, as in torch's DDP, and at the start
+    of an evaluation. A module with parameters in several updates raises an error. Trained tensors outside the modules are
+    reduced, too.
 
-    So that a resumed run goes on bit for bit, gradients are put into the same buckets from the first step on.
+    Gradients are assigned to the same buckets from the first step on, so that a resumed run is bit-exact.
 
     Args:
-        shares: how data is shared out. "auto": the batches of a DataLoader over a map-style dataset and of a sequence are dealt
-            in turn, by their indices, in the order that rank 0 draws; a loader with a DistributedSampler gives what its sampler
-            says, and is told the epoch. "own": each process has data of its own. "deal": other data is read by all processes,
-            of which each takes its turn. The size of a step is that of the loader's batches times the number of processes.
-        backend: of torch.distributed; by default gloo for the CPU, and NCCL with it if there are GPUs.
-        timeout: after how many seconds a process that does not come to what all do together counts as lost: the others end with
-            an error that names it and the last event that it reached.
-        sync_batch_norm: whether BatchNorm normalises over the batches of all processes; on GPUs only.
-        broadcast_buffers: whether buffers are made those of rank 0; see above.
-        compression: how gradients are compressed on their way: "fp16", "bf16" (not with gloo), "powersgd", or a state and a
-            communication hook of your own for ``register_comm_hook``. PowerSGD's memory is saved with each checkpoint.
-        powersgd_rank: of the matrices that PowerSGD sends.
-        powersgd_start: the number of iterations before PowerSGD begins.
-        find_unused_parameters: for models that do not use all of their parameters in every iteration.
-        bucket_cap_mb: the size of what is reduced at once, in MiB.
-        gradient_as_bucket_view: whether gradients live in the buckets, which spares a copy of them.
+        shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
+            dataset, are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler
+            uses its sampler, whose epoch is set. "own": each rank has its own data. "round_robin": all ranks read all of the
+            data, and each uses its batches round robin. The effective batch size is the loader's times the number of processes.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks raise
+            an error that names it and the last event it reached.
+        sync_batch_norm: Whether BatchNorm normalises over the batches of all ranks; on GPUs only.
+        broadcast_buffers: Whether all ranks get the buffers of rank 0; see above.
+        compression: Compression of the gradients sent between ranks: "fp16", "bf16" (not with gloo), "powersgd", or a tuple of
+            state and communication hook for ``register_comm_hook``. PowerSGD's state is saved in checkpoints.
+        powersgd_rank: Rank of the matrices sent by PowerSGD.
+        powersgd_start: Number of iterations before PowerSGD starts.
+        find_unused_parameters: For models that do not use all of their parameters in every iteration.
+        bucket_cap_mb: Size of a bucket, whose gradients are reduced at once, in MiB.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy.
 
     Source:
         Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020); Vogels et al.,
         "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS 2019).
 
     Example:
-        >>> DistributedDataParallel(timeout=60).processes.size  # not launched by torchrun
+        >>> DistributedDataParallel(timeout=60).processes.world_size  # a single process
         1
     """
 
     def __init__(
         self,
         *,
-        shares: Shares = "auto",
+        shard_policy: ShardPolicy = "auto",
         backend: str | None = None,
         timeout: float = 300.0,
         sync_batch_norm: bool = False,
@@ -80,7 +82,7 @@ class DistributedDataParallel(Distribution):
         gradient_as_bucket_view: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(shares=shares, backend=backend, timeout=timeout, name=name)
+        super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
         self.sync_batch_norm = check_bool(self, "sync_batch_norm", sync_batch_norm)
         self.broadcast_buffers = check_bool(self, "broadcast_buffers", broadcast_buffers)
         if compression is not None and not _is_hook(compression):
@@ -93,31 +95,31 @@ class DistributedDataParallel(Distribution):
             "bucket_cap_mb": check_int(self, "bucket_cap_mb", bucket_cap_mb),
             "gradient_as_bucket_view": check_bool(self, "gradient_as_bucket_view", gradient_as_bucket_view),
         }
-        self._at_work = False
-        self._bare: Any = None  # engine.model as it was before the run
-        self._wrapped: dict[str, TorchDDP] = {}  # by the names of the modules
-        self._trained: dict[str, list[nn.Parameter]] = {}  # what each wrapper reduces
+        self._active = False  # whether the engine trains on more than one rank
+        self._original_model: Any = None  # engine.model before the run
+        self._wrapped: dict[str, TorchDDP] = {}  # by module name
+        self._trained: dict[str, list[nn.Parameter]] = {}  # the parameters that each wrapper reduces
         self._of_update: dict[str, list[TorchDDP]] = {}
-        self._free: dict[str, list[Tensor]] = {}  # parameters of updates that are in no module
+        self._free: dict[str, list[Tensor]] = {}  # by update: parameters that are in no module
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # BatchNorm layers, with their parents and names
         self._powersgd: dict[str, Any] = {}
-        self._powersgd_of: dict[str, list[list[int]]] = {}  # the shapes of what was trained when it was filled
+        self._powersgd_of: dict[str, list[list[int]]] = {}  # the shapes of the parameters that each state belongs to
         self._powersgd_loaded: Mapping[str, Any] = {}
 
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
-        self._at_work = self.processes.several and engine.training
-        self.choosing = Events.FORWARD_STARTED if self._at_work else None
-        self.noting = Events.BACKWARD_COMPLETED if self._at_work else None
-        if self._at_work:
-            engine.replace("reduction", self.reduce, by=self)
+        self._active = self.processes.distributed and engine.training
+        self.forward_event = Events.FORWARD_STARTED if self._active else None
+        self.backward_event = Events.BACKWARD_COMPLETED if self._active else None
+        if self._active:
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 
     @on(Events.MODEL_SETUP)
-    def begin_alike(self, engine: Engine) -> None:
-        """Give all processes the weights and buffers of rank 0."""
-        if not self._at_work:
+    def broadcast_weights(self, engine: Engine) -> None:
+        """Broadcast the weights and buffers of rank 0."""
+        if not self._active:
             return
         if self.sync_batch_norm:
             self._synchronise_norms(engine)
@@ -127,7 +129,8 @@ class DistributedDataParallel(Distribution):
         for rank, other in enumerate(self.processes.gather(shapes)):
             if different := sorted({one[0] for one in set(shapes) ^ set(other)}):
                 raise ValueError(
-                    f"{self.name!r}: the model of rank {rank} differs from this one in {', '.join(different[:5])}"
+                    f"{self.name!r}: the model of rank {rank} differs from that of this rank in {', '.join(different[:5])}; "
+                    "build the same model on all ranks"
                 )
         self._buffers = (
             [b for module in engine.modules.values() for b in module.buffers()] if self.broadcast_buffers else []
@@ -139,19 +142,19 @@ class DistributedDataParallel(Distribution):
     @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE)
     @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE)
     def wrap(self, engine: Engine) -> None:
-        """Wrap the modules that are trained, anew if other parameters are trained than before."""
-        if not self._at_work:
+        """Wrap the trained modules in torch's DDP; rebuild the wrappers if the trained parameters have changed."""
+        if not self._active:
             return
         trained = {root: [p for p in module.parameters() if p.requires_grad] for root, module in engine.modules.items()}
         owners = {root: self._owner(engine, root, parameters) for root, parameters in trained.items()}
         trained = {root: parameters for root, parameters in trained.items() if owners[root] is not None}
-        if len(engine.updates) > 1:  # the backward of each gives gradients to its own parameters alone
+        if len(engine.updates) > 1:  # the backward of an update computes gradients of its own parameters only
             own = {update.name: set(update.parameters) for update in engine.updates}
             trained = {root: [p for p in held if p in own[owners[root] or ""]] for root, held in trained.items()}
-        if self._bare is not None and _same(trained, self._trained):
+        if self._original_model is not None and _same(trained, self._trained):
             return
-        if self._bare is None:
-            self._bare = engine.model
+        if self._original_model is None:
+            self._original_model = engine.model
             self._find_free(engine)
         self._trained = trained
         self._wrapped = {
@@ -160,9 +163,9 @@ class DistributedDataParallel(Distribution):
         self._of_update = {update.name: [self._wrapped[root] for root in trained if owners[root] == update.name]
                            for update in engine.updates}  # fmt: skip
         roots = {root: self._wrapped.get(root, module) for root, module in engine.modules.items()}
-        if self._bare is not None:
-            alone = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._bare]
-            engine.model = alone[0] if alone else nn.ModuleDict(roots)
+        if self._original_model is not None:
+            single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
+            engine.model = single[0] if single else nn.ModuleDict(roots)
 
     def _owner(self, engine: Engine, root: str, parameters: list[nn.Parameter]) -> str | None:
         """The update that trains a module."""
@@ -171,7 +174,7 @@ class DistributedDataParallel(Distribution):
         if len(owners) > 1:
             raise ValueError(
                 f"{self.name!r}: module {root!r} is trained by the updates {', '.join(map(repr, owners))}, whose gradients "
-                "cannot be reduced apart: give the Engine a module for each, as model={'...': ..., '...': ...}"
+                "cannot be reduced separately; give the Engine one module per update, as model={'...': ..., '...': ...}"
             )
         return owners[0] if owners else None
 
@@ -182,15 +185,16 @@ class DistributedDataParallel(Distribution):
             broadcast([p for parameters in self._free.values() for p in parameters])
 
     def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
-        # Weights and buffers are alike where they have to be; another wrapper in the middle of a run changes none.
-        wrapper = TorchDDP(_Called(module, parameters), init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
+        tracker = _CallTracker(module, parameters)
+        wrapper = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
         held = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
-        # DDP orders its buckets anew after the first backward. It does so now, twice over nothing, so that a resumed run, which
-        # begins with another backward, adds up the gradients in the same order.
+        # DDP rebuilds its buckets after the first backward. Two dummy backwards trigger it here, so that a resumed run, whose
+        # first backward is another one, sums the gradients in the same order.
         for _ in range(2):
-            wrapper(_NOTHING).backward()
+            wrapper(_DUMMY).backward()
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
         if self.compression is not None:
@@ -209,7 +213,7 @@ class DistributedDataParallel(Distribution):
                 )
                 _load_powersgd(self._powersgd[root], self._powersgd_loaded.get(root))
             state, shapes = self._powersgd[root], [list(p.shape) for p in self._trained[root]]
-            if self._powersgd_of.setdefault(root, shapes) != shapes:  # what it remembers is of other buckets
+            if self._powersgd_of.setdefault(root, shapes) != shapes:  # its memory belongs to other buckets
                 for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                     memory.clear()
                 self._powersgd_of[root] = shapes
@@ -221,8 +225,8 @@ class DistributedDataParallel(Distribution):
         for root, module in engine.modules.items():
             if any(p.device.type == "cpu" for p in module.parameters()):
                 raise ValueError(
-                    f"{self.name!r}: sync_batch_norm=True needs module {root!r} on a GPU; torch's SyncBatchNorm "
-                    "does not run on the CPU"
+                    f"{self.name!r}: sync_batch_norm=True, but module {root!r} is on the CPU, where torch's SyncBatchNorm "
+                    "does not run; move it to a GPU"
                 )
             for parent in list(module.modules()):
                 for key, child in list(parent.named_children()):
@@ -232,50 +236,53 @@ class DistributedDataParallel(Distribution):
 
     # ---- in every iteration ---------------------------------------------------------------------------------------
 
-    @on("choosing", phase=Phase.PREPARE)
-    def choose(self, engine: Engine) -> None:
-        """Reduce in the backward that completes a window, and only what is this update's."""
+    @on("forward_event", phase=Phase.PREPARE)
+    def set_gradient_sync(self, engine: Engine) -> None:
+        """Enable the reduction for the backward that completes a window, for the modules of this update only."""
         update = engine.state.update
         own = self._of_update.get(update.name, ())
         for wrapper in self._wrapped.values():
-            wanted = update.completes and wrapper in own
+            syncs = update.sync_gradients and wrapper in own
             wrapper.module.__dict__["called"] = False  # another update may have called it
-            if wrapper.require_backward_grad_sync is not wanted:
-                wrapper.require_backward_grad_sync = wanted
+            if wrapper.require_backward_grad_sync is not syncs:
+                wrapper.require_backward_grad_sync = syncs
 
-    @on("noting", phase=Phase.PREPARE)
-    def note(self, engine: Engine) -> None:
-        """What was called for a backward that reduces is reduced now."""
+    @on("backward_event", phase=Phase.PREPARE)
+    def record_backward(self, engine: Engine) -> None:
+        """Record which modules the backward has reduced: those called for it, if it synchronises."""
         for wrapper in self._of_update.get(engine.state.update.name, ()):
-            called = wrapper.module.__dict__
-            called["reduced"] = called["called"] and wrapper.require_backward_grad_sync
-            called["called"] = False
+            flags = wrapper.module.__dict__
+            flags["reduced"] = flags["called"] and wrapper.require_backward_grad_sync
+            flags["called"] = False
 
     def reduce(self, engine: Engine, update: UpdateState) -> None:
-        """Reduce what no backward has: nothing was learned here, or only with the bare module, or memory might have run out."""
+        """Reduce modules that no backward has reduced.
+
+        Either this rank has no loss, or only the original module was called, or the batch may have run out of memory.
+        """
         for wrapper in self._of_update.get(update.name, ()):
-            called = wrapper.module.__dict__
-            if not called["reduced"]:
-                if self.sync_batch_norm and not called["called"]:
+            flags = wrapper.module.__dict__
+            if not flags["reduced"]:
+                if self.sync_batch_norm and not flags["called"]:
                     raise RuntimeError(
                         f"{self.name!r}: rank {self.processes.rank} has no batch in iteration {engine.state.iteration}, but "
-                        "sync_batch_norm needs one in each process: use a loader with drop_last=True whose batches can be dealt "
-                        "evenly"
+                        "sync_batch_norm=True needs one on every rank; use a loader with drop_last=True and a number of batches "
+                        "that is divisible by the number of processes"
                     )
                 wrapper.require_backward_grad_sync = True
-                wrapper(_NOTHING).backward()
-            called["reduced"] = called["called"] = False
+                wrapper(_DUMMY).backward()
+            flags["reduced"] = flags["called"] = False
         if free := self._free.get(update.name):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in free]
             for parameter, gradient in zip(free, gradients, strict=True):
                 dist.all_reduce(gradient)
-                parameter.grad = gradient.div_(self.processes.size)
+                parameter.grad = gradient.div_(self.processes.world_size)
 
     @on(Events.ENDED, phase=Phase.FINALIZE)
     def unwrap(self, engine: Engine) -> None:
-        """Put the plain model back, with the weights that were trained."""
-        if self._bare is not None:
-            engine.model, self._bare = self._bare, None
+        """Restore the original model, which has the trained weights."""
+        if self._original_model is not None:
+            engine.model, self._original_model = self._original_model, None
         for parent, key, norm in self._replaced:
             setattr(parent, key, norm)
         self._replaced, self._buffers, self._free = [], [], {}
@@ -300,14 +307,14 @@ class DistributedDataParallel(Distribution):
             _load_powersgd(one, self._powersgd_loaded.get(root))
 
 
-_NOTHING = object()
-"""What a wrapper is called with by a process that has nothing to learn from."""
+_DUMMY = object()
+"""The input of a wrapper on a rank without a loss; the output is a zero that depends on all parameters."""
 
 
-class _Called(nn.Module):
-    """What torch's DDP wraps: the module, and a loss of zero in which all of its parameters have a part.
+class _CallTracker(nn.Module):
+    """The module that torch's DDP wraps: tracks whether the original module was called, and provides a dummy output.
 
-    A gradient of nothing is how a process takes part in a reduction to which it has nothing to add.
+    With the dummy's zero gradients, a rank without a loss participates in the reduction.
     """
 
     def __init__(self, module: nn.Module, trained: list[nn.Parameter]) -> None:
@@ -315,11 +322,11 @@ class _Called(nn.Module):
         self.module = module
         reduced = set(trained)
         self._ddp_params_and_buffers_to_ignore = [key for key, p in self.named_parameters() if p not in reduced]
-        # Not through nn.Module, which would look for parameters.
+        # Set in __dict__, because nn.Module's __setattr__ would register parameters.
         self.__dict__.update(called=False, reduced=False, trained=trained)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        if inputs and inputs[0] is _NOTHING:
+        if inputs and inputs[0] is _DUMMY:
             return sum(p.flatten()[:0].sum() for p in self.__dict__["trained"])
         if torch.is_grad_enabled():
             self.__dict__["called"] = True
@@ -349,7 +356,7 @@ def _powersgd_state(state: Any) -> dict[str, Any]:
 
 
 def _load_powersgd(state: Any, saved: Mapping[str, Any] | None) -> None:
-    """Without a saved state, begin anew."""
+    """Load a saved state; reset without one."""
     saved = saved or {"iter": 0, "errors": {}, "p": {}, "q": {}, "rng": None}
     state.iter = saved["iter"]
     state.error_dict, state.p_memory_dict, state.q_memory_dict = (dict(saved[part]) for part in ("errors", "p", "q"))

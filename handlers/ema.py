@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights: smoother than the weights themselves, and used in their place for evaluation."""
+"""Exponential moving average (EMA) of the weights, used for evaluation and export."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ __all__ = ["EMA"]
 
 
 class EMA(AveragedWeights):
-    """Keeps an exponential moving average of the weights, and puts it in their place for evaluation and export.
+    """Maintains an exponential moving average of the weights and evaluates and exports with it.
 
-    After each optimizer step that happened, once for each accumulation window: ``average = decay * average + (1 - decay) *
-    weights``. The first average is a copy of the weights; before it, evaluation sees the weights themselves.
+    After each optimizer step that is not skipped, once per accumulation window: ``average = decay * average + (1 - decay) *
+    weights``. The first average is a copy of the weights; before that, evaluation uses the weights themselves.
 
-    Evaluations that the trainer starts (`Validation`, `Engine.evaluate`) and `Engine.weights` see the averages, copied into
-    the modules in place; afterwards the weights are back, bit for bit, also after an error. An evaluator therefore has to share
-    the trainer's modules. What is saved to resume from (`Engine.state_dict`) holds the weights, and the averages as this
-    handler's state. After training ``engine.load_weights(engine.weights())`` makes the averages the weights. Weights that
-    `Engine.load_weights` puts in place, as EarlyStopping does with the best ones, are used as they are until the next average.
+    Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the averages, copied into the
+    modules in place; afterwards the weights are restored bit for bit, also after an error. The evaluator therefore has to
+    share the trainer's modules. `Engine.state_dict`, which runs resume from, holds the weights, and the averages as this
+    handler's state. After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights
+    loaded by `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
 
-    Averages of float16 and bfloat16 weights are kept in float32, where small changes are not rounded away.
+    Averages of float16 and bfloat16 weights are kept in float32, so that small changes are not lost to rounding.
 
     Args:
-        decay: the share of the old average that stays, 0 <= decay < 1.
-        every: the interval in optimizer steps between two updates of the average, such as "1st" or 10.
-        start: optimizer steps to be made before averaging begins.
-        warmup: whether the decay begins low and grows: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the
-            number of updates of the average so far.
-        buffers: "copy" takes over the buffers with each update of the average, "average" averages floating-point ones like
+        decay: Weight of the previous average, 0 <= decay < 1.
+        every: Interval between updates of the average in optimizer steps, such as "1st" or 10.
+        start: Number of optimizer steps before averaging starts.
+        warmup: Whether to ramp up the decay: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the number of
+            updates of the average so far.
+        buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like
             weights. Integer buffers are copied in either case.
-        update: the name of the update whose steps count; the first by default. Averaged are all of the engine's modules.
+        update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged.
 
     Attributes:
-        count: how often the average was updated.
+        count: Number of updates of the average.
 
     Source:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992); the same arithmetic as
@@ -80,7 +80,7 @@ class EMA(AveragedWeights):
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
     def average(self, engine: Engine) -> None:
-        """Move the average after a step that happened."""
+        """Update the average after a step that was not skipped."""
         if made_step(engine, self.update, self.every) and engine.state.update.steps > self.start:
             n = self.count
             self._averages.update(1 - (min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay))

@@ -1,4 +1,4 @@
-"""Freezing parts of a model, for good or until an epoch, and rates that differ between its parts: for transfer learning."""
+"""Freezing, gradual unfreezing and discriminative learning rates, for transfer learning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_number
 
 from ._common.parameters import all_names, longest_match, matches, unmatched
@@ -18,23 +19,23 @@ __all__ = ["Freezing", "discriminative_rates"]
 
 
 class Freezing(Handler):
-    """Keeps parts of the model as they are: for the whole run, or until an epoch starts (gradual unfreezing).
+    """Freezes parts of the model for the whole run, or until an epoch starts (gradual unfreezing).
 
-    Frozen parameters have ``requires_grad=False`` and no gradient, so that optimizers pass them over: neither momentum nor
-    weight decay moves them. They may be in the optimizer from the beginning; what it remembers of them stays until they are
-    trained again. Normalisation layers that keep running statistics are in eval mode while they are frozen, or else every
-    forward would change them; other modules, such as dropout, train on. Once a part is unfrozen, its parameters are what they
-    were before the run: those with ``requires_grad=False`` of the user's own stay so. After the run everything is as before.
+    Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them: neither momentum nor weight decay
+    changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
+    normalisation layers with running statistics are in eval mode, because each forward would update the statistics; other
+    modules, such as dropout, stay in training mode. Unfreezing restores each parameter's own ``requires_grad``, so parameters
+    that the user froze stay frozen. After the run, everything is as before.
 
-    What is frozen depends on the epoch alone, also in a resumed run.
+    What is frozen depends only on the epoch, also in a resumed run.
 
     Args:
-        parts: paths of modules or parameters, such as "backbone" or "head.bias", or patterns with ``*``, ``?`` and ``[]`` for the
-            names of parameters, such as "*.bias"; in an engine with several modules they begin with the module's name. Or a
-            mapping from these to the epoch from which on the part is trained, or None for the whole run. Of several that match a
-            parameter, the longest holds; one that parts share may be named in either.
-        until: for parts that are no mapping, the epoch from which on they are trained, 2 or more.
-        statistics: whether the running statistics of frozen normalisation layers are frozen, too.
+        parts: Paths of modules or parameters, such as "backbone" or "head.bias", or name patterns with ``*``, ``?`` and ``[]``,
+            such as "*.bias"; in an engine with several modules they start with the module's name. Alternatively a mapping
+            from these to the epoch at which the part is unfrozen, or to None for the whole run. If several match a
+            parameter, the longest applies. A parameter shared by two parts may be named by either path.
+        until: Epoch at which parts not given as a mapping are unfrozen, at least 2.
+        statistics: Whether to freeze the running statistics of frozen normalisation layers, too.
 
     Source:
         Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018) for gradual unfreezing and
@@ -58,58 +59,55 @@ class Freezing(Handler):
         super().__init__(name=name)
         if isinstance(parts, Mapping):
             if until is not None:
-                raise ValueError(
-                    f"Freezing(until={until!r}): the mapping says for each part until when; leave out until="
-                )
+                raise ValueError(f"Freezing(until={until!r}): the mapping already gives an epoch per part; omit until=")
             self.parts = dict(parts)
         elif isinstance(parts, str | Iterable):
             self.parts = dict.fromkeys([parts] if isinstance(parts, str) else parts, until)
         else:
             raise TypeError(
-                f"Freezing(parts={parts!r}): it has to be a path, several, or a mapping from paths to epochs"
+                f"Freezing(parts={parts!r}): expected a path, an iterable of paths, or a mapping from paths to epochs"
             )
         if not self.parts:
-            raise ValueError(f"Freezing(parts={parts!r}): name at least one part of the model")
+            raise ValueError(f"Freezing(parts={parts!r}): expected at least one part of the model")
         for pattern, epoch in self.parts.items():
             if not isinstance(pattern, str) or not pattern:
-                raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is no path of a module or parameter")
+                raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is not a path of a module or parameter")
             argument = f"parts={parts!r}" if isinstance(parts, Mapping) else f"until={until!r}"
             if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
-                raise TypeError(
-                    f"Freezing({argument}): the epoch from which on {pattern!r} is trained has to be an int"
-                )
+                raise TypeError(f"Freezing({argument}): the epoch at which {pattern!r} is unfrozen must be an int")
             if epoch is not None and epoch < 2:
-                raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give epoch 2 or more")
+                raise ValueError(
+                    f"Freezing({argument}): {pattern!r} would never be frozen; give an epoch of at least 2"
+                )
         self.statistics = check_bool(self, "statistics", statistics)
-        # What is frozen at times, with the first epoch in which it is not, and what it was before.
+        # What is frozen in some epoch: the object, the epoch at which it is unfrozen, and its original setting.
         self._parameters: list[tuple[nn.Parameter, float, bool]] = []
         self._norms: list[tuple[nn.Module, float, bool]] = []
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("which parameters are frozen", by=self)
+        engine.overrides.claim(Override.FREEZING, by=self)
 
     @on(Events.STARTED)
-    def find(self, engine: Engine) -> None:
-        """Find the parts, and freeze what is frozen now."""
+    def find_parts(self, engine: Engine) -> None:
+        """Find the parts, and freeze those of this epoch."""
         parameters, norms = all_names(engine.modules), _norms_of(engine)
-        there = [name for names in parameters.values() for name in names]
-        names = [*there, *(name for inner in norms.values() for names in inner.values() for name in names)]
+        known_names = [name for names in parameters.values() for name in names]
+        names = [*known_names, *(name for inner in norms.values() for names in inner.values() for name in names)]
         for pattern in self.parts:
             if not any(matches(name, pattern) for name in names):
-                raise ValueError(f"{self.name!r}: {unmatched(pattern, there)}")
-        for parameter, own in parameters.items():
-            if (epoch := self._until(own)) > 0:
+                raise ValueError(f"{self.name!r}: {unmatched(pattern, known_names)}")
+        for parameter, own_names in parameters.items():
+            if (epoch := self._until(own_names)) > 0:
                 self._parameters.append((parameter, epoch, parameter.requires_grad))
         for norm, inner in norms.items() if self.statistics else ():
-            if (
-                epoch := min(map(self._until, inner.values()))
-            ) > 0:  # as soon as one of its parameters is trained, it is
+            # A layer is unfrozen together with the first of its parameters.
+            if (epoch := min(map(self._until, inner.values()))) > 0:
                 self._norms.append((norm, epoch, norm.training))
         self.apply(engine)
 
     @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED)
     def apply(self, engine: Engine) -> None:
-        """Freeze and unfreeze what this epoch asks for."""
+        """Freeze and unfreeze parts according to the epoch."""
         epoch = engine.state.epoch
         for parameter, until, trained in self._parameters:
             parameter.requires_grad_(trained and epoch >= until)
@@ -120,7 +118,7 @@ class Freezing(Handler):
 
     @on(Events.ENDED)
     def restore(self, engine: Engine) -> None:
-        """Put everything back as it was before the run."""
+        """Restore the state before the run."""
         for parameter, _, trained in self._parameters:
             parameter.requires_grad_(trained)
         for norm, _, training in self._norms:
@@ -128,7 +126,7 @@ class Freezing(Handler):
         self._parameters, self._norms = [], []
 
     def _until(self, names: Iterable[str]) -> float:
-        """The first epoch in which the parameter with these names is trained: 0 if it always is, infinity if never."""
+        """The epoch at which the parameter with these names is unfrozen: 0 if never frozen, infinity if always frozen."""
         pattern = longest_match(names, self.parts)
         if pattern is None:
             return 0
@@ -139,22 +137,22 @@ class Freezing(Handler):
 def discriminative_rates(
     model: nn.Module, rates: Mapping[str, float], *, default: float | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups whose learning rates differ between the parts of a model, smaller for what is already good.
+    """Parameter groups with a learning rate for each part of a model, typically smaller for pretrained parts.
 
     For ``Update(..., parameters=lambda engine: discriminative_rates(engine.model, {...}))``. Each parameter is in one group.
-    Schedules that multiply the rate, such as LambdaLR, keep the ratios; OneCycleLR wants a list as ``max_lr=``.
+    Schedules that multiply the rate, such as LambdaLR, keep the ratios; OneCycleLR needs a list as ``max_lr=``.
 
     Args:
-        model: the model.
-        rates: paths of modules or parameters, or patterns as for `Freezing`, with their learning rates. Of several that match
-            a parameter, the longest holds.
-        default: the rate of all others; by default that of the optimizer.
+        model: The model.
+        rates: Learning rates by path of a module or parameter, or by pattern as in `Freezing`. If several match a parameter,
+            the longest applies.
+        default: Learning rate of all other parameters; by default that of the optimizer.
 
     Returns:
-        Groups for an optimizer, in the order of ``rates``, the others last; no group is empty.
+        Parameter groups in the order of ``rates``, with the remaining parameters last. Empty groups are omitted.
 
     Raises:
-        ValueError: for a path that matches no parameter, naming some that there are.
+        ValueError: If a path matches no parameter; the message names some existing ones.
 
     Example:
         >>> model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
@@ -168,10 +166,10 @@ def discriminative_rates(
     if default is not None:
         default = check_number("discriminative_rates", "default", default, least=0)
     parameters = all_names({"model": model})
-    there = [name for names in parameters.values() for name in names]
+    known_names = [name for names in parameters.values() for name in names]
     for pattern in rates:
-        if not any(matches(name, pattern) for name in there):
-            raise ValueError(f"discriminative_rates(): {unmatched(pattern, there)}")
+        if not any(matches(name, pattern) for name in known_names):
+            raise ValueError(f"discriminative_rates(): {unmatched(pattern, known_names)}")
     groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in [*rates, None]}
     for parameter, names in parameters.items():
         groups[longest_match(names, rates)].append(parameter)
@@ -184,7 +182,7 @@ def discriminative_rates(
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:
-    """The normalisation layers with running statistics, with all names of each tensor in them."""
+    """The normalisation layers with running statistics, with all names of each of their tensors."""
     norms: dict[nn.Module, dict[str, list[str]]] = {}
     for root, module in engine.modules.items():
         prefix = "" if len(engine.modules) == 1 else root

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every process holds a part of the weights, the gradients and the optimizer's state."""
+"""Fully sharded data parallelism (FSDP): every rank holds a shard of weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.batches import tensors_in
 from signalfire.checks import check_bool, check_choice
 from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsharded
 from signalfire.randomness import unchanged_random_state
+from signalfire.restore import Buffers
 
-from ._common.distribution import Distribution, Shares, broadcast
-from ._common.ranks import PUT_TOGETHER
+from ._common.distribution import Distribution, ShardPolicy, broadcast
+from ._common.ranks import GATHER_WEIGHTS
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -30,49 +32,49 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class FullyShardedDataParallel(Distribution):
-    """Trains one model in several processes, each of which holds a part of it: for models that are too large for one device.
+    """Shards one model over several ranks with torch's FSDP2, for models that are too large for one device.
 
-    Launched by torchrun, the processes share the data out, and train as one would with their batches joined. Just before a
-    part of the model (a unit) is used, its weights are gathered from the processes, and let go of afterwards; its gradients
-    are reduced to the part that each process holds. A process that has no batch, or no loss, takes part with a stand-in of its
-    last batch that counts nothing. Alone, the handler does nothing, and the same script runs unchanged.
+    With the processes launched by torchrun, data is sharded over the ranks, and each step equals a step on the union of their
+    batches. The weights of a part of the model (a unit) are all-gathered just before its use and freed afterwards; its
+    gradients are reduce-scattered. A rank without a batch or loss participates by running its last batch with zero gradients.
+    In a single process the handler does nothing, so the same script runs unchanged.
 
-    The model is sharded at MODEL_SETUP, in place, before optimizers are built, and starts from the weights of rank 0. It stays
-    sharded after the run: `unshard` makes it a plain one. Modules, optimizers and averages then hold DTensors, and `Checkpoint`
-    writes those as shards, which load on any number of processes, also on one alone.
+    The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded
+    after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
+    as shards that load on any number of processes, including one.
 
-    The buffers of all processes are those of rank 0 after every step, and when an evaluation begins. Within an accumulation
-    window nothing is reduced, and what a window holds cannot be saved before it is complete: `Engine.state_dict` refuses to,
-    unless ``reduce_every_batch``. While the trainer evaluates, the weights are whole in every process, so that each may have as
-    many batches as it likes.
+    All ranks get the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
+    gradients are not reduced, so an open window cannot be saved: `Engine.state_dict` raises an error unless
+    ``reduce_every_batch`` is set. During evaluations by the trainer every rank holds the full weights, so the ranks may
+    evaluate different numbers of batches.
 
     Args:
-        units: which submodules are gathered as one, besides the rest: their paths, such as "encoder" or "blocks.*", where ``*``
-            stands for one name; their classes; several of these; or a function ``(path, module) -> bool``. By default the
-            children of the model that have parameters, and the items of those that are lists. The larger a unit, the fewer the
-            messages, and the more memory; ``()`` makes the whole model one unit. A unit's weights are there only
-            while it is called: what others use of it has to be in one unit with them.
-        reshard_after_forward: whether weights are let go of after the forward, and gathered again for the backward. Without,
-            each step sends a third less, and the weights are whole from the forward to the backward.
-        param_dtype: the type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The parts
-            that the optimizer sees stay in their own. An alternative to `MixedPrecision`, which casts for each operation.
-        reduce_dtype: the type in which gradients are reduced; by default ``param_dtype``.
-        reduce_every_batch: whether gradients are reduced with each batch of an accumulation window, which takes less memory, as
-            no process holds whole gradients, and lets open windows be saved.
-        gather_to_evaluate: whether the weights are whole while the trainer evaluates. Without, a model that does not fit into
-            one process can be evaluated, and every process has to have the same number of batches.
-        shares: how data comes to the processes; see `Engine.join`.
-        backend: of torch.distributed; by default gloo for the CPU, and NCCL besides it if there are GPUs.
-        timeout: after how many seconds a process that does not come to what all do together counts as lost.
+        units: Submodules that are gathered as one unit each; the rest of the model is one more. Their paths, such as "encoder"
+            or "blocks.*", where ``*`` matches one name; their classes; an iterable of these; or a function
+            ``(path, module) -> bool``. By default the model's children that have parameters, and the items of module lists.
+            Larger units need fewer messages and more memory; ``()`` makes the whole model one unit. The weights of a unit
+            exist only while it is called, so modules that share weights have to be in the same unit.
+        reshard_after_forward: Whether weights are freed after the forward and gathered again for the backward. If False, each
+            step communicates a third less, and the full weights are kept from the forward to the backward.
+        param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
+            shards seen by the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
+        reduce_dtype: Data type in which gradients are reduced; by default ``param_dtype``.
+        reduce_every_batch: Whether to reduce gradients with every batch of an accumulation window. This takes less memory,
+            because no rank holds full gradients, and open windows can be saved.
+        gather_to_evaluate: Whether every rank holds the full weights during evaluations by the trainer. If False, models that
+            do not fit on one device can be evaluated, but all ranks need the same number of batches.
+        shard_policy: How data is sharded over ranks; see `DistributedDataParallel`.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
-    Errors:
-        ValueError: for optimizers that were given built, for several updates, for units that share parameters, and for
-            what computes gradients in pieces.
+    Raises:
+        ValueError: For an optimizer instance instead of a factory, for several updates, for units that share parameters, and
+            with handlers that compute gradients from parts of the batch.
 
     Source:
         Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023); Rajbhandari et al., "ZeRO:
-        Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020). ``torch.distributed.fsdp.fully_shard``
-        does the work.
+        Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020). The implementation is
+        ``torch.distributed.fsdp.fully_shard``.
 
     Example:
         >>> FullyShardedDataParallel(units="blocks.*", param_dtype="bf16", reduce_dtype="fp32").param_dtype
@@ -90,12 +92,12 @@ class FullyShardedDataParallel(Distribution):
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         reduce_every_batch: bool = False,
         gather_to_evaluate: bool = True,
-        shares: Shares = "auto",
+        shard_policy: ShardPolicy = "auto",
         backend: str | None = None,
         timeout: float = 300.0,
         name: str | None = None,
     ) -> None:
-        super().__init__(shares=shares, backend=backend, timeout=timeout, name=name)
+        super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
         self.units = _checked(units)
         self.reshard_after_forward = check_bool(self, "reshard_after_forward", reshard_after_forward)
         self.param_dtype = self._dtype("param_dtype", param_dtype)
@@ -106,9 +108,9 @@ class FullyShardedDataParallel(Distribution):
         self._hooks: list[Any] = []
         self._syncs = True  # whether the next backward reduces
         self._unreduced = False  # whether modules hold gradients that no backward has reduced
-        self._dirty = False  # whether modules were used
-        self._forwards = self._backwards = False  # whether this would-be step made its forward, and its backward
-        self._outputs: list[Tensor] = []  # from which a backward can start, should there be no loss
+        self._used = False  # whether modules were called since the last reset
+        self._forward_done = self._backward_done = False  # in this micro-step
+        self._outputs: list[Tensor] = []  # for a backward without a loss
         self._batch: Any = None  # the last one
 
     def _dtype(self, argument: str, value: str | None) -> torch.dtype | None:
@@ -123,29 +125,29 @@ class FullyShardedDataParallel(Distribution):
                     f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
                 )
         super().attached(engine)
-        several = self.processes.several
-        if len(engine.updates) > 1 and several:
+        distributed = self.processes.distributed
+        if len(engine.updates) > 1 and distributed:
             raise ValueError(
                 f"{self.name!r}: an engine with several updates ({', '.join(u.name for u in engine.updates)}) cannot be "
                 "sharded; use DistributedDataParallel"
             )
-        self.beginning = Events.UPDATE_STARTED if several else None
-        self.forwarding = Events.FORWARD_STARTED if several else None
-        self.learning = Events.BACKWARD_COMPLETED if several else None
-        self.completing = Events.UPDATE_COMPLETED if several else None
-        self.gathering = Events.EVALUATION_STARTED if several and self.gather_to_evaluate else None
-        if several:
-            engine.replace("reduction", self.reduce, by=self)
-            # Pieces of a batch are forwards of their own, of which every process would have to make as many.
-            engine.claim("the act 'gradients'", by=self)
+        self.update_started_event = Events.UPDATE_STARTED if distributed else None
+        self.forward_event = Events.FORWARD_STARTED if distributed else None
+        self.backward_event = Events.BACKWARD_COMPLETED if distributed else None
+        self.update_completed_event = Events.UPDATE_COMPLETED if distributed else None
+        self.gather_event = Events.EVALUATION_STARTED if distributed and self.gather_to_evaluate else None
+        if distributed:
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
+            # Each part of a batch has its own forward, and all ranks would need the same number of forwards.
+            engine.overrides.claim(Override.GRADIENTS, by=self)
 
-    # ---- setting up -----------------------------------------------------------------------------------------------
+    # ---- set-up ---------------------------------------------------------------------------------------------------
 
     @on(Events.MODEL_SETUP, phase=Phase.FINALIZE)
     def shard(self, engine: Engine) -> None:
-        """Shard the modules, from the weights of rank 0, once they are where they belong and of the right type."""
+        """Shard the modules from the weights of rank 0, after they have been moved and converted."""
         self._roots = []
-        if not engine.processes.several:
+        if not engine.processes.distributed:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
@@ -153,29 +155,29 @@ class FullyShardedDataParallel(Distribution):
         self._check_units(engine)
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                mesh = init_device_mesh(engine.device.type, (engine.processes.size,))
+                mesh = init_device_mesh(engine.device.type, (engine.processes.world_size,))
                 self._shard(root, name if len(engine.modules) > 1 else "", mesh)
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
-                self._hooks.append(root.register_forward_hook(self._note_output))
+                self._hooks.append(root.register_forward_hook(self._record_output))
         reshard(engine.modules.values())
-        if self._dirty and not any(update.filled for update in engine.updates):
-            self._reset()  # an error may have left it in the middle of something
+        if self._used and not any(update.window.filled for update in engine.updates):
+            self._reset()  # an error may have interrupted an iteration
         self._buffers = [buffer for root in self._roots for buffer in root.buffers()]  # type: ignore[attr-defined]
         self._set_sync(True)
 
     def _check_units(self, engine: Engine) -> None:
-        several = len(engine.modules) > 1
+        is_named = len(engine.modules) > 1
         paths = {
             path: module
             for name, root in engine.modules.items()
-            for path, module in root.named_modules(prefix=name if several else "")
+            for path, module in root.named_modules(prefix=name if is_named else "")
             if module is not root
         }
-        for one in self.units if isinstance(self.units, tuple) else ():
-            if not any(_matches(one, path, module) for path, module in paths.items()):
-                there = ", ".join(list(paths)[:8])
-                raise ValueError(f"{self.name!r}: units={one!r} matches no module; there are: {there or 'none'}")
+        for unit in self.units if isinstance(self.units, tuple) else ():
+            if not any(_matches(unit, path, module) for path, module in paths.items()):
+                known_paths = ", ".join(list(paths)[:8])
+                raise ValueError(f"{self.name!r}: units={unit!r} matches no module; there are: {known_paths or 'none'}")
 
     def _shard(self, root: nn.Module, name: str, mesh: Any) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -189,7 +191,7 @@ class FullyShardedDataParallel(Distribution):
             assert isinstance(unit, FSDPModule)
 
     def _units_of(self, root: nn.Module, name: str) -> list[nn.Module]:
-        """The units inside of a module, inner ones first."""
+        """The units inside a module, inner ones first."""
         paths = {module: path for path, module in root.named_modules(prefix=name) if module is not root}
         units = self.units
         if units is None:
@@ -198,60 +200,60 @@ class FullyShardedDataParallel(Distribution):
             chosen = [module for module, path in paths.items() if units(path, module)]
         else:
             chosen = []
-            for one in units:
-                chosen += [module for module, path in paths.items() if _matches(one, path, module)]
+            for wanted in units:
+                chosen += [module for module, path in paths.items() if _matches(wanted, path, module)]
         chosen = [module for module in paths if module in set(chosen) and any(True for _ in module.parameters())]
         owners: dict[nn.Parameter, nn.Module] = {}
-        for unit in reversed(chosen):  # the innermost unit that a parameter is in has it
+        for unit in reversed(chosen):  # a parameter belongs to the innermost unit that contains it
             for parameter in unit.parameters():
                 owners.setdefault(parameter, unit)
         for module, path in {root: name, **paths}.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict) and module in chosen:
                 raise ValueError(
-                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; name its items"
+                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as units"
                 )
             inside = next((u for u in reversed(chosen) if _contains(u, module)), root)
             for key, parameter in module.named_parameters(recurse=False):
                 if owners.get(parameter, root) is not inside:
                     other = paths.get(owners[parameter], "the rest of the model")
                     raise ValueError(
-                        f"{self.name!r}: {f'{path}.{key}'.lstrip('.')!r} is shared with the unit {other!r}; weights that are "
-                        "shared have to be in one unit: choose others with units=, or units=() for one"
+                        f"{self.name!r}: {f'{path}.{key}'.lstrip('.')!r} is shared with the unit {other!r}; shared weights "
+                        "must be in one unit: choose other units=, or units=() for a single one"
                     )
         return list(reversed(chosen))
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def check(self, engine: Engine) -> None:
-        """Refuse parameters that nobody would reduce the gradients of."""
+    def check_parameters(self, engine: Engine) -> None:
+        """Raise an error for parameters whose gradients would not be reduced."""
         for update in engine.updates if self._roots else ():
-            for place, parameter in enumerate(update.parameters):
+            for index, parameter in enumerate(update.parameters):
                 if not is_sharded(parameter):
                     raise ValueError(
-                        f"{self.name!r}: parameter {place} of update {update.name!r} belongs to none of the engine's modules, "
+                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, "
                         "and would not be sharded; make it a parameter of the model"
                     )
 
-    # ---- the would-be step ----------------------------------------------------------------------------------------
+    # ---- the micro-step -------------------------------------------------------------------------------------------
 
-    @on("beginning", phase=Phase.PREPARE)
-    def begin(self, engine: Engine) -> None:
-        """Nothing of this would-be step was made yet."""
-        self._forwards = self._backwards = False
+    @on("update_started_event", phase=Phase.PREPARE)
+    def reset_progress(self, engine: Engine) -> None:
+        """Reset the flags for a new micro-step."""
+        self._forward_done = self._backward_done = False
         self._outputs.clear()
 
-    @on("forwarding", phase=Phase.PREPARE)
-    def prepare(self, engine: Engine) -> None:
-        """Say whether the backward reduces, which depends on whether it completes its window."""
+    @on("forward_event", phase=Phase.PREPARE)
+    def set_gradient_sync(self, engine: Engine) -> None:
+        """Set whether the backward reduces: if it completes its window, or with every batch."""
         update = engine.state.update
-        self._forwards, self._backwards, self._batch = True, False, engine.state.batch
+        self._forward_done, self._backward_done, self._batch = True, False, engine.state.batch
         self._outputs.clear()
-        self._begin_backward(update)
-        self._dirty = True
+        self._prepare_backward(update)
+        self._used = True
 
-    def _begin_backward(self, update: UpdateState) -> None:
-        if self._unreduced and update.held == 0:  # of a window that was discarded here
+    def _prepare_backward(self, update: UpdateState) -> None:
+        if self._unreduced and update.window.held == 0:  # gradients of a discarded window
             self._reset()
-        syncs = update.completes or self.reduce_every_batch
+        syncs = update.sync_gradients or self.reduce_every_batch
         if syncs is not self._syncs:
             self._set_sync(syncs)
 
@@ -259,118 +261,113 @@ class FullyShardedDataParallel(Distribution):
         for root in self._roots:
             root.reset_iter_state()
         discard_unreduced(self._roots)  # type: ignore[arg-type]
-        self._dirty = self._unreduced = False
+        self._used = self._unreduced = False
 
     def _set_sync(self, syncs: bool) -> None:
         for root in self._roots:
             root.set_requires_gradient_sync(syncs)
         self._syncs = syncs
 
-    @on("learning", phase=Phase.PREPARE)
-    def note_backward(self, engine: Engine) -> None:
-        """This process took part."""
-        self._backwards, self._unreduced = True, not self._syncs
+    @on("backward_event", phase=Phase.PREPARE)
+    def record_backward(self, engine: Engine) -> None:
+        """Record that this rank has participated in the collectives of the backward."""
+        self._backward_done, self._unreduced = True, not self._syncs
         self._outputs.clear()
 
     def reduce(self, engine: Engine, update: UpdateState) -> None:
-        """The act "reduction": the backward has done it, or a stand-in does."""
-        self._take_part(engine, update)
-        if update.kept is not None and update.evaluation == 0:
-            kept = engine.processes.gather(len(update.kept))
+        """Overrides REDUCTION: the backward has reduced already; a rank without one makes a dummy backward."""
+        self._participate(engine, update)
+        if update.window.kept is not None and update.evaluation == 0:
+            kept = engine.processes.gather(len(update.window.kept))
             if len(set(kept)) > 1:
                 raise ValueError(
-                    f"{self.name!r}: the window of update {update.name!r} is to be computed again, and the processes have "
-                    f"{kept} batches of it; give every process as many, by a DataLoader with drop_last=True, or do without what "
-                    "computes gradients several times in a step"
+                    f"{self.name!r}: the window of update {update.name!r} has to be computed again, but the ranks have "
+                    f"{kept} batches of it; give all ranks the same number, with a DataLoader with drop_last=True, or detach "
+                    "the handler that computes gradients several times in a step"
                 )
 
-    @on("completing", phase=Phase.PREPARE)
-    def stand_in(self, engine: Engine) -> None:
-        """Inside a window, take part in what the others did; discard together what a process discards."""
+    @on("update_completed_event", phase=Phase.PREPARE)
+    def sync_open_window(self, engine: Engine) -> None:
+        """Inside a window, make a dummy backward on ranks without one; discard a skipped batch on all ranks."""
         update = engine.state.update
-        if update.completes:
+        if update.sync_gradients:
             return
-        self._take_part(engine, update)
+        self._participate(engine, update)
         if self.reduce_every_batch and engine.processes.any(update.skipped is not None):
-            update.discard()  # a process that skipped has discarded its part, which is a part of everybody's gradients
+            update.discard()  # the gradients are already summed over the ranks, so all of them have to be discarded
 
-    def _take_part(self, engine: Engine, update: UpdateState) -> None:
-        if not self._roots or self._backwards:
+    def _participate(self, engine: Engine, update: UpdateState) -> None:
+        """Make a dummy forward and backward with zero gradients where this rank has made none."""
+        if not self._roots or self._backward_done:
             return
-        if not self._forwards:
-            self._forward_again(engine, update)
-        if not self._backwards and (outputs := [one for one in self._outputs if one.requires_grad]):
+        if not self._forward_done:
+            self._dummy_forward(engine, update)
+        if not self._backward_done and (outputs := [one for one in self._outputs if one.requires_grad]):
             torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
         self._unreduced = self._unreduced and not self._syncs
-        self._backwards = True
+        self._backward_done = True
         self._outputs.clear()
 
-    def _forward_again(self, engine: Engine, update: UpdateState) -> None:
-        """The forward, and the backward of nothing, of the last batch: no event, no metric and no trace of it."""
+    def _dummy_forward(self, engine: Engine, update: UpdateState) -> None:
+        """Make a forward with the last batch, without events or metrics, and restore the buffers and random states."""
         if self._batch is None:
             raise RuntimeError(
-                f"{self.name!r}: rank {engine.processes.rank} has no batch, and had none before, with which it could take part; "
-                "use fewer processes, or smaller batches"
+                f"{self.name!r}: rank {engine.processes.rank} never had a batch to participate with; use fewer processes, or "
+                "smaller batches"
             )
         state = engine.state
         current, state.batch = state.batch, self._batch
         output, loss, backward_loss, hidden = update.output, update.raw_loss, update.backward_loss, update.hidden
-        buffers = [(m._buffers, key, b, b.clone()) for root in engine.modules.values() for m in root.modules()
-                   for key, b in m._buffers.items() if b is not None]  # fmt: skip
         try:
-            with unchanged_random_state():
-                self._begin_backward(update)
+            with unchanged_random_state(), Buffers(engine.modules.values()).unchanged():
+                self._prepare_backward(update)
                 if update.forward is None:
                     update.function(engine, state.batch)
                 else:
                     update.output = update.forward(engine, state.batch)
-                    if update.loss_function is not None:  # it may call the model, too
+                    if update.loss_function is not None:  # it may call modules, too
                         update.loss_function(engine, update.output, state.batch)
         finally:
             state.batch = current
             update.output, update.raw_loss, update.backward_loss, update.hidden = output, loss, backward_loss, hidden
-            with torch.no_grad():
-                for own, key, buffer, before in buffers:
-                    own[key] = buffer.copy_(before)
 
-    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _record_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._outputs += [one for one in tensors_in(output) if one.requires_grad]
 
-    # ---- evaluating, and ending -----------------------------------------------------------------------------------
+    # ---- evaluation and end ---------------------------------------------------------------------------------------
 
-    @on("gathering", phase=Phase.PREPARE, rank=PUT_TOGETHER)
-    def gather(self, engine: Engine) -> None:
-        """Hold whole weights until the evaluation is over."""
-        engine.enter(unsharded(engine.modules.values()))
+    @on("gather_event", phase=Phase.PREPARE, rank=GATHER_WEIGHTS)
+    def gather_weights(self, engine: Engine) -> None:
+        """Gather the full weights for the duration of the evaluation."""
+        engine.regions.enter(unsharded(engine.modules.values()))
 
     @on(Events.ENDED)
-    def let_go(self, engine: Engine) -> None:
-        """Hold nothing beyond the run."""
+    def release(self, engine: Engine) -> None:
+        """Remove the hooks, and release modules, buffers and batch."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._roots, self._buffers, self._batch = [], [], [], None
         self._outputs.clear()
 
     def unshard(self, engine: Engine) -> None:
-        """Make the engine's modules plain ones, with the weights as they are. Every process has to call it, after a run.
+        """Convert the engine's modules back to plain ones with the current weights. All ranks have to call it, after a run.
 
-        Each process then holds all of them. Optimizers are built anew by the next run; to go on as if nothing had happened, load
-        a checkpoint into a new engine instead. Detach the handler to go on without it, or else the next run shards the modules
-        again.
+        Every rank then holds the full weights. The next run builds new optimizers, and shards the modules again unless the
+        handler is detached. To resume training exactly, load a checkpoint into a new engine instead.
 
         Raises:
-            RuntimeError: inside a run, or if a process is missing.
+            RuntimeError: If called during a run, or if a rank is missing.
         """
         if engine.running:
-            raise RuntimeError(f"{self.name!r}: unshard() is for after the run")
+            raise RuntimeError(f"{self.name!r}: unshard() was called during a run; call it after run()")
         from torch.distributed.fsdp import FSDPModule
 
         reshard(engine.modules.values())
         sharded = [root for root in engine.modules.values() if isinstance(root, FSDPModule)]
         if not sharded:
             return
-        engine.processes.barrier()  # a group that is not whole shows before anything is changed
+        engine.processes.barrier()  # a missing rank raises an error before anything is changed
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for root in sharded:
             for parameter in root.parameters():
@@ -390,15 +387,15 @@ class FullyShardedDataParallel(Distribution):
 def _checked(units: Any) -> Any:
     if units is None or (callable(units) and not isinstance(units, type)):
         return units
-    several = (units,) if isinstance(units, str | type) else units
-    several = tuple(several) if isinstance(several, Iterable) else (several,)
-    for one in several:
-        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
+    collection = (units,) if isinstance(units, str | type) else units
+    collection = tuple(collection) if isinstance(collection, Iterable) else (collection,)
+    for unit in collection:
+        if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
             raise TypeError(
-                f"FullyShardedDataParallel(units={units!r}): {one!r} has to be the path of a module or a class of modules; or "
-                "give a function (path, module) -> bool"
+                f"FullyShardedDataParallel(units={units!r}): {unit!r} is neither the path of a module nor a module class; "
+                "give these, or a function (path, module) -> bool"
             )
-    return several
+    return collection
 
 
 def _matches(unit: str | type[nn.Module], path: str, module: nn.Module) -> bool:
@@ -408,7 +405,7 @@ def _matches(unit: str | type[nn.Module], path: str, module: nn.Module) -> bool:
 
 
 def _children(root: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module; of one that is only a list of modules, its items."""
+    """The children of a module, with the items of a ModuleList or ModuleDict in its place."""
     for child in root.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _children(child)
@@ -421,7 +418,7 @@ def _contains(unit: nn.Module, module: nn.Module) -> bool:
 
 
 def _make_plain(module: nn.Module) -> None:
-    """Take off what `fully_shard` put on a module, for which torch has no function."""
+    """Undo `fully_shard` for a module; torch has no function for this."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step for several batches."""
+"""Gradient accumulation: one optimizer step for n batches."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import Engine, Events, Handler, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 
 __all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(Handler):
-    """Makes one optimizer step for every n batches, on the gradient of their mean loss: an effective batch n times as large.
+    """Makes one optimizer step every n batches, on the gradient of their mean loss: the effective batch is n times as large.
 
-    The last window of an epoch may be shorter, and is averaged over its real length; windows do not straddle epochs. The
-    reported loss is that of each batch. Clipping, schedules and averages act once for each window.
+    Windows do not extend over epochs: the last window of an epoch may be shorter, and is averaged over its actual length. The
+    reported loss is that of each batch. Gradient clipping, schedules and weight averages run once per window.
 
     Args:
-        steps: how many batches make a window; or a schedule ``{epoch: n}``, where each n holds from its epoch on and 1
+        steps: Number of batches per window, or a schedule ``{epoch: n}``, where each n applies from its epoch on and n is 1
             before the first.
-        weight: called as ``weight(engine)`` when a loss was computed, returns how much it counts, such as its number of
-            tokens; the gradient is then that of the weighted mean. By default all batches count the same.
-        update: the name of the update to accumulate for; all by default.
+        weight: Function called as ``weight(engine)`` after the loss is computed that returns the batch's weight, such as its
+            number of tokens; the gradient is then that of the weighted mean. By default all batches have the same weight.
+        update: Name of the update to accumulate for; all updates by default.
 
     Example:
         >>> GradientAccumulation({1: 1, 5: 4}).window(7)
@@ -50,23 +51,23 @@ class GradientAccumulation(Handler):
         else:
             schedule = {1: check_int(self, "steps", steps)}
         if weight is not None and not callable(weight):
-            raise TypeError(f"GradientAccumulation(weight={weight!r}): it has to be a function of the engine")
+            raise TypeError(f"GradientAccumulation(weight={weight!r}): expected a function weight(engine)")
         self.schedule = dict(sorted(schedule.items()))
         self.weight = weight
         self.update = update
-        self.weighing = None if weight is None else Events.LOSS_COMPUTED
+        self.weight_event = None if weight is None else Events.LOSS_COMPUTED
 
     def window(self, epoch: int) -> int:
-        """How many batches make a window in this epoch."""
+        """The number of batches per window in this epoch."""
         reached = [steps for start, steps in self.schedule.items() if start <= epoch]
         return reached[-1] if reached else 1
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("window", self.window, by=self, update=self.update)
+        engine.overrides.replace(Override.WINDOW, self.window, by=self, update=self.update)
 
-    @on("weighing")
-    def weigh(self, engine: Engine) -> None:
-        """Let this loss count by its weight."""
+    @on("weight_event")
+    def set_weight(self, engine: Engine) -> None:
+        """Set the weight of this batch's loss."""
         assert self.weight is not None
         if self.update in (None, engine.state.update.name):
             engine.state.update.weight = self.weight(engine)

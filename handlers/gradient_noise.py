@@ -1,4 +1,4 @@
-"""Gradient noise that fades away."""
+"""Gradient noise with a decaying variance."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import math
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 from signalfire.distributed import local_part, spread_like
 
 from ._common.parameters import gradients_of
 from ._common.ranks import ADD_NOISE
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["GradientNoise"]
 
 
 class GradientNoise(Handler):
-    """Adds to every gradient normal noise of variance ``eta / (1 + t) ** gamma``, where t is the number of steps made so far.
+    """Adds Gaussian noise of variance ``eta / (1 + t) ** gamma`` to every gradient, where t is the number of optimizer steps.
 
-    Early noise lets very deep networks leave bad beginnings; it fades so that training can settle. It is added once for each
-    optimizer step, to unscaled gradients and before any clip, so that clips bound what the step sees. A skipped step does not
-    move t. An optimizer that evaluates its loss several times within a step gets new noise with each evaluation.
+    Noise early in training helps very deep networks to escape poor initialisations; it decays so that training can converge.
+    It is added once per optimizer step, to unscaled gradients and before clipping, so that clipping also limits the noise. A
+    skipped step does not increase t. An optimizer that evaluates its loss several times in a step gets new noise each time.
 
-    The numbers come from the handler's own generator, in the order of the optimizer's parameters that have a gradient; updates
-    and steps of one iteration draw one after the other.
+    The noise is drawn from the handler's own generator, in the order of the optimizer's parameters that have a gradient;
+    several updates or steps in one iteration draw from it in turn.
 
     Args:
-        eta: the variance at the first step; the paper tries 0.01, 0.3 and 1.0.
-        gamma: how fast the noise fades.
-        update: the name of the update whose gradients get noise; all by default, each with its own t.
+        eta: Variance at the first step; the paper uses 0.01, 0.3 and 1.0.
+        gamma: Exponent of the decay.
+        update: Name of the update whose gradients get noise; by default all updates, each with its own t.
 
-    Errors:
-        TypeError: for sparse gradients.
+    Raises:
+        TypeError: If a gradient is sparse.
 
     Source:
         Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015).
@@ -54,24 +55,24 @@ class GradientNoise(Handler):
         self.gamma = check_number(self, "gamma", gamma, least=0)
         self.update = update
         self._iteration: int | None = None
-        self._drawing: dict[torch.device, torch.Generator] = {}  # the generators of this iteration
+        self._drawing: dict[torch.device, torch.Generator] = {}  # of this iteration
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
-            engine.claim(f"adding noise to the gradients of update {update.name!r}", by=self)
+        for update in selected_updates(engine, self.update):
+            engine.overrides.claim(Override.NOISE, by=self, target=f"of update {update.name!r}")
 
     def variance(self, step: int) -> float:
-        """The noise's variance after so many optimizer steps."""
+        """The variance of the noise after this number of optimizer steps."""
         return self.eta / math.pow(1 + step, self.gamma)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def begin(self, engine: Engine) -> None:
-        """An iteration that an error had cut short draws the same numbers when it is made again."""
+    def reset_generators(self, engine: Engine) -> None:
+        """Reset the generators, so that an iteration repeated after an error draws the same noise."""
         self._iteration = None
 
     @on(Events.GRADIENTS_READY, rank=ADD_NOISE)
-    def add(self, engine: Engine) -> None:
-        """Add the noise to the gradients of the complete window."""
+    def add_noise(self, engine: Engine) -> None:
+        """Add noise to the gradients of the accumulation window."""
         update = engine.state.update
         if self.update not in (None, update.name):
             return
@@ -79,7 +80,7 @@ class GradientNoise(Handler):
             self._iteration = engine.state.iteration
             self._drawing.clear()
         gradients = gradients_of(update)
-        noise = [  # of a sharded gradient, each process draws that of the whole, and keeps its part
+        noise = [  # for a sharded gradient, each rank draws the noise of the full gradient and keeps its own shard
             local_part(
                 spread_like(
                     torch.randn(
@@ -96,8 +97,8 @@ class GradientNoise(Handler):
         except RuntimeError as error:
             if any(gradient.is_sparse for gradient in gradients):
                 raise TypeError(
-                    f"{self.name!r}: a gradient of update {update.name!r} is sparse, and noise would fill it; "
-                    "give sparse=False to the embedding, or update= another update"
+                    f"{self.name!r}: a gradient of update {update.name!r} is sparse, and noise would make it dense; "
+                    "build the embedding with sparse=False, or select another update with update="
                 ) from error
             raise
 

@@ -14,25 +14,25 @@ from signalfire.interval import check_every, unfiltered
 
 from ._common.parameters import gradients_of, named_parameters, norms
 from ._common.ranks import MEASURE_GRADIENTS
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["GradientNorms"]
 
 
 class GradientNorms(Handler):
-    """Measures the norm of the gradients that a step is made from: unscaled, averaged over the window, before any clip.
+    """Measures the gradient norm of each optimizer step: unscaled, averaged over the accumulation window, before clipping.
 
-    What it measures is written to ``state.metrics`` as "gradient_norm", and for each parameter as "gradient_norm/0.weight"; of
-    an engine with several updates, as "gradient_norm/generator" and "gradient_norm/generator/0.weight". The values are
-    tensors on the gradients' device, so that measuring does not wait for the device; whoever shows or writes them does.
-    A step that is skipped afterwards was measured all the same: its norm may be infinite or NaN.
+    The norm is written to ``state.metrics`` as "gradient_norm", that of each parameter as "gradient_norm/0.weight"; in an
+    engine with several updates as "gradient_norm/generator" and "gradient_norm/generator/0.weight". The values are tensors on
+    the gradients' device, so that measuring does not synchronise with the device; displaying or logging them does. A step
+    that is skipped afterwards is measured, too: its norm may be infinite or NaN.
 
     Args:
-        norm_type: the p of the norm; ``math.inf`` for the largest absolute value.
-        per_parameter: whether to measure each parameter's gradient, too.
-        every: "10st" measures every tenth optimizer step of each update, "100it" the first step once another 100 iterations
-            have begun; or GRADIENTS_READY with a filter, which is counted in iterations.
-        update: the name of the update whose gradients are measured; all by default.
+        norm_type: The p of the p-norm; ``math.inf`` for the maximum norm.
+        per_parameter: Whether to also measure the gradient of each parameter.
+        every: "10st" measures every tenth optimizer step of each update, "100it" the first step after every 100 iterations.
+            Alternatively GRADIENTS_READY with a filter, which counts iterations.
+        update: Name of the update whose gradients are measured; all updates by default.
 
     Source:
         The total is what ``torch.nn.utils.clip_grad_norm_`` returns.
@@ -59,15 +59,15 @@ class GradientNorms(Handler):
         counted = isinstance(interval, Interval) and interval.unit in ("st", "it")
         if not counted and unfiltered(interval) != unfiltered(Events.GRADIENTS_READY):
             raise ValueError(
-                f"GradientNorms(every={every!r}): gradients are there when a step is made: '10st', '100it', "
+                f"GradientNorms(every={every!r}): gradients exist only when a step is made; expected '10st', '100it', "
                 "or Events.GRADIENTS_READY with a filter"
             )
         self.norm_type = float(check_number(self, "norm_type", norm_type, above=0, infinite=True))
         self.per_parameter = check_bool(self, "per_parameter", per_parameter)
         self.every = interval
         self.update = update
-        self.measuring: AnyEvent = Events.GRADIENTS_READY if isinstance(interval, Interval) else interval
-        self._reached: dict[str, int] = {}  # by update: the multiple of the interval in iterations that was measured
+        self.measure_event: AnyEvent = Events.GRADIENTS_READY if isinstance(interval, Interval) else interval
+        self._reached: dict[str, int] = {}  # by update: the last measured multiple of an interval in iterations
         self._names: dict[int, str] = {}
         self._announced: dict[str, list[Tensor]] = {}
 
@@ -76,20 +76,20 @@ class GradientNorms(Handler):
             engine.find_update(self.update)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def announce(self, engine: Engine) -> None:
-        """Say which metrics there will be."""
+    def announce_metrics(self, engine: Engine) -> None:
+        """Announce the names of the metrics."""
         self._names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
-        for update in updates_meant(engine, self.update):
+        for update in selected_updates(engine, self.update):
             self._announce(engine, update)
 
-    @on("measuring", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS)
+    @on("measure_event", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS)
     def measure(self, engine: Engine) -> None:
-        """Measure the gradients of the complete window."""
+        """Measure the gradients of the accumulation window."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0 or not self._due(engine, update):
             return
         parameters = update.parameters
-        if parameters is not self._announced.get(update.name):  # the optimizer was given more of them
+        if parameters is not self._announced.get(update.name):  # parameters were added to the optimizer
             self._announce(engine, update)
         measured = norms(gradients_of(update), self.norm_type)
         metrics = engine.state.metrics
@@ -125,13 +125,13 @@ class GradientNorms(Handler):
         engine.state.metrics.announce(self.name, names)
 
     def _name_of(self, parameter: Tensor, update: UpdateState) -> str:
-        """The parameter's name in its module, or its place in the optimizer if it belongs to none of the engine's."""
+        """The parameter's name in the engine's modules, or its index in the optimizer if it is in none of them."""
         name = self._names.get(id(parameter))
         return name or str(next(i for i, one in enumerate(update.parameters) if one is parameter))
 
     @on(Events.ENDED)
-    def forget(self, engine: Engine) -> None:
-        """Let go of the parameters."""
+    def release(self, engine: Engine) -> None:
+        """Release the references to parameters."""
         self._names, self._announced = {}, {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The run's history in memory: every metric's values, the latest, a table, a plot."""
+"""Keeps all metric values of a run in memory, to be queried, tabulated or plotted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["History"]
 
 
 class History(Handler):
-    """Remembers every new value of every metric that is one number, with the epoch and iteration at which it came.
+    """Records every new value of every scalar metric, with its epoch and iteration.
 
     Attributes:
-        records: name -> list of (epoch, iteration, value), in the order in which they came.
+        records: Maps each name to a list of (epoch, iteration, value), in the order of recording.
 
     Example:
         >>> history = History()
@@ -30,7 +30,7 @@ class History(Handler):
 
     @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
     def record(self, engine: Engine) -> None:
-        """Record what is new."""
+        """Record the new values."""
         state = engine.state
         for name, value in state.metrics.numbers_since(self._seen).items():
             self.records.setdefault(name, []).append((state.epoch, state.iteration, value))
@@ -38,26 +38,26 @@ class History(Handler):
 
     @property
     def names(self) -> list[str]:
-        """The metrics that were recorded."""
+        """The names of the recorded metrics."""
         return list(self.records)
 
     @property
     def latest(self) -> dict[str, float]:
-        """The last value of every metric."""
+        """The latest value of every metric."""
         return {name: records[-1][2] for name, records in self.records.items()}
 
     def __getitem__(self, name: str) -> list[float]:
         """All values of one metric.
 
         Raises:
-            KeyError: naming the metrics that there are.
+            KeyError: If the metric was not recorded; the message names those that were.
         """
         if name not in self.records:
-            raise KeyError(f"no metric {name!r} was recorded; there are: {', '.join(self.records) or 'none'}")
+            raise KeyError(f"no metric {name!r} was recorded; recorded metrics: {', '.join(self.records) or 'none'}")
         return [value for _, _, value in self.records[name]]
 
     def table(self) -> str:
-        """A row for each epoch with the last value of every metric in it."""
+        """A text table: one row per epoch, with the last value of each metric in that epoch."""
         rows: dict[int, dict[str, float]] = {}
         for name, records in self.records.items():
             for epoch, _, value in records:
@@ -71,15 +71,15 @@ class History(Handler):
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
     def plot(self, path: str | Path, *names: str) -> None:
-        """Draw metrics over the iterations, one below the other.
+        """Plot metrics over iterations, in panels below each other.
 
         Args:
-            path: where to write the picture; the ending chooses the format.
-            names: the metrics; all by default. Several in one panel are written as "train_loss,loss".
+            path: Path of the image; its extension selects the format.
+            names: Metrics to plot, one panel each; all by default. "train_loss,loss" plots two metrics in one panel.
 
         Raises:
-            ImportError: without matplotlib, which the extra ``examples`` brings.
-            ValueError: if nothing was recorded.
+            ImportError: If matplotlib is not installed; the extra ``examples`` includes it.
+            ValueError: If nothing was recorded.
         """
         from matplotlib.figure import Figure
 
@@ -101,10 +101,10 @@ class History(Handler):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "records": {name: [list(one) for one in several] for name, several in sorted(self.records.items())},
+            "records": {name: [list(record) for record in records] for name, records in sorted(self.records.items())},
             "seen": dict(sorted(self._seen.items())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.records = {name: [(e, i, v) for e, i, v in several] for name, several in state["records"].items()}
+        self.records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
         self._seen = dict(state["seen"])

@@ -1,4 +1,4 @@
-"""Losses, metrics and learning rates as JSON, an object a line."""
+"""Logs losses, metrics and learning rates to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["JSONLinesLogger"]
 
 
 class JSONLinesLogger(TextLogger):
-    """Writes losses, metrics that are one number, and the learning rates that were used, into a file of JSON lines.
+    """Writes losses, scalar metrics and the learning rates of each step to a JSON Lines file.
 
-    A record is an object in a line of its own, with the values that are new at its place::
+    Each line is an object with the values that are new at that iteration::
 
         {"epoch": 1, "iteration": 10, "step": 10, "loss": 0.25, "learning_rate": 0.1}
         {"epoch": 1, "iteration": 12, "step": 12, "metrics/accuracy": 0.75}
 
-    where step counts the optimizer steps (of the first update). The names are TensorBoard's. Values are written with all their
-    digits. JSON has no other numbers: they are the strings "NaN", "Infinity" and "-Infinity", which every parser accepts and
-    ``float`` understands.
+    ``step`` counts the optimizer steps of the first update. Names are the same as in TensorBoard. Values are written in full
+    precision. JSON has no non-finite numbers: they are written as the strings "NaN", "Infinity" and "-Infinity", which are
+    valid JSON and which ``float`` accepts.
 
-    A run that is stopped or killed at any moment and goes on from a checkpoint ends with the file of a run that was never
-    stopped: none of its records is lost, doubled or torn. A run that begins anew, with a file of this name in place, sets that
-    file aside first, as ``log.1.jsonl``.
+    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
+    no record is lost, duplicated or partial. A new run renames an existing file first, to ``log.1.jsonl``.
 
     Args:
-        path: the file; its folder is made if it is not there.
-        every: the interval of losses and learning rates, in iterations, such as "10it"; new values of metrics are written
-            after every evaluation and every epoch.
-        time: whether records have a ``time``: when they were written, in seconds since 1970.
+        path: Path of the file; its folder is created if missing.
+        every: Interval in iterations at which losses and learning rates are written, such as "10it". New metric values are
+            written after every evaluation and every epoch.
+        time: Whether to add a ``time`` to each record: when it was written, in seconds since 1970.
 
-    Errors:
-        What cannot be written, for example on a full disk, is an OSError that names the handler; the records before it stay.
+    Raises:
+        OSError: If a record cannot be written, for example on a full disk. The error names the handler; earlier records are
+            kept.
 
     Example:
         >>> JSONLinesLogger("runs/digits/log.jsonl", every="50it").name
@@ -56,14 +56,14 @@ class JSONLinesLogger(TextLogger):
         super().__init__(path, every=every, time=time, name=name)
 
     def lines(self, record: Record) -> str:
-        """One object."""
+        """The record as one JSON object."""
         place: dict[str, object] = {"epoch": record.epoch, "iteration": record.iteration, "step": record.step}
         if self.time:
             place["time"] = clock.time()
         return json.dumps(place | {tag: _number(value) for tag, value in record.values.items()}, allow_nan=False) + "\n"
 
     def iteration_of(self, line: str) -> int:
-        """What the object says."""
+        """The iteration of a line, from its JSON object."""
         try:
             return int(json.loads(line)["iteration"])
         except (KeyError, TypeError) as error:

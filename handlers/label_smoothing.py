@@ -6,29 +6,31 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 
 from ._common.ranks import SMOOTH_LOSS
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["LabelSmoothing"]
 
 
 class LabelSmoothing(Handler):
-    """Keeps a classifier from being too sure: the loss becomes ``(1 - alpha) * loss + alpha * uniform``.
+    """Smooths classification targets to reduce overconfidence: the loss becomes ``(1 - alpha) * loss + alpha * uniform``.
 
-    ``uniform`` is the cross-entropy of the update's output against equal probabilities of all classes. So a loss that is
-    the mean cross-entropy comes to ``cross_entropy(..., label_smoothing=alpha)``. Class weights and ``ignore_index`` are known
-    to the loss alone: ``uniform`` counts every class and every place alike; where that matters, smooth in the loss. Samples that
-    are mixed have their losses mixed first. It holds for training alone: an evaluation measures the loss as it is.
+    ``uniform`` is the cross-entropy of the update's output against the uniform distribution over all classes. With a mean
+    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` ignores the class weights and
+    the ``ignore_index`` of the loss: it weights all classes and positions equally; use the loss's own smoothing where that
+    matters. Mixup and CutMix, if attached, mix the losses first. Only training is affected: evaluations report the original
+    loss.
 
     Args:
-        alpha: the share of the uniform distribution, above 0 and up to 1; usually 0.1.
-        update: the name of the update whose loss is smoothed; all by default.
+        alpha: Weight of the uniform distribution, above 0 and at most 1; usually 0.1.
+        update: Name of the update whose loss is smoothed; all updates by default.
 
-    Errors:
-        ValueError: at the start of a run, for an update that is a single function, whose output nobody sees.
-        TypeError: for an output that is not a tensor of logits of shape (N, C) or (N, C, ...), with at least two classes.
+    Raises:
+        ValueError: At the start of a run, for an update that is a single function, whose output is not available.
+        TypeError: If the output is not a tensor of logits of shape (N, C) or (N, C, ...) with at least two classes.
 
     Source:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (CVPR 2016).
@@ -46,22 +48,22 @@ class LabelSmoothing(Handler):
         self.update = update
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
-            engine.claim(f"smoothing the labels of update {update.name!r}", by=self)
+        for update in selected_updates(engine, self.update):
+            engine.overrides.claim(Override.LABEL_SMOOTHING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def check(self, engine: Engine) -> None:
-        """Refuse an update without an output."""
-        for update in updates_meant(engine, self.update):
+    def check_output(self, engine: Engine) -> None:
+        """Raise an error for an update whose output is not available."""
+        for update in selected_updates(engine, self.update):
             if update.loss_function is None:
                 raise ValueError(
-                    f"{self.name!r}: update {update.name!r} is a single function, whose output nobody sees; give its forward "
-                    "and its loss, Update(forward, loss, ...), or update= another update"
+                    f"{self.name!r}: update {update.name!r} is a single function, whose output is not available; build it "
+                    "as Update(forward, loss, ...), or select another update with update="
                 )
 
     @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS)
     def smooth(self, engine: Engine) -> None:
-        """Mix the loss with that of equal probabilities."""
+        """Mix the loss with that against the uniform distribution."""
         update = engine.state.update
         if self.update not in (None, update.name):
             return
@@ -70,10 +72,10 @@ class LabelSmoothing(Handler):
         if not fits:
             found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(
-                f"{self.name!r}: the output of update {update.name!r} is {found}; it has to be a tensor of logits of shape "
-                "(N, C) or (N, C, ...) with two classes or more"
+                f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
+                "(N, C) or (N, C, ...) with at least two classes"
             )
-        # As in cross_entropy under autocast, half precision is not enough for the logarithm.
+        # Half precision is not enough for the logarithm; cross_entropy under autocast computes in float32, too.
         half = logits.dtype in (torch.float16, torch.bfloat16)
         uniform = -torch.log_softmax(logits, dim=1, dtype=torch.float32 if half else None).mean()
         update.loss = update.backward_loss = (1 - self.alpha) * update.backward_loss + self.alpha * uniform

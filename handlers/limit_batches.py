@@ -1,4 +1,4 @@
-"""Fewer batches: the first ones of every epoch, of the training and of the evaluations."""
+"""Limits the number of batches per epoch, in training and in evaluations."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from fractions import Fraction
 from typing import Any
 
 from signalfire import Engine, Handler
+from signalfire.acts import Override
 from signalfire.data import FirstBatches
 
 __all__ = ["LimitBatches"]
 
 
 class LimitBatches(Handler):
-    """Takes the first batches of the data, anew in every epoch and in every evaluation.
+    """Uses only the first batches of the data, in every epoch and in every evaluation.
 
-    Shuffling still draws over all of the data, so that another part of it comes in every epoch. The workers of a DataLoader
-    end with the last batch that is taken, unless they are persistent: those wait for the next epoch. With ``run(epoch_length=)``
-    the epoch keeps that length, and the limited data starts again when it is exhausted.
+    Shuffling still covers all of the data, so each epoch sees a different part of it. The workers of a DataLoader stop after
+    the last batch used; persistent workers wait for the next epoch. With ``run(epoch_length=)`` the epoch keeps that length,
+    and the limited data restarts when it is exhausted.
 
-    It takes effect with the next `run` or evaluation. On an engine that evaluates, ``validation`` is the limit.
+    A change takes effect in the next `run` or evaluation. Attached to an evaluator, the handler uses ``validation``.
 
     Args:
-        train: how many batches of the training's data an epoch takes: an int, or a float in (0, 1] for a share of the data's
-            length, rounded down to one batch at least. None for all of them.
-        validation: the same for the data of evaluations.
+        train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded
+            down but at least one batch. None for all batches.
+        validation: The same for the data of evaluations.
 
     Example:
         >>> LimitBatches(train=0.1, validation=20).train
@@ -39,20 +40,20 @@ class LimitBatches(Handler):
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"LimitBatches({argument}={value!r}): it has to be an int, a float or None")
+                raise TypeError(f"LimitBatches({argument}={value!r}): expected an int, a float or None")
             if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
                 raise ValueError(
-                    f"LimitBatches({argument}={value!r}): it has to be an int of 1 or more batches, or a float in (0, 1]: a "
-                    "share of the data's length"
+                    f"LimitBatches({argument}={value!r}): expected at least 1 batch as an int, or a float in (0, 1] as a "
+                    "fraction of the data's length"
                 )
         self.train = train
         self.validation = validation
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("data", self.limit, by=self)
+        engine.overrides.replace(Override.DATA, self.limit, by=self)
 
     def limit(self, engine: Engine, data: Any) -> Any:
-        """What the engine iterates instead of its data."""
+        """The data that the engine iterates over: the first batches of the original."""
         argument, limit = ("train", self.train) if engine.training else ("validation", self.validation)
         if limit is None:
             return data
@@ -61,15 +62,15 @@ class LimitBatches(Handler):
             raise ValueError(f"{where}: this run has no data; give run() a smaller epoch_length=")
         if isinstance(data, Iterator):
             raise TypeError(
-                f"{where}: an iterator ({type(data).__name__}) cannot begin anew in every epoch; give an iterable, such as a "
+                f"{where}: an iterator ({type(data).__name__}) cannot restart in every epoch; give an iterable, such as a "
                 "list or a DataLoader"
             )
         if isinstance(limit, float):
             try:
-                limit = max(1, int(len(data) * Fraction(str(limit))))  # exact: 0.29 of 100 are 29
+                limit = max(1, int(len(data) * Fraction(str(limit))))  # exact: 0.29 of 100 is 29
             except (TypeError, NotImplementedError):
                 raise ValueError(
-                    f"{where} is a share of the data's length, but this data ({type(data).__name__}) has none; give a number "
-                    "of batches"
+                    f"{where} is a fraction of the data's length, but this data ({type(data).__name__}) has no length; give a "
+                    "number of batches"
                 ) from None
         return FirstBatches(data, limit)

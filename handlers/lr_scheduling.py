@@ -1,4 +1,4 @@
-"""Learning-rate schedules: any scheduler of torch, built late, stepped when a step really happened."""
+"""Learning-rate schedules: drives any torch scheduler, stepping it only after real optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
+from signalfire.planning import steps_to_come
 
 from ._common.torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
 from ._common.updates import made_step
@@ -22,25 +24,24 @@ __all__ = ["LRScheduling"]
 
 
 class LRScheduling(Handler):
-    """Drives a learning-rate scheduler through its ``step()``.
+    """Steps a learning-rate scheduler after optimizer steps, after epochs, or at new values of a metric.
 
-    The scheduler is built when the run starts, once the optimizer exists and the number of steps is known: a factory that
-    takes ``total_steps`` (or ``T_max``) and was not given it gets the number of times it will be stepped. It moves after
-    optimizer steps that really happened, once for each accumulation window and not after a skipped step, or after epochs.
-    `simulate` and `plot` show a schedule without training.
+    The scheduler is built at the start of the run, when the optimizer exists and the number of steps is known: a factory
+    with an unset ``total_steps`` (or ``T_max``) gets the number of scheduler steps of the run. The scheduler is stepped once
+    per accumulation window and not after a skipped step. `simulate` and `plot` show a schedule without training.
 
-    Schedulers with the interface of timm are driven, too: by ``step_update(steps)`` where they count steps, and by
-    ``step(epochs)`` where they count epochs (``t_in_epochs``).
+    Schedulers with timm's interface are supported, too: ``step_update(steps)`` is called if they count steps, and
+    ``step(epochs)`` if they count epochs (``t_in_epochs``).
 
     Args:
-        scheduler: a factory that is called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
+        scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
-        every: "1st" (every optimizer step), "5st", "1ep", ...
-        monitor: for ReduceLROnPlateau, the metric it watches; it is then stepped once for each new value of it.
-        update: the name of the update whose optimizer is scheduled; the first by default.
+        every: Interval between scheduler steps: "1st" (every optimizer step), "5st", "1ep", ...
+        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value.
+        update: Name of the update whose optimizer is scheduled; the first by default.
 
     Attributes:
-        scheduler: the scheduler; None before the first run.
+        scheduler: The scheduler; None before the first run.
 
     Example:
         >>> from functools import partial
@@ -63,77 +64,79 @@ class LRScheduling(Handler):
         super().__init__(name=name)
         if not callable(scheduler):
             raise TypeError(
-                f"LRScheduling({scheduler!r}): give a factory, such as partial(StepLR, step_size=30), not a scheduler "
-                "that is already built: the optimizer may not exist yet"
+                f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
+                "because the optimizer may not exist yet"
             )
         plateau = base_of(scheduler) is ReduceLROnPlateau
         if plateau and monitor is None:
-            raise ValueError("LRScheduling(ReduceLROnPlateau): give monitor=, the metric it watches")
+            raise ValueError("LRScheduling(ReduceLROnPlateau): the scheduler needs a metric; give its name as monitor=")
         if monitor is not None and every is not None:
             raise ValueError(
-                f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= it moves at each new value of the "
-                "metric; leave out every="
+                f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= the scheduler is stepped at each new value "
+                "of the metric; omit every="
             )
         self.factory = scheduler
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, "min")
         self.update = update
         self.scheduler: Any = None
-        self.total: int | None = None  # the number of steps that the factory was given, if it was
+        self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
         by_step = self.monitor is None and self.every.unit == "st"
-        self.stepping: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
-        self.epochs: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
-        self.watching = None if self.monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
-        self.requiring = None if self.monitor is None else Events.EPOCH_COMPLETED
+        self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
+        self.epoch_event: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
+        self.metric_event = None if self.monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        self.check_metric_event = None if self.monitor is None else Events.EPOCH_COMPLETED
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
+        engine.overrides.claim(
+            Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
+        )
 
     @on(Events.STARTED)
     def build(self, engine: Engine) -> None:
-        """Build the scheduler, now that its optimizer exists and the run's bounds are known."""
+        """Build the scheduler: its optimizer exists and the length of the run is known."""
         update = engine.find_update(self.update)
         optimizer = update.optimizer
         assert optimizer is not None
         if self.scheduler is not None and getattr(self.scheduler, "optimizer", optimizer) is optimizer:
-            self.check(engine)
+            self.check_total(engine)
             return
         self.stepped = 0
         self.total = None
         missing = missing_total(self.factory)
         if missing is not None:
-            self.total = self._planned(engine)
+            self.total = self._total_steps(engine)
             if self.total is None:
                 raise ValueError(
-                    f"{self.name!r}: {_told(self.factory)} needs {missing}, and how many steps this run makes is not "
+                    f"{self.name!r}: {_name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
                     f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
                 )
-        if self.monitor is not None:  # what `restore_rates` goes back to: ReduceLROnPlateau alone does not note it
+        if self.monitor is not None:  # for `restore_rates`: ReduceLROnPlateau does not set it, other schedulers do
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
         try:
-            self.scheduler = self._built(optimizer, self.total)
+            self.scheduler = self._build_scheduler(optimizer, self.total)
         finally:
             unwrap_step(optimizer)
 
-    def _built(self, optimizer: Optimizer, total: int | None) -> Any:
-        """A new scheduler, which is checked to be one that this handler can drive."""
+    def _build_scheduler(self, optimizer: Optimizer, total: int | None) -> Any:
+        """Build a scheduler, and check that this handler can drive it."""
         missing = missing_total(self.factory)
         scheduler = self.factory(optimizer, **({} if missing is None or total is None else {missing: max(total, 1)}))
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
-            raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is no scheduler")
+            raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is not a scheduler")
         kind = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau) and self.monitor is None:
-            raise ValueError(f"{self.name!r}: the factory returned a {kind}; give monitor=, the metric it watches")
+            raise ValueError(f"{self.name!r}: the factory returned a {kind}; give the name of its metric as monitor=")
         if isinstance(scheduler, ReduceLROnPlateau) != (self.monitor is not None):
             raise ValueError(
-                f"{self.name!r}: monitor= goes with ReduceLROnPlateau, and with nothing else; the factory returned a {kind}"
+                f"{self.name!r}: monitor= is only for ReduceLROnPlateau, but the factory returned a {kind}; omit monitor="
             )
-        if _counts_itself(scheduler):
+        if _takes_count(scheduler):
             if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
                 raise ValueError(
-                    f"{self.name!r}: the {kind} does not save what it has seen; give torch's ReduceLROnPlateau and monitor="
+                    f"{self.name!r}: the {kind} does not save its state; give torch's ReduceLROnPlateau and monitor="
                 )
             if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
                 counted, way_out = (
@@ -142,62 +145,62 @@ class LRScheduling(Handler):
                     else ("epochs", "t_in_epochs=False, or every='1ep'")
                 )
                 raise ValueError(
-                    f"{self.name!r}: the {kind} counts {counted}, which every={str(self.every)!r} does not give it; write "
+                    f"{self.name!r}: the {kind} counts {counted}, which does not match every={str(self.every)!r}; write "
                     f"{way_out}"
                 )
         return scheduler
 
     @on(Events.CHECKPOINT_LOADED)
-    def check(self, engine: Engine) -> None:
-        """Refuse to go beyond the number of steps that the schedule was built for."""
-        planned = self._planned(engine) if self.total is not None else None
-        if planned is not None and self.total is not None and planned > self.total:
+    def check_total(self, engine: Engine) -> None:
+        """Raise an error if the run exceeds the number of steps that the scheduler was built for."""
+        total = self._total_steps(engine) if self.total is not None else None
+        if total is not None and self.total is not None and total > self.total:
             raise ValueError(
-                f"{self.name!r} was built for {self.total} steps, but this run goes up to {planned}; give the "
-                "factory its number of steps explicitly, or begin anew with engine.reset()"
+                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the "
+                "factory its number of steps explicitly, or restart with engine.reset()"
             )
 
-    def _planned(self, engine: Engine) -> int | None:
-        """How often the scheduler will have been stepped when the run reaches its bounds."""
+    def _total_steps(self, engine: Engine) -> int | None:
+        """The number of scheduler steps at the end of the run, earlier runs included; None if unknown."""
         state, every = engine.state, int(self.every.value)
         if self.every.unit == "ep":
             done = state.epoch - state.epoch_open
             return None if state.max_epochs is None else self.stepped + state.max_epochs // every - done // every
         update = engine.find_update(self.update)
-        to_come = engine.steps_to_come(update)
+        to_come = steps_to_come(engine, update)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
-    @on("stepping", phase=Phase.CONTROL)
-    def follow_steps(self, engine: Engine) -> None:
-        """Move on after an optimizer step that happened."""
+    @on("step_event", phase=Phase.CONTROL)
+    def step_on_optimizer_step(self, engine: Engine) -> None:
+        """Step the scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             self._step()
 
-    @on("epochs", phase=Phase.CONTROL)
-    def follow_epochs(self, engine: Engine) -> None:
-        """Move on after an epoch."""
+    @on("epoch_event", phase=Phase.CONTROL)
+    def step_on_epoch(self, engine: Engine) -> None:
+        """Step the scheduler after an epoch."""
         self._step()
 
-    @on("watching", phase=Phase.CONTROL)
-    def follow_metric(self, engine: Engine) -> None:
-        """Move on with a new value of the metric."""
+    @on("metric_event", phase=Phase.CONTROL)
+    def step_on_metric(self, engine: Engine) -> None:
+        """Step the scheduler with a new value of the metric."""
         assert self.monitor is not None
         if (value := self.monitor.new_value(engine)) is not None:
             self.scheduler.step(value)
 
-    @on("requiring", phase=Phase.CONTROL)
-    def require_metric(self, engine: Engine) -> None:
-        """Refuse a metric that does not exist."""
+    @on("check_metric_event", phase=Phase.CONTROL)
+    def check_metric_exists(self, engine: Engine) -> None:
+        """Raise an error if the metric does not exist."""
         assert self.monitor is not None
         self.monitor.require(engine)
 
     def _step(self) -> None:
         self.stepped += 1
-        self._move(self.scheduler, self.stepped)
+        self._step_scheduler(self.scheduler, self.stepped)
 
-    def _move(self, scheduler: Any, stepped: int) -> None:
-        """Let the scheduler go on to where it was stepped so many times."""
-        if _counts_itself(scheduler):
+    def _step_scheduler(self, scheduler: Any, stepped: int) -> None:
+        """Make the scheduler's step with this number, counted from 1."""
+        if _takes_count(scheduler):
             count = stepped * int(self.every.value)
             (scheduler.step if self.every.unit == "ep" else scheduler.step_update)(count)
         else:
@@ -234,21 +237,21 @@ class LRScheduling(Handler):
         momentum: float = 0.9,
         metric_values: Sequence[float] | None = None,
     ) -> list[float] | list[list[float]]:
-        """The rates that this schedule gives in a run, without training and without touching any model or optimizer.
+        """The learning rates of this schedule in a run, computed without training and without a model or optimizer.
 
         Args:
-            steps: the optimizer steps of the run.
-            lr: the rate that the optimizer is built with, or one for each parameter group.
-            epochs: for a schedule that follows epochs, the number of equally long ones that the steps make.
-            momentum: of the optimizer (SGD) that stands in for the real one; some schedules look at it.
-            metric_values: for ReduceLROnPlateau, the values of its metric in the order in which they come, evenly spread over
-                the steps, the last one after the last step.
+            steps: Number of optimizer steps of the run.
+            lr: Learning rate that the optimizer is built with, or one per parameter group.
+            epochs: Number of epochs of equal length in these steps, for a schedule stepped after epochs.
+            momentum: Momentum of the SGD optimizer that replaces the real one; some schedules use it.
+            metric_values: For ReduceLROnPlateau, the values of its metric in order, evenly spread over the steps, with the
+                last one after the last step.
 
         Returns:
-            The rate that each step uses; with several groups, such a list for each group.
+            The learning rate of each step; with several groups, one such list per group.
 
         Raises:
-            ValueError: if what the schedule follows was not given.
+            ValueError: If ``epochs`` or ``metric_values`` is missing for a schedule that needs it.
 
         Example:
             >>> from functools import partial
@@ -256,34 +259,34 @@ class LRScheduling(Handler):
             >>> LRScheduling(partial(StepLR, step_size=2, gamma=0.5)).simulate(6, lr=0.8)
             [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
         """
-        moves = self._moves(steps, epochs, metric_values)
-        rates_at_start = _listed(lr)
-        groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates_at_start]
-        optimizer = torch.optim.SGD(groups, lr=rates_at_start[0], momentum=momentum)
-        scheduler = self._built(optimizer, len(moves))
+        scheduler_steps = self._scheduler_steps(steps, epochs, metric_values)
+        initial_rates = _as_list(lr)
+        groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in initial_rates]
+        optimizer = torch.optim.SGD(groups, lr=initial_rates[0], momentum=momentum)
+        scheduler = self._build_scheduler(optimizer, len(scheduler_steps))
         rates: list[list[float]] = [[] for _ in groups]
         stepped = 0
-        for made in range(1, steps + 1):
+        for optimizer_step in range(1, steps + 1):
             for group, used in zip(optimizer.param_groups, rates, strict=True):
                 used.append(float(group["lr"]))
-            while stepped < len(moves) and moves[stepped] <= made:
+            while stepped < len(scheduler_steps) and scheduler_steps[stepped] <= optimizer_step:
                 stepped += 1
                 if metric_values is not None:
                     scheduler.step(metric_values[stepped - 1])
                 else:
-                    self._move(scheduler, stepped)
+                    self._step_scheduler(scheduler, stepped)
         return rates if isinstance(lr, Sequence) else rates[0]
 
-    def _moves(self, steps: int, epochs: int | None, metric_values: Sequence[float] | None) -> list[int]:
-        """After which of so many steps the scheduler moves."""
+    def _scheduler_steps(self, steps: int, epochs: int | None, metric_values: Sequence[float] | None) -> list[int]:
+        """The optimizer steps, counted from 1, after which the scheduler is stepped."""
         for argument, value in (("steps", steps), ("epochs", epochs)):
             if value is not None:
                 check_int("LRScheduling.simulate", argument, value)
         if (metric_values is None) != (self.monitor is None):
             raise ValueError(
-                "LRScheduling.simulate(): ReduceLROnPlateau follows a metric; give metric_values=, which it is to see"
+                "LRScheduling.simulate(): ReduceLROnPlateau needs a metric; give metric_values="
                 if metric_values is None
-                else f"LRScheduling.simulate(metric_values={metric_values!r}): this schedule follows no metric; leave it out"
+                else f"LRScheduling.simulate(metric_values={metric_values!r}): this schedule uses no metric; omit metric_values="
             )
         if metric_values is not None:
             return [value * steps // len(metric_values) for value in range(1, len(metric_values) + 1)]
@@ -291,8 +294,8 @@ class LRScheduling(Handler):
             return list(range(int(self.every.value), steps + 1, int(self.every.value)))
         if epochs is None or steps % epochs:
             raise ValueError(
-                f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule follows epochs; give the number of "
-                "epochs that these steps make, each of the same length"
+                f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped after epochs; give a number "
+                "of epochs that divides the number of steps"
             )
         length = steps // epochs * int(self.every.value)
         return list(range(length, steps + 1, length))
@@ -307,26 +310,26 @@ class LRScheduling(Handler):
         momentum: float = 0.9,
         metric_values: Sequence[float] | None = None,
     ) -> None:
-        """Draw what `simulate` gives over the optimizer steps.
+        """Plot the learning rates of `simulate` over the optimizer steps.
 
         Args:
-            path: where to write the picture; the ending chooses the format.
-            steps, lr, epochs, momentum, metric_values: as for `simulate`.
+            path: Path of the image; its extension selects the format.
+            steps, lr, epochs, momentum, metric_values: As for `simulate`.
 
         Raises:
-            ImportError: without matplotlib, which the extra ``examples`` brings.
+            ImportError: If matplotlib is not installed; the extra ``examples`` includes it.
         """
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
-                "LRScheduling.plot() needs matplotlib: pip install matplotlib; simulate() gives the numbers without it"
+                "LRScheduling.plot() needs matplotlib: pip install matplotlib; simulate() returns the numbers without it"
             ) from error
-        rates = self.simulate(steps, lr=_listed(lr), epochs=epochs, momentum=momentum, metric_values=metric_values)
+        rates = self.simulate(steps, lr=_as_list(lr), epochs=epochs, momentum=momentum, metric_values=metric_values)
         figure = Figure(figsize=(7, 3), layout="constrained")
         axes = figure.add_subplot()
-        for place, used in enumerate(rates):
-            axes.step(range(1, steps + 1), used, where="mid", label=f"group {place}")
+        for number, used in enumerate(rates):
+            axes.step(range(1, steps + 1), used, where="mid", label=f"group {number}")
         axes.set(xlabel="optimizer step", ylabel="learning rate")
         axes.grid(alpha=0.3)
         if len(rates) > 1:
@@ -347,21 +350,21 @@ class LRScheduling(Handler):
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # begin anew, from the rate that the optimizer was built with
+            if self.scheduler is not None:  # restart from the learning rate that the optimizer was built with
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])
 
 
-def _counts_itself(scheduler: Any) -> bool:
-    """Whether a scheduler is told how many steps or epochs were made, as timm's are, instead of counting them."""
+def _takes_count(scheduler: Any) -> bool:
+    """Whether a scheduler takes the number of steps or epochs as an argument, as timm's do, instead of counting them."""
     return hasattr(scheduler, "step_update")
 
 
-def _listed(lr: float | Sequence[float]) -> list[float]:
-    return [float(one) for one in lr] if isinstance(lr, Sequence) else [float(lr)]
+def _as_list(lr: float | Sequence[float]) -> list[float]:
+    return [float(rate) for rate in lr] if isinstance(lr, Sequence) else [float(lr)]
 
 
-def _told(factory: Any) -> str:
+def _name_of(factory: Any) -> str:
     return getattr(base_of(factory), "__name__", repr(factory))

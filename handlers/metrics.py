@@ -1,4 +1,4 @@
-"""Metrics over an epoch: averages weighted by batch size, accuracy, any torchmetrics metric, functions of your own."""
+"""Metrics over an epoch: averages weighted by batch size, accuracy, torchmetrics metrics and custom functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Inputs = Callable[[Engine], tuple[Any, ...]]
 
 @runtime_checkable
 class Metric(Protocol):
-    """What torchmetrics' metrics are: anything with these three methods."""
+    """The interface of torchmetrics metrics: any object with these three methods."""
 
     def reset(self) -> None: ...
     def update(self, *inputs: Any) -> None: ...
@@ -32,14 +32,14 @@ class Metric(Protocol):
 
 
 class Average:
-    """The mean of a quantity over all samples: batches count by their size, so that a short last one is exact.
+    """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
 
-    The values of the batches stay tensors where they are, and are added up in double precision when the mean is asked for:
-    a running mean in tensor arithmetic would cost several microseconds in every iteration.
+    The values of the batches are kept as tensors on their device, and summed in double precision when the mean is computed: a
+    running mean in tensor arithmetic would cost several microseconds per iteration.
 
     Args:
-        function: called as ``function(output, target)``, returns the batch's mean as a scalar tensor or number; without it,
-            the average is that of the update's loss.
+        function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number.
+            By default, the update's loss is averaged.
 
     Example:
         >>> average = Average()
@@ -49,26 +49,26 @@ class Average:
         1.75
     """
 
-    _FOLD_AT = 1024  # how many pending values are folded into the sum at once
+    _FOLD_AT = 1024  # the number of pending values at which they are added to the sum
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         if function is not None and not callable(function):
-            raise TypeError(f"Average({function!r}): it has to be a function (output, target) -> the batch's mean")
+            raise TypeError(f"Average({function!r}): expected a function (output, target) -> mean of the batch")
         self.function = function
         self.reset()
 
     def reset(self) -> None:
-        self._forget()
+        self._clear_pending()
         self._sum = 0.0
         self._weight = 0.0
 
-    def _forget(self) -> None:
+    def _clear_pending(self) -> None:
         self._values: list[Any] = []
         self._weights: list[float] = []
         self._room = self._FOLD_AT
 
     def add(self, value: Any, weight: float) -> None:
-        """Add a batch's mean with the batch's size."""
+        """Add a batch's mean, weighted by the batch's size."""
         self._values.append(value.detach() if isinstance(value, Tensor) else value)
         self._weights.append(weight)
         self._room -= 1
@@ -80,7 +80,7 @@ class Average:
         self.add(self.function(*inputs), samples_in(inputs))
 
     def compute(self) -> float:
-        """The mean so far; NaN if there was nothing."""
+        """The mean so far; NaN without any sample."""
         self._fold()
         return self._sum / self._weight if self._weight else float("nan")
 
@@ -88,29 +88,27 @@ class Average:
         values = self._values
         if not any(isinstance(value, Tensor) for value in values):
             return [float(value) for value in values]
-        # `map` asks each at the speed of C.
-        alike = set(map(type, values)) == {Tensor} and len(set(map(attrgetter("dtype"), values))) == 1
-        if not alike or set(map(Tensor.dim, values)) != {0}:
+        # `map` with C functions is faster than a loop.
+        uniform = set(map(type, values)) == {Tensor} and len(set(map(attrgetter("dtype"), values))) == 1
+        if not uniform or set(map(Tensor.dim, values)) != {0}:
             values = [torch.as_tensor(value).double() for value in values]
             if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
-                raise ValueError(
-                    f"Average: a batch's value has shape {max(wrong)}; it has to be a scalar: take its mean"
-                )
+                raise ValueError(f"Average: a batch's value has shape {max(wrong)}; expected a scalar: take its mean")
             values = [value.reshape(()) for value in values]
         numbers: list[float] = torch.stack(values).double().tolist()
         return numbers
 
     def _fold(self) -> None:
-        # One value after the other, as `compute` does: where the folds fall does not change the sum.
+        # Values are added one by one, so that the sum does not depend on where the folds occur.
         total, weights = self._sum, self._weight
         for value, weight in zip(self._pending(), self._weights, strict=True):
             total += value * weight
             weights += weight
         self._sum, self._weight = total, weights
-        self._forget()
+        self._clear_pending()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what several processes have added up, each as its `state_dict` tells it."""
+        """Replace the sums with those of all ranks, given as one `state_dict` per rank."""
         self.reset()
         for state in states:
             self._sum += state["sum"]
@@ -126,10 +124,11 @@ class Average:
 
 
 class Accuracy:
-    """The share of samples whose largest score, or whose predicted class, is the target's.
+    """The fraction of samples whose predicted class is the target.
 
-    Takes scores of shape (N, C, ...) or classes of the target's shape, and integer targets of shape (N, ...). With
-    ``threshold``, the scores have the target's shape and predict class 1 when they are greater.
+    Takes scores of shape (N, C, ...), of which the largest is the prediction, or predicted classes of the target's shape, and
+    integer targets of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than the
+    threshold predict class 1.
 
     Example:
         >>> accuracy = Accuracy()
@@ -155,14 +154,14 @@ class Accuracy:
             predicted = output.argmax(1)
         elif output.is_floating_point():
             raise ValueError(
-                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not say "
-                "which class is predicted: give scores of shape (N, C, ...) for targets (N, ...), "
-                "or threshold= for one score a target"
+                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
+                "determine the predicted class; give scores of shape (N, C, ...) for targets (N, ...), "
+                "or threshold= for one score per target"
             )
         if predicted.shape != target.shape:
             raise ValueError(
-                f"Accuracy: an output of shape {tuple(output.shape)} does not go with targets of shape "
-                f"{tuple(target.shape)}: scores are (N, C, ...) for targets (N, ...)"
+                f"Accuracy: an output of shape {tuple(output.shape)} does not match targets of shape "
+                f"{tuple(target.shape)}; expected scores (N, C, ...) for targets (N, ...)"
             )
         self._correct.append((predicted == target).sum())
         self._count += target.numel()
@@ -170,7 +169,7 @@ class Accuracy:
             self._fold()
 
     def compute(self) -> float:
-        """The share of correct samples so far; NaN if there were none."""
+        """The fraction of correct samples so far; NaN without any sample."""
         self._fold()
         return self._hits / self._count if self._count else float("nan")
 
@@ -180,7 +179,7 @@ class Accuracy:
             self._correct = []
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what several processes have counted, each as its `state_dict` tells it."""
+        """Replace the counts with those of all ranks, given as one `state_dict` per rank."""
         self.reset()
         self._hits = sum(state["hits"] for state in states)
         self._count = sum(state["count"] for state in states)
@@ -195,18 +194,18 @@ class Accuracy:
 
 
 class Metrics(Handler):
-    """Measures every batch, and puts the epoch's values into ``state.metrics`` when the epoch is complete.
+    """Updates metrics with every batch, and writes the epoch's values to ``state.metrics`` when the epoch completes.
 
-    Attach it to an evaluator for validation, or to a trainer to follow the training itself. While an epoch is running, the
-    values so far can be had from ``state.metrics.running``.
+    Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
+    far are available in ``state.metrics.running``.
 
     Args:
-        metrics: the metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
-            ``(output, target) -> the batch's mean``, which is averaged over the samples.
-        inputs: called as ``inputs(engine)``, returns what the metrics take; by default the output and the batch's second
-            part. A dict output, or targets somewhere else, want one of your own.
-        update: the name of the update that is measured; it has to be given if there are several.
-        named: the same as ``metrics``, as keyword arguments.
+        metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
+            ``(output, target) -> mean of the batch``, which is averaged over the samples.
+        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics; by default the output and the
+            batch's second element. Needed if the output is a dict, or if the targets are elsewhere.
+        update: Name of the update that is measured; required if there are several.
+        named: The same as ``metrics``, as keyword arguments.
 
     Example:
         >>> Metrics(loss=Average(), accuracy=Accuracy()).names
@@ -225,29 +224,29 @@ class Metrics(Handler):
         super().__init__(name=name)
         if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
             kind = type(metrics).__name__
-            raise TypeError(f"Metrics({kind}()): a metric needs a name: Metrics({kind.lower()}={kind}())")
+            raise TypeError(f"Metrics({kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
         self.metrics: dict[str, Any] = {**(metrics or {}), **named}
         if not self.metrics:
             raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
         for key, metric in self.metrics.items():
             if isinstance(metric, type):
-                raise TypeError(f"Metrics({key}={metric.__name__}): give an instance: {metric.__name__}()")
+                raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
             if not isinstance(metric, Metric):
                 if not callable(metric):
                     raise TypeError(
-                        f"Metrics({key}={metric!r}): it has to have reset, update and compute, as torchmetrics' "
-                        "metrics have, or be a function (output, target) -> the batch's mean"
+                        f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
+                        "torchmetrics metric, or a function (output, target) -> mean of the batch"
                     )
                 self.metrics[key] = Average(metric)
         self.inputs = inputs or _output_and_target
         self.update = update
-        # Not told apart by `in`: torchmetrics' `==` gives a metric, which is true.
+        # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
 
     @property
     def names(self) -> list[str]:
-        """The names under which the values appear."""
+        """The names of the values in ``state.metrics``."""
         names = []
         for key, metric in self.metrics.items():
             collection = isinstance(metric, torch.nn.ModuleDict)  # of torchmetrics
@@ -261,23 +260,23 @@ class Metrics(Handler):
         if self._of_output and update.forward is None:
             raise ValueError(
                 f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
-                "is a single function, which shows none; give the Update forward= and loss="
+                "is a single function without one; build the Update with forward= and loss="
             )
         if self._of_loss and update.forward is not None and update.loss_function is None:
             raise ValueError(
-                f"{self.name!r}: an Average without a function is that of the loss, but update "
-                f"{update.name!r} has no loss"
+                f"{self.name!r}: Average() without a function averages the loss, but update {update.name!r} has no loss; "
+                "give it a function"
             )
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def check_together(self, engine: Engine) -> None:
-        """Refuse what would be that of one process alone."""
-        for key, metric in self.metrics.items() if engine.processes.several else ():
+    def check_mergeable(self, engine: Engine) -> None:
+        """Raise an error for a metric that would cover only one rank of a distributed run."""
+        for key, metric in self.metrics.items() if engine.processes.distributed else ():
             if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) does not say how it is put together from "
-                    f"{engine.processes.size} processes: give it merge(states), which takes over a list of what "
-                    "state_dict() gave in each; torchmetrics' metrics do it by themselves"
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
+                    f"{engine.processes.world_size} processes; give it a method merge(states), which loads a list of the "
+                    "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
     def detached(self, engine: Engine) -> None:
@@ -285,20 +284,20 @@ class Metrics(Handler):
             engine.state.metrics.running.pop(key, None)
 
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
-    def restart(self, engine: Engine) -> None:
-        """Begin the epoch with nothing measured."""
+    def reset_metrics(self, engine: Engine) -> None:
+        """Reset the metrics at the start of an epoch."""
         for metric in self.metrics.values():
             metric.reset()
 
     @on(Events.STARTED, phase=Phase.RECORD)
-    def show_running(self, engine: Engine) -> None:
-        """Offer the values so far to displays."""
+    def publish_running(self, engine: Engine) -> None:
+        """Make the values so far available to displays."""
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
 
     @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD)
-    def measure(self, engine: Engine) -> None:
-        """Measure this batch once its gradients were computed for good; of one in time chunks, what all of them gave."""
+    def update_metrics(self, engine: Engine) -> None:
+        """Update the metrics with this batch after its last backward; a batch in time chunks counts once, as a whole."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.more:
             return
@@ -307,9 +306,9 @@ class Metrics(Handler):
             for metric in self._of_loss:
                 metric.add(update.raw_loss, size)
         if self._of_output and update.output is not None:
-            self._measure_output(engine)
+            self._update_with_output(engine)
 
-    def _measure_output(self, engine: Engine) -> None:
+    def _update_with_output(self, engine: Engine) -> None:
         with torch.no_grad():
             inputs = self.inputs(engine)
             inputs = tuple(item.detach() if isinstance(item, Tensor) else item for item in inputs)
@@ -318,9 +317,9 @@ class Metrics(Handler):
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
     def publish(self, engine: Engine) -> None:
-        """Put the epoch's values where monitors and loggers find them."""
+        """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():
-            if engine.processes.several and not _torchmetrics(metric):
+            if engine.processes.distributed and not _torchmetrics(metric):
                 metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection
@@ -334,7 +333,7 @@ class Metrics(Handler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self.metrics):
-            raise ValueError(f"{self.name!r} measures {sorted(self.metrics)}, but the state is of {sorted(state)}")
+            raise ValueError(f"{self.name!r} has the metrics {sorted(self.metrics)}, but the state has {sorted(state)}")
         for key, metric in self.metrics.items():
             _load_state_of(metric, state[key])
 
@@ -348,7 +347,7 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
 
 
 def _current(metric: Any) -> float | None:
-    """The value so far, in this process: torchmetrics' metrics would wait for the other processes, which need not ask."""
+    """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
     parts = [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
     for part in parts:
         part._to_sync = False
@@ -358,24 +357,24 @@ def _current(metric: Any) -> float | None:
         for part in parts:
             part._to_sync = True
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                part._computed = None  # or else it would be taken for that of all
+                part._computed = None  # otherwise it would be reused as the synchronised value
 
 
 def _torchmetrics(metric: Any) -> dict[str, Any]:
-    """A torchmetrics metric and those inside it (a collection, a wrapper), by their paths."""
+    """A torchmetrics metric and those inside it (in a collection or wrapper), by path."""
     if not isinstance(metric, torch.nn.Module):
         return {}
     return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
 
 
 def _own_values(metric: Any) -> dict[str, Any]:
-    """What a wrapper (MinMaxMetric, Running) remembers in plain attributes."""
-    left_out = {"_computed", "_forward_cache", "_update_count", *metric.metric_state}
-    return {k: v for k, v in vars(metric).items() if k not in left_out and isinstance(v, int | float | Tensor)}
+    """The state that a wrapper (MinMaxMetric, Running) keeps in plain attributes."""
+    omitted = {"_computed", "_forward_cache", "_update_count", *metric.metric_state}
+    return {k: v for k, v in vars(metric).items() if k not in omitted and isinstance(v, int | float | Tensor)}
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    # torchmetrics' own state_dict saves only what was marked persistent.
+    # torchmetrics' own state_dict contains only states marked as persistent.
     if parts := _torchmetrics(metric):
         return {
             path: {"state": dict(m.metric_state), "count": m._update_count, "own": _own_values(m)}

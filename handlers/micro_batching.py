@@ -1,4 +1,4 @@
-"""Micro-batching: the gradients of one batch in several pieces, so that it needs the memory of a piece only."""
+"""Micro-batching: computes the gradients of a batch piece by piece, so that it needs the memory of one piece only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
+from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
 from signalfire.checks import check_bool, check_int
+from signalfire.restore import attempt
 
 __all__ = ["MicroBatching"]
 
@@ -24,38 +26,38 @@ Split = Callable[[Any, int], Sequence[Any]]
 
 
 class MicroBatching(Handler):
-    """Computes each batch's gradients in pieces, and in smaller ones when the memory runs out: the step stays the same.
+    """Computes each batch's gradients in pieces, and in smaller ones when the memory runs out; the step stays the same.
 
-    The pieces' gradients add up to the whole batch's, each piece counting by its share of the samples; a batch is cut as evenly
-    as possible. For losses that are means over the samples this trains as the whole batch would, up to the rounding of sums;
-    what works across samples (BatchNorm) or draws random numbers (dropout) sees the pieces. The events from FORWARD_STARTED
-    to BACKWARD_COMPLETED come once for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the whole
-    batch again, ``update.loss`` its mean loss, and ``update.output`` what the pieces' outputs give when they are joined.
+    The gradients of the pieces, weighted by their numbers of samples, add up to those of the batch, which is split as evenly as
+    possible. For a loss that is a mean over the samples, training equals that on whole batches up to floating-point rounding.
+    Operations across samples (BatchNorm) and random ones (dropout) see single pieces. The events from FORWARD_STARTED to
+    BACKWARD_COMPLETED are emitted once for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the
+    whole batch again, ``update.loss`` its mean loss, and ``update.output`` the joined outputs of the pieces.
 
-    A batch that runs out of memory is begun again with pieces of half the size: buffers, random states and the gradients that
-    the window holds are put back (UPDATE_RETRIED), and what records outputs and losses sees the attempt that succeeded only. The
-    smaller size is kept for the rest of the run. To be able to go back, each batch costs a copy of the buffers and of the
-    gradients held so far.
+    A batch that runs out of memory is retried with pieces of half the size: buffers, random states and the window's gradients
+    are restored (UPDATE_RETRIED), and receivers that record outputs and losses see the successful attempt only. The smaller
+    size is kept for the rest of the run. To be able to retry, each batch costs a copy of the buffers and of the gradients
+    accumulated so far.
 
     Args:
-        size: the largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until the memory
-            runs out.
-        pieces: instead of size, the number of pieces of each batch.
-        split: called as ``split(batch, n)``, returns the batch as a list of n batches of about the same size. By default,
-            tensors and arrays are cut along their first dimension, whose length is that of the batch's first tensor, in
-            tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are cut, too;
-            everything else is given to each piece as it is.
-        samples: called as ``samples(batch)``, returns the number of samples in a batch or a piece; for batches whose first
-            tensor does not tell by its first dimension. It goes with ``split``.
-        halve_on_oom: whether to try again with pieces of half the size after a ``torch.OutOfMemoryError``.
-        update: the name of the update whose batches are cut; all by default.
+        size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until the memory runs
+            out.
+        pieces: Number of pieces of each batch, instead of ``size``.
+        split: Called as ``split(batch, n)``, returns the batch as a list of n batches of about the same size. By default,
+            tensors and arrays are split along their first dimension, whose length is that of the batch's first tensor, in
+            tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are split, too;
+            everything else is passed to each piece unchanged.
+        samples: Called as ``samples(batch)``, returns the number of samples in a batch or a piece, for batches where this is
+            not the first dimension of the first tensor. Requires ``split``.
+        halve_on_oom: Whether to retry with pieces of half the size after a ``torch.OutOfMemoryError``.
+        update: Name of the update whose batches are split; all by default.
 
     Attributes:
-        reduced: the largest number of samples since the memory last ran out; None if it never did.
+        reduced: Largest number of samples in a piece since the memory last ran out; None if it never did.
 
     Raises:
-        ValueError: for a batch that cannot be cut.
-        torch.OutOfMemoryError: if the memory does not suffice for a single sample.
+        ValueError: For a batch that cannot be split.
+        torch.OutOfMemoryError: If the memory does not suffice for a single sample.
 
     Source:
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019), for the
@@ -95,42 +97,44 @@ class MicroBatching(Handler):
             raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
         for argument, function in (("split", split), ("samples", samples)):
             if function is not None and not callable(function):
-                raise TypeError(f"MicroBatching({argument}={function!r}): it has to be a function of the batch")
+                raise TypeError(f"MicroBatching({argument}={function!r}): expected a function of the batch")
         if samples is not None and split is None:
-            raise ValueError(f"MicroBatching(samples={samples!r}): it goes with split=, which has to be given, too")
+            raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
         if size is None and pieces is None and not halve_on_oom:
-            raise ValueError("MicroBatching(halve_on_oom=False): give size or pieces, or there is nothing to do")
+            raise ValueError("MicroBatching(halve_on_oom=False): this never splits a batch; give size or pieces")
         self.split = split
         self.samples = samples or _samples
         self.update = update
         self.reduced: int | None = None
-        self._ran_out = False  # here, and not in another process
+        self._ran_out = False  # on this rank
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.replace("gradients", self.compute, by=self)
+        engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
 
     @on(Events.STARTED)
     def check(self, engine: Engine) -> None:
-        """Refuse a run without data, in which there is nothing to cut."""
-        if not engine.has_data:
-            raise ValueError(f"{self.name!r}: a run without data has no batches to cut; detach it")
+        """Raise an error in a run without data, which has no batches to split."""
+        if not engine.feed.has_data:
+            raise ValueError(f"{self.name!r}: a run without data has no batches to split; detach {self.name!r}")
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
-        """The gradients of ``state.batch`` in pieces, again in smaller ones if the memory runs out."""
+        """Compute the gradients of ``state.batch`` in pieces; retry with smaller ones if the memory runs out."""
         batch, processes = engine.state.batch, engine.processes
-        if self.update not in (None, update.name) or (batch is None and not (processes.several and self.halve_on_oom)):
+        if self.update not in (None, update.name) or (
+            batch is None and not (processes.distributed and self.halve_on_oom)
+        ):
             compute()
             return
         samples = 0 if batch is None else self.samples(batch)
-        failed: int | None = None  # the largest piece of the last attempt
+        failed: int | None = None  # size of the last attempt's largest piece
         while True:
             batches, sizes = ([], []) if batch is None else self._cut(batch, samples)
             largest = max(sizes, default=0)
             seen: list[_Piece] = []
             work = partial(self._compute, engine, update, compute, batches, sizes, seen)
             smallest = largest <= 1 or (failed is not None and largest >= failed)
-            if not self.halve_on_oom or (smallest and not processes.several):
+            if not self.halve_on_oom or (smallest and not processes.distributed):
                 try:
                     work()
                 except torch.OutOfMemoryError as error:
@@ -138,33 +142,33 @@ class MicroBatching(Handler):
                                    + self._way_out(largest))  # fmt: skip
                     raise
                 break
-            late = self._late(engine, update)
-            with _left_out(late):
-                done = engine.attempt(update, partial(self._reduce_if_it_fails, work, largest))
+            signals = self._recording_signals(engine, update)
+            with _recording_suspended(signals):
+                done = attempt(engine, update, partial(self._reduce_on_oom, work, largest))
             if done:
-                self._tell(engine, update, seen, late)
+                self._emit_recording(engine, update, seen, signals)
                 break
             failed = largest
-            if processes.several:
-                self._reduce_alike(engine, smallest=smallest and largest > 0)
+            if processes.distributed:
+                self._sync_reduced(engine, smallest=smallest and largest > 0)
         engine.state.batch = batch
         if batch is None:
             update.output = update.raw_loss = None
         else:
-            _conclude(update, seen)
+            _combine(update, seen)
 
-    def _reduce_alike(self, engine: Engine, *, smallest: bool) -> None:
-        """Take over the size of the process whose memory ran out; give up if one of them cannot go on."""
-        reduced, at_the_end = zip(*engine.processes.gather((self.reduced, smallest and self._ran_out)), strict=True)
+    def _sync_reduced(self, engine: Engine, *, smallest: bool) -> None:
+        """Use the smallest size of all ranks; raise an error if one of them cannot reduce its pieces further."""
+        reduced, exhausted = zip(*engine.processes.gather((self.reduced, smallest and self._ran_out)), strict=True)
         self.reduced = min(size for size in reduced if size is not None)
-        if any(at_the_end):
+        if any(exhausted):
             raise torch.OutOfMemoryError(
-                f"{self.name!r}: the memory ran out for a single sample on rank {at_the_end.index(True)}: no piece can be "
+                f"{self.name!r}: the memory ran out for a single sample on rank {exhausted.index(True)}: no piece can be "
                 "smaller; use a smaller model, or samples of a smaller size"
             )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
-        """The pieces of a batch, and how many samples each has."""
+        """The pieces of a batch, and the number of samples of each."""
         number = self.pieces or 1
         for size in (self.size, self.reduced):
             if size is not None:
@@ -180,8 +184,8 @@ class MicroBatching(Handler):
         sizes = [self.samples(piece) for piece in batches]
         if sum(sizes) != samples:
             raise ValueError(
-                f"{self.name!r}: split= cut a batch of {samples} samples into pieces of {sizes}, which are {sum(sizes)}; give "
-                "samples= if their first tensors do not tell how many samples they have"
+                f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes}, {sum(sizes)} in total; give "
+                "samples= if the number of samples is not the first dimension of the first tensor"
             )
         return batches, sizes
 
@@ -189,22 +193,22 @@ class MicroBatching(Handler):
         self, engine: Engine, update: UpdateState, compute: Callable[[], None],
         batches: Sequence[Any], sizes: list[int], seen: list[_Piece],
     ) -> None:  # fmt: skip
-        """Compute one piece after the other, note in ``seen`` what each gave, and let all of them count as one batch."""
-        completes = update.completes
-        held, extra_weight = update.held, update.extra_weight
+        """Compute the pieces one by one, append their results to ``seen``, and count all of them as one batch."""
+        completes = update.sync_gradients
+        held, extra_weight = update.window.held, update.window.extra_weight
         total, several = sum(sizes), len(sizes) > 1
         try:
             for place, (batch, size) in enumerate(zip(batches, sizes, strict=True), 1):
-                # Processes reduce with the last piece; where one may have to be tried again, once all of them are through.
-                update.completes = completes and place == len(batches) and not self.halve_on_oom
+                # Gradients are all-reduced with the last piece, or, where a rank may have to retry, after all pieces.
+                update.sync_gradients = completes and place == len(batches) and not self.halve_on_oom
                 share = size / total if several else 1
                 engine.state.batch = batch
-                # What the window and earlier pieces gave counts as held, so that whoever watches sees no window begin anew.
+                # The earlier pieces count as held, so that receivers do not see a new window with each piece.
                 before = held + sum(piece.gave for piece in seen)
-                update.held, update.extra_weight, update.weight = before, 0, share
+                update.window.held, update.window.extra_weight, update.weight = before, 0, share
                 compute()
-                # What the weight was in the end: somebody may have set another when the loss was computed.
-                extra, gave = update.extra_weight, update.held > before
+                # Read the weight after the piece: a receiver of LOSS_COMPUTED may have changed it.
+                extra, gave = update.window.extra_weight, update.window.held > before
                 own = not gave or (isinstance(extra, int | float) and extra == share - 1)
                 output = _detached(update.output) if several else update.output
                 seen.append(
@@ -214,8 +218,9 @@ class MicroBatching(Handler):
                 if several:
                     if update.hidden is not None:
                         raise RuntimeError(
-                            f"{self.name!r}: the forward of update {update.name!r} carries update.hidden from one time chunk to "
-                            "the next, which would go from one piece of the batch to the next; do without one of the two"
+                            f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, "
+                            f"but would pass it to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
+                            "states"
                         )
                     if seen[-1].raw_loss is not None:
                         seen[-1].raw_loss = _without_graph(update.raw_loss)
@@ -223,24 +228,24 @@ class MicroBatching(Handler):
                 if update.skipped is not None:
                     break
         finally:
-            update.weight, update.completes = 1, completes
+            update.weight, update.sync_gradients = 1, completes
         gave_all = [piece for piece in seen if piece.gave]
         if not gave_all:
-            update.held, update.extra_weight = held, extra_weight
+            update.window.held, update.window.extra_weight = held, extra_weight
             return
-        update.held = held + 1
+        update.window.held = held + 1
         if len(gave_all) == len(sizes) and all(piece.own for piece in gave_all):
-            update.extra_weight = extra_weight  # the shares are 1 together, whatever their sum is rounded to
+            update.window.extra_weight = extra_weight  # the shares sum to 1 by definition; their rounded sum may not
         else:
-            update.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
+            update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
 
-    def _reduce_if_it_fails(self, work: Callable[[], None], largest: int) -> None:
+    def _reduce_on_oom(self, work: Callable[[], None], largest: int) -> None:
         self._ran_out = False
         try:
             work()
         except torch.OutOfMemoryError:
             self._ran_out = True
-            self.reduced = max(1, largest // 2)  # before UPDATE_RETRIED is told
+            self.reduced = max(1, largest // 2)  # before UPDATE_RETRIED is emitted
             raise
 
     def _way_out(self, largest: int) -> str:
@@ -248,34 +253,26 @@ class MicroBatching(Handler):
             return "no piece can be smaller; use a smaller model, or samples of a smaller size"
         if not self.halve_on_oom:
             return "give MicroBatching a smaller size, more pieces, or halve_on_oom=True"
-        return "split= gave no smaller pieces than before"
+        return "split= returned no smaller pieces than before"
 
-    # What records outputs and losses has to see the attempt that succeeded only, and it is not known before its end which that
-    # is. So it is told afterwards, piece by piece.
+    # Receivers that record outputs and losses must see the successful attempt only, which is known at its end. They are
+    # suspended during an attempt, and called afterwards for each piece.
 
-    def _late(self, engine: Engine, update: UpdateState) -> list[Signal]:
-        if update.evaluation > 0:  # the engine leaves them out already
+    def _recording_signals(self, engine: Engine, update: UpdateState) -> list[Signal]:
+        if update.evaluation > 0:  # the engine does not call them in a recomputation
             return []
         signals = (engine.signal(Events.FORWARD_COMPLETED), engine.signal(Events.LOSS_COMPUTED))
         return [one for one in signals if any(connection.phase > Phase.FINALIZE for connection in one.connections)]
 
-    def _tell(self, engine: Engine, update: UpdateState, seen: list[_Piece], late: list[Signal]) -> None:
+    def _emit_recording(self, engine: Engine, update: UpdateState, seen: list[_Piece], signals: list[Signal]) -> None:
         state = engine.state
-        for piece in seen if late else ():
+        for piece in seen if signals else ():
             state.batch, update.output, update.weight = piece.batch, piece.output, piece.weight
             update.raw_loss, update.backward_loss = piece.raw_loss, piece.backward_loss
-            for signal in late:
+            for signal in signals:
                 if piece.raw_loss is None if signal.event is Events.LOSS_COMPUTED else update.forward is None:
                     continue
-                for connection in signal.connections if not signal.is_muted else ():
-                    due = connection.filter is None or connection.filter.next_due(state.iteration) == state.iteration
-                    if connection.phase > Phase.FINALIZE and due:
-                        try:
-                            connection.call(engine)
-                        except BaseException as error:
-                            error.add_note(f"raised by {connection!r} at {signal.event}, epoch {state.epoch}, "
-                                           f"iteration {state.iteration}")  # fmt: skip
-                            raise
+                signal.emit(engine, state.iteration, phases=_RECORDING_PHASES)
         update.weight = 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,15 +284,15 @@ class MicroBatching(Handler):
 
 @dataclass(slots=True)
 class _Piece:
-    """What a piece of a batch gave.
+    """The results of a piece of a batch.
 
     Attributes:
-        batch: the piece.
-        size: its number of samples.
-        weight: how much it counts: its share of the samples, or what a receiver of LOSS_COMPUTED set.
-        extra: the weight less one, as it was added up.
-        own: whether the weight is its share.
-        gave: whether it gave a gradient.
+        batch: The piece.
+        size: Its number of samples.
+        weight: Its weight: the share of the samples, unless a receiver of LOSS_COMPUTED changed it.
+        extra: The weight minus 1, as accumulated in ``update.extra_weight``.
+        own: Whether the weight is the share of the samples.
+        gave: Whether it had a gradient.
     """
 
     batch: Any
@@ -309,8 +306,8 @@ class _Piece:
     backward_loss: Any
 
 
-def _conclude(update: UpdateState, seen: list[_Piece]) -> None:
-    """Let the update show what the whole batch gave."""
+def _combine(update: UpdateState, seen: list[_Piece]) -> None:
+    """Set the update's output and losses to those of the whole batch."""
     if len(seen) == 1:
         update.output, update.raw_loss, update.backward_loss = seen[0].output, seen[0].raw_loss, seen[0].backward_loss
         return
@@ -320,7 +317,7 @@ def _conclude(update: UpdateState, seen: list[_Piece]) -> None:
     if not lossy:
         update.raw_loss = None
         return
-    # Weights that a receiver set, such as numbers of tokens, say over what the losses are means.
+    # Weights set by a receiver, such as numbers of tokens, are those of a weighted mean.
     update.raw_loss = sum(piece.raw_loss * piece.weight for piece in lossy)
     update.backward_loss = sum(piece.backward_loss * piece.weight for piece in lossy)
     if len(lossy) < len(seen) or not all(piece.own for piece in seen):
@@ -329,8 +326,11 @@ def _conclude(update: UpdateState, seen: list[_Piece]) -> None:
             update.raw_loss, update.backward_loss = update.raw_loss / total, update.backward_loss / total
 
 
+_RECORDING_PHASES = tuple(phase for phase in Phase if phase > Phase.FINALIZE)
+
+
 @contextmanager
-def _left_out(signals: list[Signal]) -> Iterator[None]:
+def _recording_suspended(signals: list[Signal]) -> Iterator[None]:
     for signal in signals:
         signal.last_phase = Phase.FINALIZE
     try:
@@ -361,8 +361,8 @@ def _samples(batch: Any) -> int:
     first = next(_arrays(batch), None)
     if first is None:
         raise ValueError(
-            f"MicroBatching: a batch of type {type(batch).__name__} has no tensor with a first dimension, along which it could "
-            "be cut; give split= and samples="
+            f"MicroBatching: a batch of type {type(batch).__name__} has no tensor with a first dimension to split along; give "
+            "split= and samples="
         )
     return int(first.shape[0])
 
@@ -372,12 +372,12 @@ def _is_list_of(value: Any, length: int) -> bool:
 
 
 def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
-    """A value for each piece: cut, if it has one entry for each sample."""
+    """The value for each piece: split if it has one entry for each sample, else the value itself."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         if value.shape[0] != samples:
             raise ValueError(
-                f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, of which nobody can "
-                "know how to cut it; give split= (and samples=)"
+                f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, which cannot be "
+                "split by samples; give split= (and samples=)"
             )
         if isinstance(value, Tensor):
             return list(value.split(sizes))
@@ -399,7 +399,7 @@ def _detached(value: Any) -> Any:
 
 
 def _join(values: list[Any], sizes: list[int]) -> Any:
-    """The pieces' outputs as one; None in place of each part that cannot be joined."""
+    """The joined outputs of the pieces, with None for each part that cannot be joined."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
         fits = all(value.ndim and value.shape[0] == size for value, size in zip(values, sizes, strict=True))

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int, check_number
 
-from ._common.ranks import LOOK
+from ._common.ranks import READ_FLAGS
 
 __all__ = ["MixedPrecision"]
 
@@ -19,25 +20,25 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MixedPrecision(Handler):
-    """Runs the forward and the loss under autocast; with float16 the loss is scaled so that small gradients survive.
+    """Runs the forward and the loss under autocast; with float16, scales the loss to keep small gradients from underflowing.
 
-    Each update has a GradScaler of its own. Its scale moves once for each complete window, and a step whose gradients are
-    not finite is skipped, which costs one synchronisation with the device for each window, together with `NonFiniteGuard`.
-    Clipping and measuring happen on unscaled gradients. On an engine that evaluates there is only the autocast. The modules
-    stay in their own type; `TruePrecision` converts them.
+    Each update has its own GradScaler. Its scale is updated once for each accumulation window, and a step whose gradients are
+    not finite is skipped, at the cost of one synchronisation with the device for each window, shared with `NonFiniteGuard`.
+    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies. The modules keep their
+    dtype; `TruePrecision` converts them.
 
-    The scaling cannot begin or end inside an accumulation window: what one holds that was left open between two runs is
-    discarded when "fp16" is attached, detached or toggled there.
+    Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
+    when "fp16" is attached, detached or toggled.
 
-    A scale belongs to one computation of the gradients: "fp16" refuses optimizers and handlers that compute those of a step
-    several times, such as LBFGS; "bf16" works with them.
+    A scale is valid for one computation of the gradients: "fp16" raises an error for optimizers and handlers that compute the
+    gradients of a step several times, such as LBFGS; "bf16" works with them.
 
     Args:
         precision: "bf16" or "fp16". bfloat16 has float32's range and needs no scaling.
-        init_scale: the first scale; for fp16 only, like the rest.
-        growth_factor: by what the scale grows after ``growth_interval`` windows without a skipped step.
-        backoff_factor: by what it shrinks after a step that was skipped for its gradients.
-        growth_interval: see growth_factor.
+        init_scale: Initial scale; for fp16 only, like the arguments below.
+        growth_factor: Factor of the scale after ``growth_interval`` windows without a skipped step.
+        backoff_factor: Factor of the scale after a step that was skipped for its gradients.
+        growth_interval: Number of windows; see ``growth_factor``.
 
     Source:
         Micikevicius et al., "Mixed Precision Training" (ICLR 2018); ``torch.autocast`` and ``torch.amp.GradScaler``.
@@ -69,78 +70,78 @@ class MixedPrecision(Handler):
         }
         self.scalers: dict[str, torch.amp.GradScaler] = {}
         scaled = precision == "fp16"
-        self.scaling = Events.LOSS_COMPUTED if scaled else None
-        self.unscaling = Events.GRADIENTS_READY if scaled else None
-        self.updating = Events.OPTIMIZER_STEP_COMPLETED if scaled else None
+        self.loss_event = Events.LOSS_COMPUTED if scaled else None
+        self.gradients_event = Events.GRADIENTS_READY if scaled else None
+        self.step_event = Events.OPTIMIZER_STEP_COMPLETED if scaled else None
         self._autocast: torch.autocast | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the precision", by=self)
-        if self.scaling is not None and engine.training:
-            engine.compute_gradients_once(by=self)
+        engine.overrides.claim(Override.PRECISION, by=self)
+        if self.loss_event is not None and engine.training:
+            engine.overrides.compute_gradients_once(by=self)
             _discard_windows(engine)
 
     def detached(self, engine: Engine) -> None:
-        if self.scaling is not None:
+        if self.loss_event is not None:
             _discard_windows(engine)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def prepare(self, engine: Engine) -> None:
-        """Choose the device's autocast, and give each update its scaler."""
+        """Create the autocast for the device, and a scaler for each update."""
         device = engine.device.type
         self._autocast = torch.autocast(device, dtype=self.dtype)
-        if self.scaling is not None and engine.training:
+        if self.loss_event is not None and engine.training:
             for update in engine.updates:
-                if update.kept is not None:
+                if update.window.kept is not None:
                     raise ValueError(
                         f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes its gradients "
-                        "several times in a step, which their scaling for fp16 does not allow; use MixedPrecision('bf16')"
+                        "several times in a step, which rules out gradient scaling; use MixedPrecision('bf16')"
                     )
                 if update.name not in self.scalers:
                     scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
-                    # A scaler refuses to unscale before it has scaled something; but of several processes, one may have nothing
-                    # to learn from at first, and gets its gradients from the others.
+                    # A scaler raises an error if it unscales before it has scaled a loss; a rank without a batch has no loss,
+                    # and gets its gradients from the other ranks.
                     scaler.scale(torch.zeros((), device=engine.device))
                     self.scalers[update.name] = scaler
 
     @on(Events.FORWARD_STARTED)
-    def cast(self, engine: Engine) -> None:
-        """Autocast until the loss is computed; the backward runs in the types that the forward chose."""
+    def autocast(self, engine: Engine) -> None:
+        """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
         assert self._autocast is not None
-        engine.enter(self._autocast)
+        engine.regions.enter(self._autocast)
 
-    @on("scaling", phase=Phase.FINALIZE)
+    @on("loss_event", phase=Phase.FINALIZE)
     def scale(self, engine: Engine) -> None:
-        """Scale the loss that the backward starts from; the reported one stays as it is."""
+        """Scale the loss that the backward starts from; the reported loss stays unscaled."""
         if engine.training:
             update = engine.state.update
             update.backward_loss = self.scalers[update.name].scale(update.backward_loss)
 
-    @on("unscaling", phase=Phase.PREPARE)
+    @on("gradients_event", phase=Phase.PREPARE)
     def unscale(self, engine: Engine) -> None:
-        """Unscale the window's gradients before anybody measures or clips them."""
+        """Unscale the window's gradients before they are measured or clipped."""
         update = engine.state.update
         assert update.optimizer is not None
         self.scalers[update.name].unscale_(update.optimizer)
 
-    @on("unscaling", phase=Phase.FINALIZE)
-    def veto(self, engine: Engine) -> None:
-        """Skip a step whose gradients overflowed, once it is known."""
+    @on("gradients_event", phase=Phase.FINALIZE)
+    def check_overflow(self, engine: Engine) -> None:
+        """Skip the step if its gradients overflowed, as soon as the flags are read."""
         update = engine.state.update
-        update.ask(partial(_veto, update), *self._found(update).values())
+        update.read_later(partial(_skip_overflow, update), *self._found(update).values())
 
-    @on("unscaling", phase=Phase.FINALIZE, rank=LOOK)
-    def look(self, engine: Engine) -> None:
-        """Read what was asked. This is the window's one synchronisation."""
-        engine.state.update.look()
+    @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS)
+    def read_flags(self, engine: Engine) -> None:
+        """Read all flags from the device: the window's only synchronisation."""
+        engine.state.update.read_flags()
 
-    @on("updating", phase=Phase.PREPARE)
-    def adapt(self, engine: Engine) -> None:
-        """Let the scale follow, also when somebody skipped the step."""
+    @on("step_event", phase=Phase.PREPARE)
+    def update_scale(self, engine: Engine) -> None:
+        """Update the scale, also after a skipped step."""
         update = engine.state.update
         if self._found(update):
             self.scalers[update.name].update()
-        else:  # no parameter of the window had a gradient: there is nothing to adapt to
+        else:  # no parameter had a gradient in this window, so the scale stays
             self.scalers[update.name]._per_optimizer_states.clear()
 
     def _found(self, update: UpdateState) -> Mapping[Any, Any]:
@@ -149,8 +150,8 @@ class MixedPrecision(Handler):
         return found
 
     @on(Events.ENDED)
-    def finish(self, engine: Engine) -> None:
-        """A run that ended inside a window leaves scalers that still wait for their update."""
+    def clear_scalers(self, engine: Engine) -> None:
+        """Clear scalers that still expect an update, after a run that ended inside a window."""
         for scaler in self.scalers.values():
             scaler._per_optimizer_states.clear()
 
@@ -162,20 +163,20 @@ class MixedPrecision(Handler):
             self.scalers = {}
         if state and set(state) != set(self.scalers):
             raise ValueError(
-                f"{self.name!r}: the state has gradient scalers for {sorted(state)}, but here there are scalers for "
-                f"{sorted(self.scalers)}; go on with the precision of the saved run"
+                f"{self.name!r}: the state has gradient scalers for {sorted(state)}, but this run has scalers for "
+                f"{sorted(self.scalers)}; resume with the precision of the saved run"
             )
         for name, saved in state.items():
             self.scalers[name].load_state_dict(dict(saved))
 
 
-def _veto(update: UpdateState, *overflowed: bool) -> None:
+def _skip_overflow(update: UpdateState, *overflowed: bool) -> None:
     if any(overflowed):
         update.skip("the scaled gradients are not finite")
 
 
 def _discard_windows(engine: Engine) -> None:
-    """What an open window holds is scaled, or it is not; a step on gradients of both kinds would ruin the weights."""
+    """Discard open windows: a step on scaled and unscaled gradients together would ruin the weights."""
     for update in engine.updates:
-        if update.filled:
+        if update.window.filled:
             update.discard()

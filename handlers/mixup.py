@@ -11,26 +11,27 @@ __all__ = ["MixUp"]
 
 
 class MixUp(SampleMixing):
-    """Mixes each sample with another of its batch, ``lam * x + (1 - lam) * x[perm]``, and the losses of both targets likewise.
+    """Mixes each sample with another one of its batch, ``lam * x + (1 - lam) * x[perm]``, and the losses of both targets.
 
-    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, which serves any loss: the update's own is
-    computed a second time. The batch keeps its targets ``y`` as they are, so that metrics such as accuracy see hard
-    labels; they measure mixed samples.
+    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``. This works with any loss: the update's loss
+    function is called a second time. The batch keeps its targets ``y``, so that metrics such as accuracy see hard labels, and
+    measure mixed samples.
 
-    For each batch are drawn, from the handler's own generator on the CPU: two numbers of Gamma(alpha) in float64, whose
-    first divided by their sum is lam, distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch.
+    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), the first of which divided by
+    their sum is lam, distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch.
 
     Args:
-        alpha: the smaller, the nearer lam is to 0 or 1; the paper uses 0.1 to 0.4 for ImageNet and 1 for CIFAR.
-        input: where the batch, a tuple, list or dict, has the inputs: floats of shape (N, ...).
-        target: where it has the targets: a tensor of shape (N, ...).
+        alpha: Parameter of the Beta distribution. The smaller it is, the closer lam is to 0 or 1; the paper uses 0.1 to 0.4 for
+            ImageNet and 1 for CIFAR.
+        input: Index or key of the inputs in the batch, a tuple, list or dict: floats of shape (N, ...).
+        target: Index or key of the targets: a tensor of shape (N, ...).
 
     Attributes:
-        lam: the share of each sample in the last mixed batch; None before the first.
+        lam: Weight of each sample in the last mixed batch; None before the first.
 
     Errors:
-        ValueError: at the start of a run, for an update that is a single function, since its loss cannot be computed again,
-            and together with a handler that computes gradients from parts of the batch, which would tear the pairs apart.
+        ValueError: At the start of a run, for an update that is a single function, since its loss cannot be computed again,
+            and together with a handler that computes gradients from parts of the batch, which would separate the pairs.
 
     Source:
         Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
@@ -49,6 +50,8 @@ class MixUp(SampleMixing):
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, float]:
         if not inputs.is_floating_point():
-            raise TypeError(f"{self.name!r}: the inputs are {inputs.dtype}, but only floats can be mixed")
+            raise TypeError(
+                f"{self.name!r}: the inputs are {inputs.dtype}, but only floats can be mixed; convert them first"
+            )
         lam = (gammas[0] / gammas.sum()).item()
         return (inputs * lam).add_(inputs[partner].mul_(1 - lam)), lam

@@ -1,4 +1,4 @@
-"""A guard against NaN and infinity in gradients and losses."""
+"""Non-finite guard: skips steps with NaN or infinity in gradients or losses."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int
 from signalfire.distributed import local_part
 
 from ._common.parameters import gradients_of, named_parameters, norms
-from ._common.ranks import GUARD, LOOK, NOTE_LOSS
-from ._common.updates import updates_meant
+from ._common.ranks import CHECK_FINITE, READ_FLAGS, RECORD_LOSS
+from ._common.updates import selected_updates
 
 __all__ = ["NonFiniteGuard"]
 
-_NAMED = 5  # so many parameters are named; one NaN often spreads to all of them
+_NAMED = 5  # most parameters to name in a reason; one NaN often spreads to all of them
 
 
 class NonFiniteGuard(Handler):
-    """Keeps NaN and infinity out of the weights: a step is skipped if its gradients, or a loss of its window, are not finite.
+    """Skips a step if its gradients, or a loss of its accumulation window, are NaN or infinite.
 
-    It looks once for each window, right before the step, which costs one synchronisation with the device, together with that
-    of a gradient scaler. The whole accumulation window is discarded, whichever batch of it was bad; the next begins clean. A
-    skipped step is visible: schedules, averages and step counters do not move.
+    The check is made once for each window, right before the step, and costs one synchronisation with the device, shared with
+    a gradient scaler. The whole window is discarded, whichever of its batches was bad. A skipped step does not advance
+    schedules, averages or step counters.
 
-    Under `MixedPrecision("fp16")` the gradient scaler skips steps whose gradients overflow. Those are its own business, and are
-    not counted here; ``check="both"`` sees a loss that is not finite all the same.
+    Under `MixedPrecision("fp16")`, the gradient scaler skips steps whose gradients overflow. These are not counted here, but
+    ``check="both"`` still detects a non-finite loss.
 
     Args:
         check: "gradients", "loss", or "both".
-        action: what to do once ``patience`` steps in a row were bad, besides skipping them: nothing ("skip"), stop the run, or
-            raise a FloatingPointError. The reason names the parameters. A clip by norm spreads one NaN to all parameters, so
-            that all of them are named then.
-        patience: for "stop" and "raise"; at the first bad step by default.
-        update: the name of the update that is guarded; all by default, each counted on its own.
+        action: What to do after ``patience`` consecutive bad steps, besides skipping them: nothing ("skip"), stop the run
+            ("stop"), or raise a FloatingPointError ("raise"). The reason names the parameters; clipping by norm spreads one
+            NaN to all of them.
+        patience: Number of consecutive bad steps for "stop" and "raise"; 1 by default.
+        update: Name of the update to guard; all by default, each with a count of its own.
 
     Attributes:
-        skipped: how many steps of each update were skipped here, by the update's name.
+        skipped: Number of steps that the guard skipped, by the update's name.
 
     Errors:
-        FloatingPointError: if asked for with ``action="raise"``.
+        FloatingPointError: With ``action="raise"``.
 
     Example:
         >>> NonFiniteGuard(action="stop", patience=3).patience
@@ -69,57 +70,57 @@ class NonFiniteGuard(Handler):
         self.patience = 1 if patience is None else check_int(self, "patience", patience)
         if patience is not None and action == "skip":
             raise ValueError(
-                f"NonFiniteGuard(patience={patience}): every bad step is skipped; give action='stop' or action='raise' "
-                "for what comes after that many"
+                f"NonFiniteGuard(patience={patience}): patience has no effect with action='skip'; give action='stop' or "
+                "action='raise'"
             )
         self.update = update
         self.skipped: dict[str, int] = {}
-        self.watching = Events.LOSS_COMPUTED if check != "gradients" else None
+        self.loss_event = Events.LOSS_COMPUTED if check != "gradients" else None
         self._in_a_row: dict[str, int] = {}
-        self._losses: dict[str, list[tuple[int, Tensor]]] = {}  # of the open window: iteration and loss
+        self._losses: dict[str, list[tuple[int, Tensor]]] = {}  # iteration and loss, of the open window
 
     def attached(self, engine: Engine) -> None:
-        for update in updates_meant(engine, self.update):
-            engine.claim(f"guarding update {update.name!r} against what is not finite", by=self)
+        for update in selected_updates(engine, self.update):
+            engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
 
-    @on("watching", phase=Phase.FINALIZE, rank=NOTE_LOSS)
-    def note_loss(self, engine: Engine) -> None:
-        """Remember the loss on its device until the window is complete: looking at it now would wait for the device."""
+    @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS)
+    def record_loss(self, engine: Engine) -> None:
+        """Keep the loss on its device until the window is complete: reading it now would synchronise."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
         losses = self._losses.setdefault(update.name, [])
-        if update.held == 0:  # nothing is left of a window that was discarded
+        if update.window.held == 0:  # a new window, possibly after a discarded one
             losses.clear()
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=GUARD)
-    def judge(self, engine: Engine) -> None:
-        """Ask whether what the step would be made from is finite."""
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_FINITE)
+    def check_finite(self, engine: Engine) -> None:
+        """Request the flags: whether the window's losses and gradients are finite."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
         losses = self._losses.pop(update.name, [])
         suspects = {"loss": [loss for _, loss in losses]}
         if update.skipped is None and self.check != "loss":
-            # The greatest of a tensor, which is NaN or infinite if any element is; a sum could be so without any.
+            # The max norm is NaN or infinite only if an element is; a sum could overflow with finite elements.
             suspects["gradients"] = norms(gradients_of(update), math.inf)
         flags = {what: _any_not_finite(values) for what, values in suspects.items() if values}
-        update.ask(
+        update.read_later(
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
         )
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=LOOK)
-    def look(self, engine: Engine) -> None:
-        """Read what was asked, here and by the gradient scaler."""
-        engine.state.update.look()
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS)
+    def read_flags(self, engine: Engine) -> None:
+        """Read all flags from the device, those of the gradient scaler included."""
+        engine.state.update.read_flags()
 
     def _decide(
         self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]], bad: Mapping[str, bool]
     ) -> None:
-        """Skip the step if the loss, or the gradients, were found to be bad; those of a step that is skipped do not matter."""
+        """Skip the step if a loss or a gradient is not finite; the gradients of an already skipped step do not count."""
         finite = not bad.get("loss") and (update.skipped is not None or not bad.get("gradients"))
-        if not engine.processes.any(not finite):  # gradients are the same in all processes, losses are not
+        if not engine.processes.any(not finite):  # gradients are the same on all ranks, losses are not
             if update.skipped is None:
                 self._recover(engine, update)
             return
@@ -139,12 +140,12 @@ class NonFiniteGuard(Handler):
     def _recover(self, engine: Engine, update: UpdateState) -> None:
         if self._in_a_row.pop(update.name, 0) < self.patience:
             return
-        # Only a stop that the run's minimum bounds hold back gets here; another update may still want it.
+        # The run still continues, so `min_epochs` or `min_iters` delay the stop; another update may still require it.
         if all(number < self.patience for number in self._in_a_row.values()):
-            engine.withdraw_termination(by=self.name)
+            engine.boundary.withdraw(by=self.name)
 
     def _reason(self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor]]) -> str:
-        """What is not finite, and where; asked only when something is."""
+        """What is not finite, and where; called only after a bad step."""
         found = []
         if bad := [(iteration, loss.item()) for iteration, loss in losses if not math.isfinite(loss.item())]:
             found.append("the loss is not finite: " + ", ".join(f"{value} in iteration {i}" for i, value in bad))
@@ -161,9 +162,9 @@ class NonFiniteGuard(Handler):
         return "; ".join(found)
 
     @on(Events.ENDED)
-    def forget(self, engine: Engine) -> None:
-        """Windows that were left open are discarded."""
-        if not any(update.filled for update in engine.updates):
+    def clear_losses(self, engine: Engine) -> None:
+        """Drop the losses, unless a window stays open for the next run."""
+        if not any(update.window.filled for update in engine.updates):
             self._losses = {}
 
     def state_dict(self) -> dict[str, Any]:

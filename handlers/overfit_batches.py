@@ -1,4 +1,4 @@
-"""Overfitting a few batches: the check that a model can learn at all."""
+"""Overfitting a few batches: a check that the model can learn at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from signalfire import Engine, Handler, seed_everything
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
 from signalfire.randomness import derived_seed, unchanged_random_state
 
@@ -17,15 +18,15 @@ __all__ = ["OverfitBatches"]
 
 
 class OverfitBatches(Handler):
-    """Trains on the same first batches in every epoch, in the same order; a sound model brings their loss close to zero.
+    """Trains on the same few batches in every epoch; a sound model brings their loss close to zero.
 
-    The batches are taken from the data once and kept in memory, as they are: shuffled and augmented the same in every epoch.
-    They are drawn from random streams that depend on the run's seed and the handler's name alone, so that a resumed run
-    draws the same ones, and nothing else draws differently. It takes effect with the next `run`.
+    The batches are the first ones of the data, read once and kept in memory: shuffling and augmentation are the same in every
+    epoch. They are drawn with random states that depend only on the run's seed and the handler's name, so that a resumed run
+    draws the same ones, and all other random draws stay the same. It takes effect with the next `run`.
 
     Args:
-        count: how many batches.
-        validation: whether evaluations inside the run are made on these batches, too, instead of on their own data.
+        count: Number of batches.
+        validation: Whether evaluations inside the run use these batches, too, instead of their own data.
 
     Example:
         >>> OverfitBatches(4).count
@@ -41,29 +42,29 @@ class OverfitBatches(Handler):
         self._kept: _Kept | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("data", self.keep, by=self)
+        engine.overrides.replace(Override.DATA, self.replace_data, by=self)
 
     def detached(self, engine: Engine) -> None:
         self._kept = None
 
-    def keep(self, engine: Engine, data: Any) -> Any:
-        """What the engine iterates instead of its data."""
+    def replace_data(self, engine: Engine, data: Any) -> Any:
+        """The kept batches, which the engine iterates instead of its data."""
         if engine is not self.engine:
             return self._kept if self.validation and self._kept is not None else data
         if data is None:
-            raise ValueError(f"{self.name!r}: this run has no data of which batches could be kept")
+            raise ValueError(f"{self.name!r}: this run has no data; give data to run(), or detach {self.name!r}")
         if self._kept is None or self._kept.data is not data:
             self._kept = _Kept(data, self.count, engine, self.name)
         return self._kept
 
 
 class _Kept:
-    """The first batches of data, taken when they are first asked for."""
+    """The first batches of the data, read at the first iteration over them."""
 
     def __init__(self, data: Any, count: int, engine: Engine, name: str) -> None:
         self.data = data
         self.count = count
-        self._engine = weakref.ref(engine)  # its seed may be that of a state that is loaded after this was made
+        self._engine = weakref.ref(engine)  # for its seed, which a state loaded later may change
         self._name = name
         self._batches: list[Any] | None = None
 
@@ -74,7 +75,7 @@ class _Kept:
         return self.batches_from(0)
 
     def batches_from(self, start: int) -> Iterator[Any]:
-        """The kept batches from one of them on, as the engine asks for when a run is resumed."""
+        """The kept batches from index ``start`` on, for a resumed run."""
         if self._batches is None:
             engine = self._engine()
             assert engine is not None

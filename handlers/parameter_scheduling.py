@@ -1,4 +1,4 @@
-"""Schedules for any field of the optimizer's parameter groups: weight decay, momentum, betas, eps, ..."""
+"""Parameter scheduling: schedules any field of the optimizer's parameter groups: weight decay, momentum, betas, eps, ..."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
 from signalfire.interval import check_every
 
@@ -19,21 +20,23 @@ Schedule = Callable[[int], Any]
 
 
 class ParameterScheduling(Handler):
-    """Sets a field of the optimizer's parameter groups from the number of optimizer steps, or epochs, made so far.
+    """Sets a field of the optimizer's parameter groups as a function of the optimizer steps, or epochs, made so far.
 
-    The value for 0 holds from the first step on. The field moves after optimizer steps that really happened, once for each
-    accumulation window and not after a skipped step, or after epochs. As with a learning-rate schedule its value is a part of
-    the training: it stays when the run ends, and ``engine.reset()`` brings back the optimizer's own.
+    The first step uses the value for 0. The field is set after each optimizer step (once for each accumulation window, and not
+    after a skipped step), or after each epoch. As with a learning-rate schedule, its value is part of the training: it stays
+    when the run ends, and ``engine.reset()`` restores the optimizer's initial value.
 
     Args:
-        field: the field, such as "weight_decay", "momentum", "betas" or "eps". For the learning rate there is `LRScheduling`.
-        schedule: a function of the count; or a mapping ``{0: a, 100: b}`` of values that hold from that count on;
-            or one of `linear` and `cosine`. For a field of several values, such as betas, it gives all of them, unless
-            ``index`` is given.
-        every: "1st" (every optimizer step), "10st", "1ep", ... What is counted is this unit, also if it is more than one.
-        index: which of several values is scheduled: 0 for the first of the betas.
-        update: the name of the update whose optimizer is meant; the first by default.
-        groups: the places of the parameter groups that are meant; all by default.
+        field: Name of the field, such as "weight_decay", "momentum", "betas" or "eps". Use `LRScheduling` for the learning
+            rate.
+        schedule: A function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
+            one of `linear` and `cosine`. For a field of several values, such as betas, it gives all of them, unless ``index``
+            is given.
+        every: The interval: "1st" (every optimizer step), "10st", "1ep", ... Its unit, steps or epochs, is what is counted,
+            whatever its number.
+        index: Index of the scheduled value in a field of several: 0 for the first of the betas.
+        update: Name of the update whose optimizer is scheduled; the first by default.
+        groups: Indices of the parameter groups to schedule; all by default.
 
     Example:
         >>> schedule = ParameterScheduling.cosine(0.04, 0.4, over=100)
@@ -59,63 +62,70 @@ class ParameterScheduling(Handler):
         super().__init__(name=name)
         if not isinstance(field, str):
             raise TypeError(
-                f"ParameterScheduling(field={field!r}): it has to be the name of a field, as 'weight_decay'"
+                f"ParameterScheduling(field={field!r}): expected the name of a field, such as 'weight_decay'"
             )
         if field == "lr":
             raise ValueError(
-                "ParameterScheduling(field='lr'): the learning rate has a handler of its own: "
+                "ParameterScheduling(field='lr'): use LRScheduling for the learning rate: "
                 "LRScheduling(partial(LambdaLR, lr_lambda=...))"
             )
         if field == "params":
-            raise ValueError("ParameterScheduling(field='params'): these are the parameters themselves")
+            raise ValueError(
+                "ParameterScheduling(field='params'): this field holds the parameters themselves; give another one, such as "
+                "'weight_decay'"
+            )
         if isinstance(schedule, Mapping):
             _check_counts(schedule)
         elif not callable(schedule):
             raise TypeError(
-                f"ParameterScheduling(schedule={schedule!r}): it has to be a function of the number of steps, or a mapping "
-                "from that number to values"
+                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
+                "that number to values"
             )
         self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
         if self.groups == []:
-            raise ValueError("ParameterScheduling(groups=[]): name at least one group, or leave it out for all")
+            raise ValueError("ParameterScheduling(groups=[]): give at least one index, or omit groups= for all")
         self.field = field
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
         self.every = check_every(self, every, units=["st", "ep"])
         self.index = None if index is None else check_int(self, "index", index, least=0)
         self.update = update
         by_step = self.every.unit == "st"
-        self.stepping: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
-        self.epochs: AnyEvent | None = None if by_step else self.every.event()
+        self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
+        self.epoch_event: AnyEvent | None = None if by_step else self.every.event()
 
     @staticmethod
     def linear(start: float, end: float, *, over: int) -> Schedule:
-        """From ``start`` to ``end`` in a straight line over so many steps (or epochs), and ``end`` from there on."""
+        """A schedule that changes linearly from ``start`` to ``end`` over ``over`` steps (or epochs), then stays at ``end``."""
         return _Ramp(start, end, over, cosine=False)
 
     @staticmethod
     def cosine(start: float, end: float, *, over: int) -> Schedule:
-        """From ``start`` to ``end`` along half a cosine over so many steps (or epochs), and ``end`` from there on."""
+        """A schedule along half a cosine from ``start`` to ``end`` over ``over`` steps (or epochs), then at ``end``."""
         return _Ramp(start, end, over, cosine=True)
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"{self.field!r} of update {engine.find_update(self.update).name!r}", by=self)
+        engine.overrides.claim(
+            Override.PARAMETER_GROUP,
+            by=self,
+            target=f"{self.field!r} of update {engine.find_update(self.update).name!r}",
+        )
 
     @on(Events.STARTED, phase=Phase.FINALIZE)
     def begin(self, engine: Engine) -> None:
-        """Check the field, and set the value that the first step is made with."""
+        """Check the field, and set the value for the first step."""
         groups = self._groups(engine)
         for group in groups:
             if self.field not in group:
                 fields = ", ".join(key for key in group if key != "params" and not key.startswith("initial_"))
-                raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; there are: {fields}")
+                raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; its fields are: {fields}")
             if self.field in ("momentum", "betas") and "max_momentum" in group:
                 raise ValueError(
-                    f"{self.name!r}: the learning-rate schedule cycles {self.field!r}, too; build it with "
+                    f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build it with "
                     "cycle_momentum=False"
                 )
             own = group[self.field]
             if self.index is not None and not isinstance(own, tuple | list):
-                raise ValueError(f"{self.name!r}: index={self.index}, but {self.field!r} is one value: {own!r}")
+                raise ValueError(f"{self.name!r}: index={self.index}, but {self.field!r} is a single value: {own!r}")
             if self.index is not None and self.index >= len(own):
                 raise ValueError(
                     f"{self.name!r}: index={self.index}, but {self.field!r} has {len(own)} values: {own!r}"
@@ -125,24 +135,24 @@ class ParameterScheduling(Handler):
             if not _alike(value, wanted):
                 raise TypeError(
                     f"{self.name!r}: the schedule gives {value!r} for {self.field!r}, which is {wanted!r} in the optimizer; "
-                    "give values of that kind" + ("" if self.index is None else f" for index={self.index}")
+                    "give values of the same type" + ("" if self.index is None else f" for index={self.index}")
                 )
         self._set(engine)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE)
     def resume(self, engine: Engine) -> None:
-        """Set the value that the loaded run goes on with."""
+        """Set the value for the step count of the loaded run."""
         self._set(engine)
 
-    @on("stepping", phase=Phase.CONTROL)
-    def follow_steps(self, engine: Engine) -> None:
-        """Move on after an optimizer step that happened."""
+    @on("step_event", phase=Phase.CONTROL)
+    def set_after_step(self, engine: Engine) -> None:
+        """Set the next value after an optimizer step, unless it was skipped."""
         if made_step(engine, self.update, self.every):
             self._set(engine)
 
-    @on("epochs", phase=Phase.CONTROL)
-    def follow_epochs(self, engine: Engine) -> None:
-        """Move on after an epoch."""
+    @on("epoch_event", phase=Phase.CONTROL)
+    def set_after_epoch(self, engine: Engine) -> None:
+        """Set the next value after an epoch."""
         self._set(engine)
 
     def _set(self, engine: Engine) -> None:
@@ -150,7 +160,7 @@ class ParameterScheduling(Handler):
         count = update.steps if self.every.unit == "st" else engine.state.epoch - engine.state.epoch_open
         value = self.schedule(count - count % every)
         for group in self._groups(engine):
-            # As torch's schedules have it: a group carries the value that it was built with.
+            # As in torch's schedulers, the group keeps its initial value.
             own = group.setdefault(f"initial_{self.field}", group[self.field])
             if self.index is None:
                 group[self.field] = value
@@ -165,12 +175,12 @@ class ParameterScheduling(Handler):
             return groups
         if max(self.groups) >= len(groups):
             raise ValueError(
-                f"{self.name!r}: groups={self.groups}, but the optimizer has {len(groups)}, counted from 0"
+                f"{self.name!r}: groups={self.groups}, but the optimizer has {len(groups)} groups, counted from 0"
             )
         return [groups[place] for place in self.groups]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state: the value follows from the counts. Begin anew, with the optimizer's own value."""
+        """Restore the optimizer's initial value; there is no state, since the value follows from the counts."""
         super().load_state_dict(state)
         if (engine := self.engine) is not None:
             for group in _groups_of(engine.find_update(self.update)):
@@ -179,7 +189,7 @@ class ParameterScheduling(Handler):
 
 
 class _Steps:
-    """Values that hold from a count on."""
+    """A piecewise constant schedule: each value applies from its count on."""
 
     def __init__(self, values: Mapping[int, Any]) -> None:
         self.counts = sorted(values)
@@ -190,7 +200,7 @@ class _Steps:
 
 
 class _Ramp:
-    """A way from one value to another."""
+    """A linear or cosine schedule from one value to another."""
 
     def __init__(self, start: float, end: float, over: int, *, cosine: bool) -> None:
         where = f"ParameterScheduling.{'cosine' if cosine else 'linear'}"
@@ -211,9 +221,9 @@ def _check_counts(schedule: Mapping[int, Any]) -> None:
     where = f"ParameterScheduling(schedule={dict(schedule)!r})"
     for count in schedule:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{where}: {count!r} is no number of steps or epochs")
+            raise ValueError(f"{where}: {count!r} is not a number of steps or epochs; give ints of 0 or more")
     if 0 not in schedule:
-        raise ValueError(f"{where}: say what holds at first, too: {{0: ..., ...}}")
+        raise ValueError(f"{where}: the initial value is missing; give {{0: ..., ...}}")
 
 
 def _groups_of(update: UpdateState) -> list[dict[str, Any]]:
@@ -221,7 +231,7 @@ def _groups_of(update: UpdateState) -> list[dict[str, Any]]:
 
 
 def _alike(value: Any, own: Any) -> bool:
-    """Whether the value could stand in place of the optimizer's own."""
+    """Whether the value is of the same type as the optimizer's own."""
     if isinstance(own, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(own) and all(map(_alike, value, own))
     if isinstance(own, bool) or own is None:

@@ -1,4 +1,4 @@
-"""Predictions: what an engine's forward gives for every batch, in memory or on disk."""
+"""Predictions: collects the outputs of an engine for every batch, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Predictions"]
 class Predictions(Handler):
     """Collects the output of every batch of an engine that evaluates: ``Engine(Update.prediction(), model=model)``.
 
-    Tensors are detached and brought to the CPU, which waits for the device once a batch. In memory they are joined in the end;
-    with a folder, every batch is one file, ``<name>-00000001.pt`` and so on, and nothing is kept in memory. A file is
-    written aside and renamed, so that one that is there is whole. Every run begins anew: the files of an earlier one under
-    this name are removed.
+    Tensors are detached and copied to the CPU, which synchronises with the device once a batch. In memory, the batches are
+    concatenated. With a folder, each batch is written to a file of its own, ``<name>-00000001.pt`` and so on, and nothing is
+    kept in memory. Files are written under a temporary name and renamed, so that every file is complete. Each run starts
+    empty: the files of an earlier run under this name are removed.
 
     Args:
-        folder: where to write; made if it is not there. None to collect in memory.
-        inputs: whether the inputs are collected, too: the batch's first part, or what ``inputs(batch)`` returns.
-        targets: the same for the targets, by default the batch's second part.
-        update: the name of the update whose output is collected; it has to be given if there are several.
+        folder: Folder to write to, created if it does not exist; None to collect in memory.
+        inputs: Whether to collect the inputs, too: the first element of the batch, or what ``inputs(batch)`` returns.
+        targets: The same for the targets, by default the second element of the batch.
+        update: Name of the update whose output is collected; required if the engine has several.
 
     Attributes:
-        files: the files of the last run, in order.
+        files: The files of the last run, in order.
 
     Example:
         >>> import torch
@@ -61,10 +61,9 @@ class Predictions(Handler):
         super().__init__(name=name)
         for argument, value in (("inputs", inputs), ("targets", targets)):
             if not isinstance(value, bool) and not callable(value):
-                raise TypeError(f"Predictions({argument}={value!r}): it has to be a bool, or a function of the batch")
+                raise TypeError(f"Predictions({argument}={value!r}): expected a bool, or a function of the batch")
         self.folder = None if folder is None else check_folder(self, folder)
-        # In memory there is nothing that a dry run would have to do without.
-        self.writes = self.folder is not None
+        self.writes = self.folder is not None  # only files are omitted in a dry run
         self.update = update
         self.files: list[Path] = []
         self._parts: dict[str, Callable[[Any], Any]] = {}
@@ -72,34 +71,34 @@ class Predictions(Handler):
             if wanted is not False:
                 self._parts[part] = wanted if callable(wanted) else itemgetter(place)
         self._collected: dict[str, list[Any]] = {}
-        self._iterations: list[int] = []  # of what was collected
-        self._number = 0  # of the last file
+        self._iterations: list[int] = []  # one for each collected batch
+        self._number = 0  # in the name of the last file
 
     def attached(self, engine: Engine) -> None:
         if engine.training:
             raise ValueError(
-                f"{self.name!r}: this engine trains; predict with one of its own: Engine(Update.prediction(), model=model)"
+                f"{self.name!r}: this engine trains; predict with a separate one: Engine(Update.prediction(), model=model)"
             )
         update = only_update(engine, self.update, by=self, does="predicts")
         if update.forward is None:
             raise ValueError(
-                f"{self.name!r}: update {update.name!r} is a single function, which shows no output; give it a forward="
+                f"{self.name!r}: update {update.name!r} is a single function and has no output; give it a forward="
             )
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def begin(self, engine: Engine) -> None:
-        """Begin with nothing collected."""
+        """Start empty, and remove the files of an earlier run."""
         self._collected = {part: [] for part in ("outputs", *self._parts)}
         self.files, self._iterations, self._number = [], [], 0
         if self.folder is not None:
             open_folder(self, self.folder)
-            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.first else ():
+            for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.is_rank_zero else ():
                 file.unlink()
             engine.processes.barrier()
 
     @on(Events.FORWARD_COMPLETED, phase=Phase.RECORD)
     def collect(self, engine: Engine) -> None:
-        """Take the output of this batch, or of the part of it that the forward saw."""
+        """Store the output of this batch, or of the piece of it that the forward computed."""
         state = engine.state
         if self.update not in (None, state.update.name):
             return
@@ -110,37 +109,37 @@ class Predictions(Handler):
             for part, value in found.items():
                 self._collected[part].append(value)
             return
-        if engine.processes.several:  # numbered as the batches are in the data, which are dealt in turn
-            size, rank = engine.processes.size, engine.processes.rank
-            in_turn = (state.iteration - 1) * size + rank + 1
-            self._number = max(in_turn, self._number + size) if self.files else in_turn
+        if engine.processes.distributed:  # numbered in the order of the data, which is sharded round robin
+            size, rank = engine.processes.world_size, engine.processes.rank
+            in_data = (state.iteration - 1) * size + rank + 1
+            self._number = max(in_data, self._number + size) if self.files else in_data
         else:
             self._number += 1
         path = self.folder / f"{self.name}-{self._number:08d}.pt"
-        aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            torch.save(found, aside)
-            os.replace(aside, path)
+            torch.save(found, temporary)
+            os.replace(temporary, path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         self.files.append(path)
 
     @on(Events.COMPLETED, phase=Phase.PREPARE)
-    def put_together(self, engine: Engine) -> None:
-        """Give every process what all have collected, in the order of the data."""
-        if not engine.processes.several:
+    def gather(self, engine: Engine) -> None:
+        """Gather the batches of all ranks on every rank, in the order of the data."""
+        if not engine.processes.distributed:
             return
         iterations = engine.processes.gather(self._iterations)
 
         def in_order(own: list[Any]) -> list[Any]:
             of_all = engine.processes.gather(own)
-            told = [
+            order = [
                 (iteration, rank, place)
                 for rank, several in enumerate(iterations)
                 for place, iteration in enumerate(several)
             ]
-            return [of_all[rank][place] for _, rank, place in sorted(told)]
+            return [of_all[rank][place] for _, rank, place in sorted(order)]
 
         if self.folder is None:
             self._collected = {part: in_order(own) for part, own in self._collected.items()}
@@ -149,10 +148,10 @@ class Predictions(Handler):
 
     @property
     def outputs(self) -> Any:
-        """Of the last run: joined along the first dimension if they are tensors that fit, else a list with one item a batch.
+        """The outputs of the last run: concatenated along the first dimension if their shapes match, else a list of batches.
 
         Raises:
-            RuntimeError: if they were not collected in memory.
+            RuntimeError: If they were not collected in memory.
         """
         return self._joined("outputs")
 
@@ -168,7 +167,9 @@ class Predictions(Handler):
 
     def _joined(self, part: str) -> Any:
         if self.folder is not None:
-            raise RuntimeError(f"{self.name!r}: the {part} are in the files that {self.name}.files lists, one a batch")
+            raise RuntimeError(
+                f"{self.name!r}: the {part} are on disk, one file for each batch; load them from {self.name}.files"
+            )
         if part not in self._collected:
             way_out = f"Predictions({part}=True)" if part != "outputs" and part not in self._parts else "run the engine"
             raise RuntimeError(f"{self.name!r}: no {part} were collected; {way_out}")
@@ -180,7 +181,7 @@ class Predictions(Handler):
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy that no later batch changes, in the types that a safe load accepts."""
+    """A copy on the CPU, in types that ``torch.load(weights_only=True)`` accepts."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, tuple | list):

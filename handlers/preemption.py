@@ -1,4 +1,4 @@
-"""Preemption: a signal saves the run and stops it, so that another process goes on as if there had been no stop."""
+"""Preemption: a signal saves the run and stops it, so that another process can resume it without any loss."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ from signalfire.checks import check_int, check_number
 __all__ = ["Preemption"]
 
 _FOR_ALL = ("SIGUSR1", "SIGUSR2")
-"""Signals that schedulers send to all processes of a job; by default they would end the data's workers before the run is
-saved."""
+"""Signals that schedulers send to all processes of a job; by default they would kill the DataLoader's workers before the run
+is saved."""
 
 
 class Preemption(Handler):
-    """Lets signals, as schedulers send before they take a machine away, save the run and stop it.
+    """Saves the run and stops it at a signal, such as schedulers send before they reclaim a machine.
 
-    The iteration under way is completed. Then PREEMPTED is told, at which every `Checkpoint` that holds the whole state writes
-    one, as ``<name>-...-preempted``, also inside an accumulation window; functions of your own may listen to it, too. The
-    run is stopped as by ``engine.terminate``: TERMINATED, COMPLETED and ENDED come, ``state.stop_reason`` names the signal.
-    The run that is resumed from there ends as one that was never stopped, bit for bit.
+    The current iteration is completed. Then PREEMPTED is emitted, at which every `Checkpoint` of the whole state saves one, as
+    ``<name>-...-preempted``, also inside an accumulation window; connect functions of your own to it as well. The run stops as
+    by ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run
+    resumed from there is bit for bit equal to one that was never stopped.
 
-    After ENDED, ``run()`` raises SystemExit, so that whoever started the process sees that it was not finished: with 128 + the
-    signal's number, 143 for SIGTERM, as shells tell it. torchrun starts such a process again, and Slurm a job with
-    ``--requeue``. The signal comes in time with ``sbatch --signal=USR1@120``, whose number has to be longer than an
-    iteration, an evaluation and a checkpoint together.
+    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number
+    as in shells, 143 for SIGTERM. torchrun restarts such a process, and Slurm a job with ``--requeue``. Let Slurm send the
+    signal early enough with ``sbatch --signal=USR1@120``: the number of seconds must exceed an iteration, an evaluation and a
+    checkpoint together.
 
-    While a run goes on, the signals' previous handlers are replaced; they are back when it has ended, also by an error. A
-    second signal of the same kind gets to the previous handler, which by default ends the process at once. Forked workers of
-    the data ignore SIGUSR1 and SIGUSR2. They die of a SIGTERM of their own, and the run with them: send it to the
-    training process alone.
+    The previous signal handlers are replaced during a run and restored when it ends, also after an error. A second signal of
+    the same kind is forwarded to the previous handler, which by default ends the process at once. Forked workers of a
+    DataLoader ignore SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them: send it to the training process only.
 
     Args:
-        signals: their names.
-        exit_status: with what the process leaves: "signal" for 128 + the signal's number, a number of your own, or None: then
-            ``run()`` returns, and `preempted` tells.
-        repeat_seconds: a second signal of the same kind that comes this soon is the first one: torchrun hands on what the
-            scheduler has sent to all processes already.
+        signals: Names of the signals.
+        exit_status: Exit status of the process: "signal" for 128 + the signal's number, a number of your own, or None to
+            return from ``run()``; then check `preempted`.
+        repeat_seconds: Time in seconds within which a second signal of the same kind is ignored: torchrun forwards signals
+            that the scheduler has sent to all processes already.
 
     Attributes:
-        preempted: the name of the signal that came in the latest run; None if there was none.
+        preempted: Name of the signal that was received in the latest run; None if there was none.
 
     Errors:
-        A run outside of the main thread, where Python hands over no signals, is refused at its start; so is a signal whose
-        handler was not installed from Python and could not be put back.
+        RuntimeError: At the start of a run outside the main thread, where Python delivers no signals, and for a signal whose
+            handler was not installed from Python and cannot be restored.
 
     Example:
         >>> Preemption(["SIGTERM", "SIGUSR1"]).preempted is None
@@ -73,12 +72,12 @@ class Preemption(Handler):
         if exit_status is not None and exit_status != "signal":
             exit_status = check_int(self, "exit_status", exit_status, least=0)
             if exit_status > 255:
-                raise ValueError(f"Preemption(exit_status={exit_status}): a process has one of 0 to 255")
+                raise ValueError(f"Preemption(exit_status={exit_status}): expected an exit status from 0 to 255")
         self.exit_status = exit_status
         self.repeat_seconds = check_number(self, "repeat_seconds", repeat_seconds, least=0)
         self.preempted: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
-        self._came_at = 0.0
+        self._received_at = 0.0
         self._process = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,94 +85,94 @@ class Preemption(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def install(self, engine: Engine) -> None:
-        """Take the signals over until the run ends."""
+        """Install the signal handlers until the run ends."""
         self.preempted = None
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f"{self.name!r}: Python hands signals to the main thread only, and this run is in "
+                f"{self.name!r}: Python delivers signals to the main thread only, but this run is in "
                 f"{threading.current_thread().name!r}; run it in the main thread, or detach {self.name!r}"
             )
         for one in self.signals:
             if signal.getsignal(one) is None:
                 raise RuntimeError(
-                    f"{self.name!r}: the handler of {one.name} was not installed from Python, and could not be put back; "
-                    "leave that signal out"
+                    f"{self.name!r}: the handler of {one.name} was not installed from Python and cannot be restored; remove "
+                    f"{one.name} from signals="
                 )
         for one in self.signals:
             self._previous[one] = signal.getsignal(one)
             signal.signal(one, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Runs between any two bytecodes: it only notes what came."""
-        came = signal.Signals(number)
+        """Record the signal and request the stop; no more, since it runs between any two bytecodes."""
+        received = signal.Signals(number)
         if os.getpid() != self._process:
-            if came.name not in _FOR_ALL:
-                self._hand_on(came, frame)
+            if received.name not in _FOR_ALL:
+                self._forward(received, frame)
         elif self.preempted is None:
-            self.preempted = came.name
-            self._came_at = time.monotonic()
+            self.preempted = received.name
+            self._received_at = time.monotonic()
             if (engine := self.engine) is not None and engine.running:
-                engine.preempt(f"preempted by {came.name}")
-        elif self.preempted == came.name and time.monotonic() - self._came_at >= self.repeat_seconds:
-            self._hand_on(came, frame)
+                engine.boundary.preempt(f"preempted by {received.name}")
+        elif self.preempted == received.name and time.monotonic() - self._received_at >= self.repeat_seconds:
+            self._forward(received, frame)
 
-    def _hand_on(self, came: signal.Signals, frame: FrameType | None) -> None:
-        previous = self._previous.get(came, signal.SIG_DFL)
+    def _forward(self, received: signal.Signals, frame: FrameType | None) -> None:
+        previous = self._previous.get(received, signal.SIG_DFL)
         if callable(previous):
-            previous(came, frame)
+            previous(received, frame)
         elif previous == signal.SIG_DFL:
-            signal.signal(came, signal.SIG_DFL)
-            signal.raise_signal(came)
+            signal.signal(received, signal.SIG_DFL)
+            signal.raise_signal(received)
 
     @on(Events.PREEMPTED, phase=Phase.PREPARE)
-    def tell_all(self, engine: Engine) -> None:
-        """Of several processes, the signal may have come to one of them: all leave alike."""
-        came = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
-        if self.preempted is None and came:
-            # The scheduler has sent it to all: what comes here in a moment is the same one.
-            self.preempted, self._came_at = came[0], time.monotonic()
+    def sync_signal(self, engine: Engine) -> None:
+        """Exchange the signal, which only some ranks may have received, so that all exit with the same status."""
+        received = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
+        if self.preempted is None and received:
+            # The scheduler has sent it to all processes: one received here shortly is the same signal.
+            self.preempted, self._received_at = received[0], time.monotonic()
 
     @on(Events.TERMINATED, phase=Phase.RECORD)
-    def tell(self, engine: Engine) -> None:
-        """Say so if nothing was saved."""
+    def warn_if_unsaved(self, engine: Engine) -> None:
+        """Warn if nothing saved the run."""
         if self.preempted is not None and all(
             one.owner == self.name for one in engine.signal(Events.PREEMPTED).connections
         ):
             warnings.warn(
-                f"{self.name!r}: the run was stopped by {self.preempted}, and nothing saved it: attach a Checkpoint that holds "
-                "the whole state, or connect a function to Events.PREEMPTED",
+                f"{self.name!r}: the run was stopped by {self.preempted}, but nothing saved it; attach a Checkpoint of the "
+                "whole state, or connect a function to Events.PREEMPTED",
                 stacklevel=2,
             )
 
     @on(Events.ENDED, phase=Phase.PERSIST)
-    def leave(self, engine: Engine) -> None:
-        """Put the previous handlers back; a signal that came is not forgotten, also if it came too late for a stop."""
-        self._put_back()
+    def exit(self, engine: Engine) -> None:
+        """Restore the signal handlers, and exit if a signal was received, even one too late to stop the run."""
+        self._restore()
         if self.preempted is None or self.exit_status is None or engine.state.exception is not None:
             return
         number = signal.Signals[self.preempted].value
         raise SystemExit(128 + number if self.exit_status == "signal" else self.exit_status)
 
     def detached(self, engine: Engine) -> None:
-        self._put_back()
+        self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         while self._previous:
             one, previous = self._previous.popitem()
-            if signal.getsignal(one) == self._receive:  # somebody may have replaced it, and has to put it back
+            if signal.getsignal(one) == self._receive:  # otherwise other code has replaced it, and restores it
                 signal.signal(one, previous)
 
 
 def _check_signals(signals: Sequence[str]) -> tuple[signal.Signals, ...]:
     where = f"Preemption(signals={signals!r})"
     if isinstance(signals, str) or not isinstance(signals, Sequence) or not signals:
-        raise TypeError(f"{where}: give the names of signals in a list, such as ['SIGTERM', 'SIGUSR1']")
+        raise TypeError(f"{where}: expected a list of names of signals, such as ['SIGTERM', 'SIGUSR1']")
     found = []
     for name in signals:
         if not isinstance(name, str) or name not in signal.Signals.__members__:
-            raise ValueError(f"{where}: {name!r} is no signal here; give names such as 'SIGTERM'")
+            raise ValueError(f"{where}: {name!r} is not a signal of this system; give names such as 'SIGTERM'")
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{where}: {name} cannot be caught by any process")
+            raise ValueError(f"{where}: no process can catch {name}; remove it")
         found.append(signal.Signals[name])
     return tuple(dict.fromkeys(found))

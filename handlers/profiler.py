@@ -1,4 +1,4 @@
-"""Where a run's time goes: waiting for data, the parts of a step, each handler at each event; a table and a trace."""
+"""Profiler: the time of each stage of the loop and of each handler at each event, as a table and a trace."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
 
 from ._common.folders import check_folder, open_folder
@@ -20,8 +21,8 @@ from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
 __all__ = ["Profiler", "Timing"]
 
-# What the loop does between the receivers of two events.
-ACTS = {
+# The stages of the loop, each between the receivers of two events.
+STAGES = {
     "waiting for data": (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED),
     "forward": (Events.FORWARD_STARTED, Events.FORWARD_COMPLETED),
     "loss": (Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED),
@@ -30,19 +31,19 @@ ACTS = {
 }
 
 Span = tuple[int, Any]
-"""When something began, and its region in torch's profile."""
+"""The start of a measurement in nanoseconds, and its region in torch's profile."""
 
 
 @dataclass(slots=True)
 class Timing:
-    """How long something took.
+    """The time spent in a stage of the loop, or in a receiver.
 
     Attributes:
-        name: an act of the loop, such as "forward", or a receiver, such as "gradient_clipping.clip".
-        event: at which a receiver was called; empty for an act.
-        calls: how often.
-        seconds: in all; of a receiver, with everything that it calls.
-        longest: the longest of them, in seconds.
+        name: A stage of the loop, such as "forward", or a receiver, such as "gradient_clipping.clip".
+        event: Event at which a receiver was called; empty for a stage.
+        calls: Number of calls.
+        seconds: Total time in seconds; that of a receiver includes everything that it calls.
+        longest: Time of the longest call, in seconds.
 
     Example:
         >>> forward = Timing("forward")
@@ -58,7 +59,7 @@ class Timing:
     longest: float = 0.0
 
     def add(self, nanoseconds: int) -> None:
-        """One more."""
+        """Add one call."""
         seconds = nanoseconds * 1e-9
         self.calls += 1
         self.seconds += seconds
@@ -67,28 +68,29 @@ class Timing:
 
 
 class Profiler(Handler):
-    """Measures the acts of the loop and every receiver of every event, and tells when the run ends.
+    """Measures the stages of the loop and every receiver of every event, and reports when the run ends.
 
-    Receivers are timed where the signals call them, so that whatever is attached shows, also functions of your own, and
-    nothing of it is there once the profiler is detached or disabled. Attached, it costs one to two microseconds for each receiver
-    that is called. On a GPU, what is launched goes on behind the time that is measured; ``synchronize`` waits for it.
+    Receivers are timed where signals call them: the table includes every attached handler and connected function, and a
+    detached or disabled profiler costs nothing. An attached one costs one to two microseconds for each call of a receiver. On
+    a GPU, kernels run asynchronously, after the time that is measured; ``synchronize`` waits for them.
 
-    A receiver's time holds everything that it does: that of a validation, the whole of it. What an evaluator does in it, a
-    profiler of its own tells.
+    A receiver's time includes everything that it calls: that of a validation is the whole evaluation. Attach a second profiler
+    to the evaluator to see its parts.
 
     Args:
-        folder: where "profile.txt" (the table) and "trace.json" go, the latter for chrome://tracing or https://ui.perfetto.dev;
-            by default the table is printed, and nothing traced.
-        trace_after: how many iterations of the run are left out before the trace begins.
-        trace_iterations: how many iterations it is long.
-        torch_profiler: whether torch's own profiler makes the trace, with operators and kernels in it, and
-            "operators.txt" besides. While it runs everything is much slower.
-        synchronize: whether to wait for the GPU before each look at the clock.
-        file: where to print; standard error by default.
+        folder: Folder for "profile.txt" (the table) and "trace.json", for chrome://tracing or https://ui.perfetto.dev. By
+            default the table is printed, and there is no trace.
+        trace_after: Number of iterations before the trace starts.
+        trace_iterations: Number of iterations to trace.
+        torch_profiler: Whether to trace with torch's profiler, which includes operators and kernels, and writes
+            "operators.txt" as well. Everything is much slower while it runs.
+        synchronize: Whether to wait for the GPU before each reading of the clock.
+        file: Where to print the table; standard error by default.
 
     Attributes:
-        iterations: how many iterations were measured.
-        seconds: how long the run took; up to now inside of one.
+        iterations: Number of measured iterations.
+        seconds: Duration of the run, up to now during a run.
+        timings: The measurements; see `Timing`.
 
     Example:
         >>> profiler = Profiler()
@@ -116,13 +118,13 @@ class Profiler(Handler):
         self.trace_iterations = check_int(self, "trace_iterations", trace_iterations)
         self.torch_profiler = check_bool(self, "torch_profiler", torch_profiler)
         if self.torch_profiler and self.folder is None:
-            raise ValueError("Profiler(torch_profiler=True): give a folder, into which its trace is written")
+            raise ValueError("Profiler(torch_profiler=True): the trace needs a folder; give folder=")
         self.synchronize = check_bool(self, "synchronize", synchronize)
         self.file = file
         self.iterations = 0
         self._timings: dict[tuple[str, str], Timing] = {}
         self._marks: list[Attachment] = []
-        self._own: set[int] = set()  # the receivers that measure, which are not measured
+        self._own: set[int] = set()  # the profiler's own receivers, which are not measured
         self._began: int | None = None
         self._took = 0
         self._tracing = False
@@ -130,24 +132,24 @@ class Profiler(Handler):
         self._of_torch: Any = None
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("how receivers are called", by=self)
+        engine.overrides.claim(Override.RECEIVER_CALLS, by=self)
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL)
     def begin(self, engine: Engine) -> None:
-        """Measure from here on."""
+        """Start measuring."""
         if self.folder is not None:
             open_folder(self, self.folder)
         self._timings, self._slices, self.iterations, self._tracing = {}, [], 0, False
-        for name, (started, completed) in ACTS.items():
-            self._time_act(engine, name, started, completed)
+        for name, (started, completed) in STAGES.items():
+            self._time_stage(engine, name, started, completed)
         self._mark(engine, Events.ITERATION_COMPLETED, self._count, Phase.PERSIST, AFTER_ALL)
-        self._look()
+        self._switch_trace()
         engine.signals.call_through(self._timed)
         self._began = perf_counter_ns()
 
-    def _time_act(self, engine: Engine, name: str, started: Events, completed: Events) -> None:
+    def _time_stage(self, engine: Engine, name: str, started: Events, completed: Events) -> None:
         timing = self._timings[name, ""] = Timing(name)
         since: list[Span] = []
 
@@ -155,10 +157,10 @@ class Profiler(Handler):
             since[:] = [self._begin(name)]
 
         def end(engine: Engine) -> None:
-            if since:  # what is computed again, such as by a closure, belongs to the act that has it computed
+            if since:  # a recomputation, such as in a closure, is part of the stage that requests it
                 self._end(timing, since.pop())
 
-        # They belong to nobody: whoever has a hand in gradients is asked about when an open window is resumed.
+        # Connected without an owner: the engine compares the handlers that affect gradients when an open window is resumed.
         self._mark(engine, started, begin, Phase.PERSIST, AFTER_ALL)
         self._mark(engine, completed, end, Phase.PREPARE, BEFORE_ALL)
 
@@ -167,7 +169,7 @@ class Profiler(Handler):
         self._marks.append(engine.connect(event, receiver, phase=phase, rank=rank))
 
     def _timed(self, signal: Signal, connection: Connection) -> Callable[..., Any]:
-        """What is called in place of a receiver."""
+        """The function to call instead of a receiver: it calls the receiver and measures the time."""
         call = connection.call
         if id(connection.receiver) in self._own or connection.owner == self.name:
             return call
@@ -215,11 +217,11 @@ class Profiler(Handler):
     def _count(self, engine: Engine) -> None:
         self.iterations += 1
         if self.iterations in (self.trace_after, self.trace_after + self.trace_iterations):
-            self._look()
+            self._switch_trace()
             engine.signals.call_through(self._timed)
 
-    def _look(self) -> None:
-        """Begin or end the trace where it begins or ends."""
+    def _switch_trace(self) -> None:
+        """Start or stop the trace if this iteration is its first or its last."""
         if self.folder is None:
             return
         if self.iterations == self.trace_after:
@@ -237,14 +239,14 @@ class Profiler(Handler):
             assert self.folder is not None
             of_torch.__exit__(None, None, None)
             of_torch.export_chrome_trace(str(self.folder / "trace.json"))
-            told = of_torch.key_averages().table(sort_by="self_cpu_time_total", row_limit=50)
-            (self.folder / "operators.txt").write_text(told)
+            table = of_torch.key_averages().table(sort_by="self_cpu_time_total", row_limit=50)
+            (self.folder / "operators.txt").write_text(table)
 
-    # ---- telling --------------------------------------------------------------------------------------------------
+    # ---- reports --------------------------------------------------------------------------------------------------
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL)
-    def end(self, engine: Engine) -> None:
-        """Measure no more, and tell what was found."""
+    def report(self, engine: Engine) -> None:
+        """Stop measuring, and print or write the table and the trace."""
         if self._began is None:
             return
         self._took, self._began = perf_counter_ns() - self._began, None
@@ -266,13 +268,13 @@ class Profiler(Handler):
 
     @property
     def timings(self) -> list[Timing]:
-        """What was measured: the acts in the order of the loop, then receivers, those that took longest first."""
-        acts = [one for one in self._timings.values() if not one.event and one.calls]
+        """The measurements: first the stages in the order of the loop, then the receivers by descending time."""
+        stages = [one for one in self._timings.values() if not one.event and one.calls]
         receivers = [one for one in self._timings.values() if one.event and one.calls]
-        return acts + sorted(receivers, key=lambda one: -one.seconds)
+        return stages + sorted(receivers, key=lambda one: -one.seconds)
 
     def table(self) -> str:
-        """All of it, as text. The rest is the loop, and what it takes to measure."""
+        """The measurements as text; "the rest" is the time of the loop and of measuring."""
         total = self.seconds or float("nan")
         rows = [
             (one.name, one.event, str(one.calls), f"{one.seconds:.3f}", f"{one.seconds / one.calls * 1e6:.1f}",
@@ -295,7 +297,7 @@ class Profiler(Handler):
         return "\n".join([title, *lines])
 
     def trace(self) -> dict[str, Any]:
-        """What was traced, in the format of chrome://tracing: microseconds."""
+        """The trace in the format of chrome://tracing, with times in microseconds."""
         events = [
             {"name": name, "cat": event or "loop", "ph": "X", "ts": began / 1e3, "dur": (ended - began) / 1e3, "pid": 0,
              "tid": 0, "args": {"event": event} if event else {}}

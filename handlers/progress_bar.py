@@ -1,4 +1,4 @@
-"""A progress bar; plain lines where there is no terminal."""
+"""Progress bar, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar(Handler):
-    """Shows how far the epoch is, how fast it goes, and what is measured.
+    """Shows the progress of the epoch, its speed, and the metrics.
 
-    In a terminal or a notebook it is a bar for each epoch, which stays when the epoch is complete only with ``leave``. Elsewhere
-    (a file, a pipe) it is a line for each epoch, at most one in ``line_interval`` seconds, and the last one always.
-    What it shows is fetched from the device only when it is drawn, so that an iteration costs a fraction of a microsecond.
+    In a terminal or a notebook there is a bar for each epoch, which is removed at its end unless ``leave`` is set. Elsewhere
+    (a file, a pipe) there is a line for each epoch, at most one in ``line_interval`` seconds, and always one for the last.
+    Values are fetched from the device only when the bar is drawn, so that an iteration costs a fraction of a microsecond.
 
     Args:
-        metrics: the names to show, of metrics or of running values (see `Metrics`); by default all, or the last batch's loss if
+        metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, or the last batch's loss if
             there are none.
-        interval: the shortest time in seconds between two drawings.
-        leave: whether finished bars stay.
-        line_interval: the shortest time in seconds between two lines; see above.
-        file: where to draw; standard error by default.
+        interval: Shortest time in seconds between two drawings.
+        leave: Whether finished bars stay.
+        line_interval: Shortest time in seconds between two lines.
+        file: Where to draw; standard error by default.
 
     Example:
         >>> ProgressBar(["accuracy"]).metrics
@@ -60,19 +60,19 @@ class ProgressBar(Handler):
         self._plain = False
         self._last_line = 0.0
         self._epoch_began = 0.0
-        self._told = 0  # the epoch that the last line was about
+        self._printed_epoch = 0  # the epoch of the last line
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
-        """Find out what can be drawn here."""
+        """Choose a bar or plain lines."""
         file = self.file or sys.stderr
         notebook = "ipykernel" in sys.modules and self.file is None
         self._plain = not notebook and not (hasattr(file, "isatty") and file.isatty())
         self._last_line = self._epoch_began = time.monotonic()
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
-    def go_on(self, engine: Engine) -> None:
-        """Go on in an epoch that was begun elsewhere."""
+    def resume(self, engine: Engine) -> None:
+        """Start the bar at the position of a resumed epoch."""
         if engine.state.epoch_open:
             self.begin_epoch(engine)
             if self._bar is not None:
@@ -96,7 +96,7 @@ class ProgressBar(Handler):
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD)
     def advance(self, engine: Engine) -> None:
-        """Count the iteration; the values are fetched only when the bar was redrawn."""
+        """Count the iteration; fetch the values only if the bar is redrawn."""
         if self._bar is not None and self._bar.update():
             self._bar.set_postfix(self._values(engine), refresh=False)
 
@@ -111,18 +111,18 @@ class ProgressBar(Handler):
 
     @on(Events.COMPLETED, phase=Phase.RECORD)
     def end(self, engine: Engine) -> None:
-        """The last epoch is always told."""
-        if self._plain and self._told != engine.state.epoch:
+        """Print a line for the last epoch, if there is none yet."""
+        if self._plain and self._printed_epoch != engine.state.epoch:
             self._line(engine)
 
     @on(Events.ENDED)
     def close(self, engine: Engine) -> None:
-        """Leave the terminal as it was, also after an error."""
+        """Close the bar, also after an error."""
         self._close()
 
     def _line(self, engine: Engine) -> None:
         self._last_line = time.monotonic()
-        self._told = engine.state.epoch
+        self._printed_epoch = engine.state.epoch
         values = "  ".join(f"{name} {value}" for name, value in self._values(engine).items())
         seconds = self._last_line - self._epoch_began
         print(f"{_epoch_of(engine)}  iteration {engine.state.iteration}  {seconds:.1f}s  {values}".rstrip(),
@@ -135,7 +135,7 @@ class ProgressBar(Handler):
         for name in names:
             running = engine.state.epoch_open and name in metrics.running
             value = metrics.running[name]() if running else as_number(metrics.get(name))
-            if value is not None:  # not there yet, or not one number
+            if value is not None:  # None: not measured yet, or not a single number
                 values[name] = f"{value:.4g}"
         if not names and (loss := engine.state.update.loss) is not None:
             values["loss"] = f"{float(loss):.4g}"

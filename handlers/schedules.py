@@ -1,11 +1,11 @@
-"""Learning-rate schedules for `LRScheduling`: warm-up in front of any scheduler, and the schedules that papers train with.
+"""Learning-rate schedules for `LRScheduling`: warm-up before any scheduler, and schedules that are common in papers.
 
-Each function returns a factory, which is called with the optimizer and, if it has to know it, the number of steps of the run;
-`LRScheduling` fills that in. All but `warmup` and `one_cycle` make a ``LambdaLR``. A factory can be pickled, compared and
-printed, and serves any number of optimizers; every parameter group is scheduled from its own rate.
+Each function returns a factory, which is called with the optimizer and, if needed, with the number of steps of the run;
+`LRScheduling` passes both. All but `warmup` and `one_cycle` build a ``LambdaLR``. A factory can be pickled, compared and
+printed, and used for any number of optimizers; each parameter group is scheduled relative to its own rate.
 
-Amounts of time are ints, steps, or floats from 0 to 1, shares of the run, rounded down to whole steps. Rates are told below for
-the optimizer steps t = 0 ... N - 1 of a run of N, as multiples of the rate that the optimizer was built with.
+Durations are numbers of steps (int), or fractions of the run (float from 0 to 1), rounded down to whole steps. The rates below
+are for the optimizer steps t = 0 ... N - 1 of a run of N steps, as multiples of the optimizer's initial rate.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 
 
 def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -> Factory:
-    """A linear warm-up in front of any scheduler of torch.
+    """A linear warm-up before any scheduler of torch.
 
-    For W steps the rate rises evenly to the one that ``then`` begins with: at step t it is ``s + (1 - s) * t / W`` of that. From
-    step W on it is what ``then`` alone would give from step 0 on, in a run that is W steps shorter; shares in ``then`` are shares
-    of that shorter run. As in torch's LinearLR, the full rate is reached after the W steps, not with the last of them.
+    For W steps the rate rises linearly to the first rate of ``then``: at step t it is ``s + (1 - s) * t / W`` of that. From step
+    W on it follows ``then`` from its step 0, as in a run that is W steps shorter; fractions in ``then`` are fractions of that
+    shorter run. As in torch's LinearLR, the full rate is reached after the W steps, not with the last of them.
 
     First rate: ``s``; after the warm-up: as ``then``.
 
     Args:
-        amount: how long the rate rises, in steps or as a share of the run.
-        then: the factory of the scheduler that follows, as for `LRScheduling`; one that takes ``total_steps`` or ``T_max`` and
-            was not given it gets what is left of the run.
-        start_factor: the first rate s. By default 1 / (W + 1), so that no step is spent at a rate of 0.
+        amount: Length of the warm-up, in steps or as a fraction of the run.
+        then: Factory of the scheduler that follows, as for `LRScheduling`. If it requires ``total_steps`` or ``T_max`` and this
+            is not given, it gets the rest of the run.
+        start_factor: The first rate s. By default 1 / (W + 1), so that no step has a rate of 0.
 
     Source:
         Goyal et al., "Accurate, Large Minibatch SGD" (2017), https://arxiv.org/abs/1706.02677
@@ -72,7 +72,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
             "already built"
         )
     if base_of(then) is ReduceLROnPlateau:
-        raise ValueError("warmup(then=ReduceLROnPlateau): it follows a metric, not steps; attach it without a warm-up")
+        raise ValueError("warmup(then=ReduceLROnPlateau): it follows a metric, not steps; use it without a warm-up")
     if start_factor is not None:
         start_factor = _factor("warmup", "start_factor", start_factor)
     missing = missing_total(then)
@@ -81,7 +81,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
 
 
 def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: float = 0.0) -> Factory:
-    """A linear warm-up, half a cosine down to the least rate, and a cooldown that stays there.
+    """A linear warm-up, half a cosine down to the lowest rate, and a cooldown at that rate.
 
     With W steps of warm-up, C of cooldown and D = N - W - C between them, the factor at step t is ``(t + 1) / (W + 1)`` for
     t < W, then ``m + (1 - m) * (1 + cos(pi * (t - W) / D)) / 2``, and m in the last C steps.
@@ -89,9 +89,9 @@ def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: fl
     First rate: 1 / (W + 1), which is 1 without a warm-up. Last rate: m with a cooldown, otherwise one step of the cosine above m.
 
     Args:
-        warmup: how long the rate rises, in steps or as a share of the run.
-        cooldown: how long it stays at the least, in steps or as a share.
-        min_factor: the least rate m.
+        warmup: Length of the warm-up, in steps or as a fraction of the run.
+        cooldown: Length of the cooldown, in steps or as a fraction of the run.
+        min_factor: The lowest rate m.
 
     Source:
         Loshchilov and Hutter, "SGDR" (ICLR 2017), https://arxiv.org/abs/1608.03983
@@ -107,20 +107,19 @@ def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: fl
 def warmup_stable_decay(
     *, warmup: float = 0, decay: float = 0.2, shape: str = "linear", min_factor: float = 0.0
 ) -> Factory:
-    """A linear warm-up, a long stretch at the full rate, and a short decay at the end: WSD, or the trapezoid.
+    """A linear warm-up, a long stable phase at the full rate, and a short decay at the end: WSD, or the trapezoid.
 
-    A run that is to become longer goes on from the stable stretch, where a cosine would have to be begun anew. With W steps of
-    warm-up and D of decay, the factor at step t is ``(t + 1) / (W + 1)`` for t < W, 1 up to step N - D, and then
-    ``m + (1 - m) * h(p)`` with ``p = (t - (N - D)) / D``: h is ``1 - p`` (linear), ``(1 + cos(pi * p)) / 2`` (cosine) or
-    ``1 - sqrt(p)``.
+    A longer run can continue from the stable phase, where a cosine would have to start again. With W steps of warm-up and D of
+    decay, the factor at step t is ``(t + 1) / (W + 1)`` for t < W, 1 up to step N - D, and then ``m + (1 - m) * h(p)`` with
+    ``p = (t - (N - D)) / D``: h is ``1 - p`` (linear), ``(1 + cos(pi * p)) / 2`` (cosine) or ``1 - sqrt(p)``.
 
     First rate: 1 / (W + 1), which is 1 without a warm-up. Last rate: one step of the decay above m.
 
     Args:
-        warmup: how long the rate rises, in steps or as a share of the run.
-        decay: how long it falls, in steps or as a share.
-        shape: how it falls: "linear", "cosine" or "1-sqrt".
-        min_factor: the least rate m, which a further step would have reached.
+        warmup: Length of the warm-up, in steps or as a fraction of the run.
+        decay: Length of the decay, in steps or as a fraction of the run.
+        shape: Shape of the decay: "linear", "cosine" or "1-sqrt".
+        min_factor: The lowest rate m, which one more step would reach.
 
     Source:
         Hu et al., "MiniCPM" (2024), https://arxiv.org/abs/2404.06395; Hägele et al., "Scaling Laws and Compute-Optimal Training
@@ -136,7 +135,7 @@ def warmup_stable_decay(
 
 
 def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0) -> Factory:
-    """A linear warm-up and a polynomial decay over all that is left of the run.
+    """A linear warm-up and a polynomial decay over the rest of the run.
 
     With W steps of warm-up and D = N - W, the factor at step t is ``(t + 1) / (W + 1)`` for t < W and then
     ``e + (1 - e) * (1 - (t - W) / D) ** power``. Without warm-up and with e = 0 this is torch's PolynomialLR.
@@ -144,9 +143,9 @@ def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0
     First rate: 1 / (W + 1), which is 1 without a warm-up. Last rate: ``e + (1 - e) / D ** power``.
 
     Args:
-        power: the exponent; 1 is a line.
-        end_factor: the rate e that a further step would have reached.
-        warmup: how long the rate rises, in steps or as a share of the run.
+        power: Exponent; 1 is linear.
+        end_factor: The rate e that one more step would reach.
+        warmup: Length of the warm-up, in steps or as a fraction of the run.
 
     Example:
         >>> from signalfire.handlers import LRScheduling
@@ -159,15 +158,15 @@ def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0
 
 
 def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 0.3, **options: Any) -> Factory:
-    """One cycle of torch's OneCycleLR, with the length of its rise in steps or as a share, and the momentum against it.
+    """torch's OneCycleLR, with a warm-up in steps or as a fraction of the run, and the momentum cycled inversely.
 
-    First rate: max_lr / 25. The largest, max_lr, comes with the last step of the rise. Last rate: max_lr / 250,000. (With
-    OneCycleLR's own ``div_factor=25.0`` and ``final_div_factor=1e4``.)
+    First rate: max_lr / 25. The last step of the warm-up has the highest rate, max_lr. Last rate: max_lr / 250,000. (With
+    OneCycleLR's defaults ``div_factor=25.0`` and ``final_div_factor=1e4``.)
 
     Args:
-        max_lr: the largest rate, or one for each parameter group; by default the rates that the optimizer was built with.
-        warmup: how long the rate rises, in steps or as a share of the run: torch's ``pct_start``.
-        options: further arguments of OneCycleLR, such as ``div_factor`` or ``cycle_momentum=False``.
+        max_lr: Highest rate, or one for each parameter group; by default the optimizer's initial rates.
+        warmup: Length of the warm-up, in steps or as a fraction of the run: torch's ``pct_start``.
+        options: Further arguments of OneCycleLR, such as ``div_factor`` or ``cycle_momentum=False``.
 
     Source:
         Smith and Topin, "Super-Convergence" (2018), https://arxiv.org/abs/1708.07120
@@ -184,18 +183,18 @@ def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 
     for option, value in options.items():
         if option not in known:
             way_out = "give warmup=" if option == "pct_start" else f"the options are max_lr, warmup, {', '.join(known)}"
-            raise TypeError(f"one_cycle({option}={value!r}): it takes no {option}; {way_out}")
+            raise TypeError(f"one_cycle({option}={value!r}): there is no option {option}; {way_out}")
     return _OneCycle(max_lr, warmup, tuple(sorted(options.items())))
 
 
 def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> Factory:
-    """Factors that hold from given steps on, or between which the rate moves along straight lines.
+    """A piecewise constant schedule, or a piecewise linear one.
 
     First rate: 1, unless a factor is given for step 0. Last rate: the last factor.
 
     Args:
-        factors: ``{step: factor}``; each holds from its step on, and 1 before the first. Steps may be shares of the run.
-        interpolate: move evenly from one factor to the next instead, beginning with 1 at step 0 unless that is given.
+        factors: ``{step: factor}``; each applies from its step on, and 1 before the first. Steps may be fractions of the run.
+        interpolate: Whether to interpolate linearly between the factors, starting with 1 at step 0 unless that is given.
 
     Example:
         >>> from signalfire.handlers import LRScheduling
@@ -205,7 +204,7 @@ def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> F
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
     if not isinstance(factors, Mapping) or not factors:
-        raise ValueError(f"piecewise(factors={factors!r}): give a mapping {{step: factor}} that is not empty")
+        raise ValueError(f"piecewise(factors={factors!r}): expected a non-empty mapping {{step: factor}}")
     points: list[tuple[int | float, float]] = []
     for at, factor in factors.items():
         place = _amount("piecewise", "factors", at)
@@ -215,16 +214,16 @@ def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> F
         tuple(points), check_bool("piecewise", "interpolate", interpolate)
     )
     if absolute:
-        made.steps(None)  # two factors at one step show at once
+        made.steps(None)  # raises an error for two factors at one step
     return made
 
 
-# ---- the factories: plain data, so that they can be pickled, compared and printed ------------------------------------
+# ---- factories: plain data, so that they can be pickled, compared and printed ----------------------------------------
 
 
 @dataclass(frozen=True)
 class _Warmup:
-    """Takes no ``total_steps``, so that `LRScheduling` does not hold the run to a length that does not matter."""
+    """Takes no ``total_steps``, so that `LRScheduling` does not tie the run to its length."""
 
     amount: int | float
     then: Factory
@@ -238,8 +237,8 @@ class _Warmup:
             if self.missing is not None:
                 if rising >= total_steps:
                     raise ValueError(
-                        f"warmup(amount={self.amount!r}): it takes all of the run's {total_steps} steps, and leaves none for "
-                        "the schedule that is to follow"
+                        f"warmup(amount={self.amount!r}): the warm-up takes all of the run's {total_steps} steps, and leaves "
+                        "none for the schedule that follows; give less"
                     )
                 arguments[self.missing] = total_steps - rising
         assert isinstance(rising, int)
@@ -252,7 +251,7 @@ class _Warmup:
 
 class _WarmupOfRun(_Warmup):
     def __call__(self, optimizer: Optimizer, total_steps: int | None = None) -> _WarmupLR:
-        return self.build(optimizer, _told("warmup", total_steps))
+        return self.build(optimizer, _check_total("warmup", total_steps))
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ class _Phases:
     power: float
 
     def __call__(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:
-        total = _told(self.name, total_steps)
+        total = _check_total(self.name, total_steps)
         amounts = {"warmup": self.warmup, "cooldown": self.cooldown}
         if self.decay is not None:
             amounts["decay"] = self.decay
@@ -283,7 +282,7 @@ class _OneCycle:
     options: tuple[tuple[str, Any], ...]
 
     def __call__(self, optimizer: Optimizer, total_steps: int | None = None) -> OneCycleLR:
-        total = _told("one_cycle", total_steps)
+        total = _check_total("one_cycle", total_steps)
         if isinstance(self.warmup, int):
             (rising,) = _steps("one_cycle", total, warmup=self.warmup)
             share = rising / total
@@ -291,9 +290,10 @@ class _OneCycle:
             share = self.warmup
         if share == 1:
             raise ValueError(
-                f"one_cycle(warmup={self.warmup!r}): it takes all of the run's {total} steps, and leaves none to fall in"
+                f"one_cycle(warmup={self.warmup!r}): the warm-up takes all of the run's {total} steps, and leaves none for the "
+                "decay; give less"
             )
-        # OneCycleLR overwrites the groups' rates; built a second time, it finds the largest where the first one left it.
+        # OneCycleLR overwrites the groups' rates; a second one finds the highest rate in the group's "max_lr".
         largest: Any = self.max_lr
         if largest is None:
             largest = [float(group.get("max_lr", group["lr"])) for group in optimizer.param_groups]
@@ -308,7 +308,7 @@ class _Piecewise:
     interpolate: bool
 
     def steps(self, total_steps: int | None) -> list[tuple[int, float]]:
-        """The points in order, from step 0 on, in whole steps."""
+        """The points in order, from step 0, in whole steps."""
         resolved: dict[int, float] = {}
         for at, factor in self.points:
             if total_steps is not None:
@@ -317,7 +317,7 @@ class _Piecewise:
                 assert isinstance(at, int)
                 place = at
             if place in resolved:
-                raise ValueError(f"piecewise(factors={dict(self.points)}): two of them are for step {place}")
+                raise ValueError(f"piecewise(factors={dict(self.points)}): there are two factors for step {place}")
             resolved[place] = factor
         return sorted({0: 1.0, **resolved}.items())
 
@@ -327,10 +327,12 @@ class _Piecewise:
 
 class _PiecewiseOfRun(_Piecewise):
     def __call__(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:
-        return LambdaLR(optimizer, _PiecewiseFactor(self.steps(_told("piecewise", total_steps)), self.interpolate))
+        return LambdaLR(
+            optimizer, _PiecewiseFactor(self.steps(_check_total("piecewise", total_steps)), self.interpolate)
+        )
 
 
-# ---- what is built: torch saves the attributes of a LambdaLR's callables with its state ------------------------------
+# ---- callables and schedulers: torch saves the attributes of a LambdaLR's callables with its state -------------------
 
 
 class _PhasesFactor:
@@ -374,18 +376,19 @@ class _PiecewiseFactor:
 
 
 class _WarmupLR(LRScheduler):
-    """Raises the rates with which another scheduler begins, then lets that one go its way.
+    """Warms up to the initial rates of another scheduler, then follows that one.
 
-    SequentialLR sets its second scheduler back to step 0 in a way that MultiplicativeLR and SequentialLR itself do not support.
+    SequentialLR resets its second scheduler to step 0 in a way that MultiplicativeLR and SequentialLR itself do not support.
     """
 
     def __init__(self, optimizer: Optimizer, then: Factory, steps: int, start: float) -> None:
         scheduler = then(optimizer)
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
-            raise TypeError(f"warmup(then=...): the factory returned {scheduler!r}, which is no scheduler")
+            raise TypeError(f"warmup(then=...): the factory returned {scheduler!r}, which is not a scheduler")
         if isinstance(scheduler, ReduceLROnPlateau) or hasattr(scheduler, "step_update"):
             raise ValueError(
-                f"warmup(then=...): the factory returned a {type(scheduler).__name__}, which is not driven by step() alone"
+                f"warmup(then=...): the factory returned a {type(scheduler).__name__}, which needs more than step() without "
+                "arguments; use it without a warm-up"
             )
         self._schedulers = [scheduler]
         self.steps = steps
@@ -441,22 +444,22 @@ def _phases(
     given = {"warmup": warmup, "decay": decay, "cooldown": cooldown}
     shares = {argument: value for argument, value in given.items() if isinstance(value, float) and value > 0}
     if sum(shares.values()) > 1 + 1e-9:
-        told = ", ".join(f"{argument}={value!r}" for argument, value in shares.items())
-        raise ValueError(f"{name}({told}): the shares add up to more than 1, the whole run")
+        arguments = ", ".join(f"{argument}={value!r}" for argument, value in shares.items())
+        raise ValueError(f"{name}({arguments}): the fractions add up to more than 1, the whole run; give less")
     return _Phases(name, shape, warmup, decay, cooldown, _factor(name, "min_factor", min_factor), power)
 
 
 def _amount(function: str, argument: str, value: Any) -> int | float:
-    """An int of steps or a float that is a share, checked."""
+    """Check a duration: an int of steps, or a float that is a fraction of the run."""
     where = f"{function}({argument}={value!r})"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where}: it has to be an int, steps, or a float from 0 to 1, a share of the run")
+        raise TypeError(f"{where}: expected an int (steps), or a float from 0 to 1 (fraction of the run)")
     if isinstance(value, Integral):
         if value < 0:
-            raise ValueError(f"{where}: it has to be 0 steps or more")
+            raise ValueError(f"{where}: expected 0 steps or more")
         return int(value)
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"{where}: a share of the run is a float from 0 to 1; write steps as an int")
+        raise ValueError(f"{where}: a fraction of the run is a float from 0 to 1; give steps as an int")
     return float(value)
 
 
@@ -465,26 +468,26 @@ def _factor(function: str, argument: str, value: Any) -> float:
 
 
 def _steps(function: str, total_steps: int, **amounts: float) -> list[int]:
-    """The amounts in whole steps of a run of this length.
+    """The durations in whole steps of a run of this length.
 
     Raises:
-        ValueError: if they do not fit into it.
+        ValueError: If they add up to more than the run.
     """
-    # Down, so that shares that add up to 1 never add up to more; 0.29 * 100 is a little below 29 in floating point.
+    # Rounded down, so that fractions that add up to 1 fit the run; 0.29 * 100 is slightly below 29 in floating point.
     steps = [a if isinstance(a, int) else math.floor(a * total_steps + 1e-6) for a in amounts.values()]
     if sum(steps) > total_steps:
-        told = ", ".join(f"{argument}={value!r}" for argument, value in amounts.items() if value)
+        arguments = ", ".join(f"{argument}={value!r}" for argument, value in amounts.items() if value)
         raise ValueError(
-            f"{function}({told}): that is {sum(steps)} steps, but the run has only {total_steps}; give less, or shares of the "
-            "run as floats"
+            f"{function}({arguments}): these are {sum(steps)} steps, but the run has only {total_steps}; give less, or fractions "
+            "of the run as floats"
         )
     return steps
 
 
-def _told(function: str, total_steps: int | None) -> int:
+def _check_total(function: str, total_steps: int | None) -> int:
     if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
         raise ValueError(
-            f"{function}: its factory needs total_steps, the number of steps in the run, as an int of 1 or more, but got "
-            f"{total_steps!r}; LRScheduling gives it, or write partial(factory, total_steps=...)"
+            f"{function}: the factory needs total_steps, the number of steps in the run, as an int of 1 or more, but got "
+            f"{total_steps!r}; use LRScheduling, which passes it, or partial(factory, total_steps=...)"
         )
     return total_steps

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization: each step with the gradient at the worst weights nearby."""
+"""Sharpness-aware minimization (SAM): steps with the gradient at the worst weights nearby."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.distributed import local_part
+from signalfire.restore import Buffers
 from signalfire.update import needs_closure
 
 from ._common.parameters import total_norm
-from ._common.updates import updates_meant
+from ._common.updates import selected_updates
 
 __all__ = ["SharpnessAwareMinimization"]
 
 
 class SharpnessAwareMinimization(Handler):
-    """Looks for flat minima: a step uses the gradient that the window's batches have at weights moved uphill by ``rho``.
+    """Finds flat minima: each step uses the gradient at weights perturbed uphill by a distance ``rho``.
 
-    The window's gradient g is computed at the weights w as ever. Then it is computed again at w + e(w), where
-    e(w) = rho * g / ||g||, the weights are put back bit for bit, and the optimizer makes its step with the second gradient. The
-    forward and the backward are thus made twice, also of each batch of an accumulation window, and GRADIENTS_READY comes for
-    each of the two: clipping holds for both. Metrics and logs see the first. So do buffers: BatchNorm's running statistics
-    are those of the weights that stay. Dropout draws anew in the second evaluation.
+    The gradient g of the accumulation window is computed at the weights w as usual. Then it is computed again at w + e(w),
+    where e(w) = rho * g / ||g||, the weights are restored bit for bit, and the optimizer steps with the second gradient.
+    Forward and backward thus run twice for each batch of the window, and GRADIENTS_READY is emitted for each of the two
+    gradients, so that clipping applies to both. Metrics and logs see the first pass only. Buffers keep the values of the first
+    pass, so that BatchNorm's running statistics belong to the unperturbed weights. Dropout draws a new mask in the second pass.
 
     Args:
-        rho: how far the weights are moved, as a norm; 0.05 by default, and 0.5 if adaptive, as in the papers.
-        adaptive: measure the distance relative to each weight's size (ASAM), so that scaling a layer up and the next one down
-            makes no difference: e(w) = rho * T^2 g / ||T g|| with T = |w| + eta.
-        eta: see adaptive, which alone uses it.
-        every: look ahead in every n-th optimizer step only, the other steps being plain.
-        update: the name of the update whose steps look ahead; all by default.
+        rho: Norm of the perturbation; 0.05 by default, and 0.5 if adaptive, as in the papers.
+        adaptive: Whether to measure the distance relative to the size of each weight (ASAM), so that scaling a layer up and the
+            next one down makes no difference: e(w) = rho * T^2 g / ||T g|| with T = |w| + eta.
+        eta: See ``adaptive``, for which it is used only.
+        every: Perturb the weights in every n-th optimizer step only; the other steps are plain.
+        update: Name of the update whose steps are changed; all by default.
 
     Raises:
-        ValueError: at the start of a run, for an optimizer with a closure such as LBFGS.
-        TypeError: for sparse gradients.
+        ValueError: At the start of a run, for an optimizer with a closure such as LBFGS.
+        TypeError: For sparse gradients.
 
     Source:
         Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021); Kwon et al., "ASAM:
@@ -69,56 +71,55 @@ class SharpnessAwareMinimization(Handler):
         self.eta = float(check_number(self, "eta", eta, least=0))
         self.every = check_int(self, "every", every)
         self.update = update
-        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers = Buffers()
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.replace("step", self.step, by=self, again=True)
+        engine.overrides.replace(Override.STEP, self.step, by=self, again=True)
         for update in engine.updates:
-            if update.held and not update.kept:  # of a window left open between two runs: it cannot be computed again
+            if update.window.held and not update.window.kept:  # left open between two runs: it cannot be recomputed
                 update.discard()
 
     @on(Events.STARTED)
     def prepare(self, engine: Engine) -> None:
-        """Refuse optimizers with a closure; find the buffers."""
-        for update in updates_meant(engine, self.update):
+        """Raise an error for optimizers with a closure, and collect the buffers."""
+        for update in selected_updates(engine, self.update):
             assert update.optimizer is not None
             if needs_closure(update.optimizer):
                 raise ValueError(
                     f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes gradients "
-                    "inside its own step, by a closure, and would not use those at the moved weights; take an optimizer "
+                    "inside its step, by a closure, and would not use those at the perturbed weights; use an optimizer "
                     f"without a closure, or detach {self.name!r}"
                 )
-        modules = {module: None for root in engine.modules.values() for module in root.modules()}
-        self._buffers = [(module._buffers, key) for module in modules for key in module._buffers]
+        self._buffers = Buffers(engine.modules.values())
 
     @on(Events.ENDED)
-    def finish(self, engine: Engine) -> None:
-        """Let go of the model."""
-        self._buffers = []
+    def release(self, engine: Engine) -> None:
+        """Drop the references to the model."""
+        self._buffers = Buffers()
 
     def step(self, engine: Engine, update: UpdateState, step: Callable[[], Any]) -> None:
-        """The optimizer's step, with the gradients at the moved weights."""
+        """Make the optimizer's step with the gradients at the perturbed weights."""
         if self.update in (None, update.name) and (update.steps + 1) % self.every == 0:
             parameters = [p for p in update.parameters if p.requires_grad and p.grad is not None]
-            with self._moved(parameters), self._buffers_put_back():
+            with self._perturbed(parameters), self._buffers.unchanged():
                 update.again()
         step()
 
     @contextmanager
-    def _moved(self, parameters: list[Tensor]) -> Iterator[None]:
-        """The weights moved uphill; then put back from a copy, since subtracting what was added would leave rounding errors."""
+    def _perturbed(self, parameters: list[Tensor]) -> Iterator[None]:
+        """Perturb the weights, and restore them from a copy: subtracting the perturbation would leave rounding errors."""
         with torch.no_grad():
             before = [local_part(p).clone() for p in parameters]
         try:
             with torch.no_grad():
-                self._move(parameters)
+                self._perturb(parameters)
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_([local_part(p) for p in parameters], before)
 
-    def _move(self, parameters: list[Tensor]) -> None:
+    def _perturb(self, parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             raise TypeError(
@@ -130,20 +131,8 @@ class SharpnessAwareMinimization(Handler):
             sizes = torch._foreach_abs(parameters)
             torch._foreach_add_(sizes, self.eta)
             gradients = list(torch._foreach_mul(gradients, sizes))
-        scale = self.rho / (total_norm(gradients) + 1e-12)  # a gradient of zero moves nothing
+        scale = self.rho / (total_norm(gradients) + 1e-12)  # no perturbation for a gradient of zero
         if self.adaptive:
             torch._foreach_mul_(gradients, sizes)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             local_part(parameter).addcmul_(local_part(gradient), scale.to(parameter.device))
-
-    @contextmanager
-    def _buffers_put_back(self) -> Iterator[None]:
-        before = [None if (buffer := own[key]) is None else (buffer, buffer.clone()) for own, key in self._buffers]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for (own, key), kept in zip(self._buffers, before, strict=True):
-                    if kept is not None:
-                        kept[0].copy_(kept[1])
-                    own[key] = None if kept is None else kept[0]

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights at the ends of the last epochs, used in their place for evaluation."""
+"""Stochastic weight averaging (SWA): evaluates with the mean of the weights at the ends of the last epochs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.data import generators_of
 from signalfire.distributed import unsharded
+from signalfire.evaluation import prepare_batch
 from signalfire.interval import check_every
 from signalfire.randomness import unchanged_random_state
+from signalfire.restore import Modes
 
 from ._common.averages import AveragedWeights
 from ._common.batches import check_data
@@ -28,45 +31,45 @@ __all__ = ["SWA"]
 
 
 class SWA(AveragedWeights):
-    """Averages the weights at the ends of epochs, each counting the same, and evaluates and exports with the average.
+    """Averages the weights at the ends of epochs with equal weights, and evaluates and exports with the average.
 
-    Late in training a high constant rate makes the weights wander around a wide minimum, and their mean is closer to its
-    middle than any of them. With ``lr`` the handler anneals the rate to it once averaging has begun, epoch by epoch; the
-    annealing is that of ``torch.optim.swa_utils.SWALR``. To schedule the rate before, too, leave out ``lr`` and let
-    `LRScheduling`, with ``every="1ep"``, drive one after the other: ``lambda optimizer: SequentialLR(optimizer, [before,
-    SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
+    Late in training, a high constant learning rate lets the weights explore a wide minimum, and their mean is closer to its
+    center than any of them. With ``lr``, the handler anneals the learning rate from the start of averaging, epoch by epoch, as
+    ``torch.optim.swa_utils.SWALR`` does. To schedule the learning rate before that, too, omit ``lr`` and chain both in
+    `LRScheduling` with ``every="1ep"``: ``lambda optimizer: SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)],
+    milestones=[75])``.
 
-    Evaluations that the trainer starts (`Validation`, `Engine.evaluate`) and `Engine.weights` see the average, copied into the
-    modules in place; afterwards the weights are back, bit for bit, also after an error. An evaluator therefore has to share
-    the trainer's modules. What is saved to resume from (`Engine.state_dict`) holds the weights, and the average as this
-    handler's state. After training ``engine.load_weights(engine.weights())`` makes the average the weights. Weights
-    that `Engine.load_weights` puts in place, as EarlyStopping does with the best ones, are used as they are until the next
-    average.
+    Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the average, which is copied
+    into the modules in place. Afterwards the weights are restored bit for bit, also after an error. An evaluator must therefore
+    share the trainer's modules. The state to resume from (`Engine.state_dict`) holds the weights, and the average as this
+    handler's state. After training, ``engine.load_weights(engine.weights())`` makes the average the weights. Weights loaded by
+    `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
 
-    The statistics of BatchNorm layers belong to the weights that they were gathered with. They are gathered anew for the average,
-    by passing training data through the model without gradients, when the run is complete. The pass calls the update's
-    forward, in the modes in which the modules train, without handlers of single batches such as mixed precision; BatchNorm layers
-    that are in eval mode, since they are frozen, keep theirs.
+    BatchNorm statistics are valid only for the weights that they were computed with. When the run is complete, they are
+    recomputed for the average by passing training data through the model without gradients. This calls the update's forward
+    with the modules in their training modes, without the handlers of batches, such as mixed precision. Frozen BatchNorm layers,
+    those in eval mode, keep their statistics.
 
     Args:
-        start: the first epoch at whose end the weights are averaged.
-        every: the interval between two, in epochs from there, such as "1ep".
-        lr: the rate to which the update's optimizer is annealed; by default the rate is left alone.
-        anneal_epochs: over how many epochs.
+        start: First epoch at whose end the weights are averaged.
+        every: Interval between two averages, in epochs from there, such as "1ep".
+        lr: Learning rate to which the update's optimizer is annealed; by default the learning rate is not changed.
+        anneal_epochs: Number of epochs of the annealing.
         anneal: "cos" or "linear".
-        bn_data: training data for the BatchNorm statistics, iterable again each time; a model with BatchNorm needs it.
-        bn_batches: how many of its batches are used; all by default. 0 keeps the statistics of the last averaged weights.
-        bn_update: when: "end" once the run is complete, "evaluation" also before each evaluation or export with a new average.
-        update: the name of the update whose rate is annealed, and whose forward passes the data; the first by default.
-            Averaged are all of the engine's modules.
+        bn_data: Training data for the BatchNorm statistics, iterable more than once; required for a model with BatchNorm.
+        bn_batches: Number of its batches to use; all by default. 0 keeps the statistics of the last averaged weights.
+        bn_update: When to recompute the statistics: "end" when the run is complete, "evaluation" also before each evaluation or
+            export with a new average.
+        update: Name of the update whose learning rate is annealed and whose forward is called; the first by default. All
+            modules of the engine are averaged.
 
     Attributes:
-        count: how many weights were averaged.
-        scheduler: what anneals the rate; None without ``lr`` and before the annealing begins.
+        count: Number of averaged weights.
+        scheduler: Scheduler of the annealing; None without ``lr`` and before the annealing starts.
 
     Source:
-        Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (UAI 2018); the same arithmetic as
-        ``torch.optim.swa_utils`` (AveragedModel with ``get_swa_multi_avg_fn()``, SWALR, update_bn).
+        Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (UAI 2018); the arithmetic is that
+        of ``torch.optim.swa_utils`` (AveragedModel with ``get_swa_multi_avg_fn()``, SWALR, update_bn).
 
     Example:
         >>> SWA(75, lr=0.05, anneal_epochs=5).every
@@ -99,40 +102,42 @@ class SWA(AveragedWeights):
         self.bn_batches = None if bn_batches is None else check_int(self, "bn_batches", bn_batches, least=0)
         self.bn_update = check_choice(self, "bn_update", bn_update, ("end", "evaluation"))
         self.scheduler: SWALR | None = None
-        self.averaging = Events.EPOCH_COMPLETED(after=self.start - 1) if self.start > 1 else Events.EPOCH_COMPLETED
-        self.annealing = None if lr is None else self.averaging
+        self.average_event = Events.EPOCH_COMPLETED(after=self.start - 1) if self.start > 1 else Events.EPOCH_COMPLETED
+        self.anneal_event = None if lr is None else self.average_event
         self._frozen: set[tuple[str, str]] = set()  # BatchNorm layers in eval mode when the run was complete
-        self._statistics_of = 0  # the count of the average for which BatchNorm statistics were gathered
+        self._statistics_of = 0  # `count` of the average that the BatchNorm statistics belong to
 
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
         if self.lr is not None:
-            engine.claim(f"the learning rate of update {engine.find_update(self.update).name!r}", by=self)
-
-    def look(self, engine: Engine) -> None:
-        """Find the parameters and buffers, and see that BatchNorm statistics can be gathered."""
-        super().look(engine)
-        if self.bn_data is None and self.bn_batches != 0 and (norms := _batch_norms(engine)):
-            raise ValueError(
-                f"{self.name!r}: the model has {len(norms)} BatchNorm layer(s), whose statistics have to be gathered for the "
-                "averaged weights; give SWA(bn_data=), the training data, or bn_batches=0 to keep those of the last weights"
+            engine.overrides.claim(
+                Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
             )
 
-    @on("averaging", phase=Phase.PREPARE, rank=AVERAGE)
+    def bind_tensors(self, engine: Engine) -> None:
+        """Collect the parameters and buffers, and check that BatchNorm statistics can be recomputed."""
+        super().bind_tensors(engine)
+        if self.bn_data is None and self.bn_batches != 0 and (norms := _batch_norms(engine)):
+            raise ValueError(
+                f"{self.name!r}: the model has {len(norms)} BatchNorm layer(s), whose statistics must be recomputed for the "
+                "averaged weights; give the training data as SWA(bn_data=), or bn_batches=0 to keep those of the last weights"
+            )
+
+    @on("average_event", phase=Phase.PREPARE, rank=AVERAGE)
     def average(self, engine: Engine) -> None:
-        """Let the weights at the end of this epoch count."""
+        """Add the weights at the end of this epoch to the average."""
         if (engine.state.epoch - self.start) % self.every.value == 0:
             self._averages.update(1 / (self._averages.count + 1))
 
-    @on("annealing", phase=Phase.CONTROL)
-    def lower(self, engine: Engine) -> None:
-        """Bring the rate closer to ``lr``."""
+    @on("anneal_event", phase=Phase.CONTROL)
+    def anneal_lr(self, engine: Engine) -> None:
+        """Anneal the learning rate towards ``lr``."""
         if self.scheduler is None:
             self.scheduler = self._annealing_of(engine)
         step(self.scheduler)
 
     def _annealing_of(self, engine: Engine) -> SWALR:
-        # Built when the annealing begins: over 0 epochs it takes effect at once.
+        # Built when the annealing starts: with anneal_epochs=0 it sets the rate at once.
         assert self.lr is not None
         optimizer = engine.find_update(self.update).optimizer
         assert optimizer is not None
@@ -141,13 +146,13 @@ class SWA(AveragedWeights):
         return scheduler
 
     @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
-    def complete(self, engine: Engine) -> None:
-        """Gather the BatchNorm statistics of the last average."""
+    def update_statistics(self, engine: Engine) -> None:
+        """Recompute the BatchNorm statistics for the final average."""
         self._frozen = {place for place, norm in _batch_norms(engine).items() if not norm.training}
         self._refresh(engine)
 
     def swap(self, engine: Engine) -> None:
-        """Put the average in place of the weights, with the BatchNorm statistics that belong to it if asked for."""
+        """Swap the average in, with its BatchNorm statistics if ``bn_update="evaluation"``."""
         if self.bn_update == "evaluation":
             if not engine.running:
                 self._averages.bind(engine, self.name)
@@ -155,22 +160,22 @@ class SWA(AveragedWeights):
         super().swap(engine)
 
     def update_bn(self, engine: Engine, data: Iterable[Any] | None = None) -> None:
-        """Gather the BatchNorm statistics of the average now. Nothing of the training changes, nor any random stream.
+        """Recompute the BatchNorm statistics of the average now; weights and random states stay unchanged.
 
         Args:
-            engine: the engine that this handler is attached to.
-            data: training data; ``bn_data`` by default.
+            engine: The engine that this handler is attached to.
+            data: Training data; ``bn_data`` by default.
         """
         if data is not None:
             check_data(f"{self.name!r}: update_bn(data={data!r})", data)
         data = self.bn_data if data is None else data
         if data is None:
-            raise ValueError(f"{self.name!r}: update_bn() needs training data; give it, or SWA(bn_data=)")
+            raise ValueError(f"{self.name!r}: update_bn() needs training data; give data=, or SWA(bn_data=)")
         if not engine.running:
             self._averages.bind(engine, self.name)
         if self._averages.values:
             with self._averages.in_place(anyway=True):
-                self._gather(engine, data)
+                self._recompute(engine, data)
                 self._averages.take_buffers()
         self._statistics_of = self._averages.count
 
@@ -180,11 +185,11 @@ class SWA(AveragedWeights):
         if stale and self.bn_data is not None and self.bn_batches != 0 and _batch_norms(engine):
             self.update_bn(engine)
 
-    def _gather(self, engine: Engine, data: Iterable[Any]) -> None:
-        """Let the BatchNorm layers see the data. They average it with equal weights, as they do without a momentum."""
+    def _recompute(self, engine: Engine, data: Iterable[Any]) -> None:
+        """Pass the data through the model; with momentum None, BatchNorm layers average all batches with equal weights."""
         update = engine.find_update(self.update)
         forward = update.forward or update.function
-        modes = [(module, module.training) for root in engine.modules.values() for module in root.modules()]
+        modes = Modes(engine.modules.values())
         if not engine.running:
             for root in engine.modules.values():
                 root.train()
@@ -200,20 +205,19 @@ class SWA(AveragedWeights):
             with torch.no_grad(), unchanged_random_state(*generators_of(data)), unsharded(engine.modules.values()):
                 for batch in islice(data, self.bn_batches) if norms else ():
                     if batch is not None:
-                        forward(engine, map_leaves(partial(_on_device, engine.device), engine.prepared(batch)))
+                        forward(engine, map_leaves(partial(_on_device, engine.device), prepare_batch(engine, batch)))
                         seen += 1
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            for module, mode in modes:
-                module.training = mode
-        if engine.processes.several:  # what each of them has seen may be in another order
+            modes.put_back()
+        if engine.processes.distributed:  # each rank may have read the data in another order
             buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
             for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):
                 for key, buffer in own.items():
                     buffer.copy_(first[key])
         if norms and not seen:
-            raise ValueError(f"{self.name!r}: bn_data gave no batch; it has to be iterable again each time")
+            raise ValueError(f"{self.name!r}: bn_data yielded no batch; give data that is iterable more than once")
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
@@ -225,7 +229,7 @@ class SWA(AveragedWeights):
         super().load_state_dict(state)
         self._statistics_of = state["statistics_of"]
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # begin anew, from the rate that the optimizer was built with
+            if self.scheduler is not None:  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         elif self.lr is not None and self.engine is not None:
@@ -234,7 +238,7 @@ class SWA(AveragedWeights):
 
 
 def _batch_norms(engine: Engine) -> dict[tuple[str, str], _BatchNorm]:
-    """The BatchNorm layers that keep statistics, by their places: the module's name, and the path in it."""
+    """The BatchNorm layers with running statistics, by the module's name and the path in it."""
     modules = {(root, path): part for root, module in engine.modules.items() for path, part in module.named_modules()}
     return {
         place: part for place, part in modules.items() if isinstance(part, _BatchNorm) and part.running_mean is not None

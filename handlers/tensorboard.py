@@ -1,4 +1,4 @@
-"""TensorBoard through tensorboardX: losses, metrics and learning rates."""
+"""TensorBoard logs: losses, metrics and learning rates, written by tensorboardX."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ._common.scalars import Record, ScalarLogger
 
 __all__ = ["TensorBoardLogger"]
 
-_FLUSH_SECONDS = 30  # what a killed process would lose at most
+_FLUSH_SECONDS = 30  # a killed process loses at most this much
 
 
 class TensorBoardLogger(ScalarLogger):
-    """Writes losses, metrics that are one number, and the learning rates that were used, as TensorBoard scalars.
+    """Writes losses, scalar metrics and the learning rates of the steps as TensorBoard scalars.
 
-    The horizontal axis is the iteration. A run that continues cuts off what an earlier one wrote after its starting point, and
-    a training that begins anew all of it, so that there is one clean curve; the earlier files stay. The file is closed, and so
-    complete, when the run ends, also by an exception; what a checkpoint knows of is on the disk before the checkpoint is.
+    The horizontal axis is the iteration. For one clean curve, a resumed run hides what an earlier run logged after its starting
+    point, and a new training run hides all of it; the earlier files are kept. The file is closed when the run ends, also after
+    an exception, and flushed to disk before a checkpoint refers to it.
 
     Args:
-        folder: TensorBoard's log folder; made if it is not there.
-        every: the interval of losses and learning rates, in iterations, such as "10it"; new values of metrics are written
-            after every evaluation and every epoch.
+        folder: TensorBoard's log folder, created if it does not exist.
+        every: Interval of losses and learning rates, in iterations, such as "10it". New values of metrics are written after
+            every evaluation and epoch.
 
     Example:
         >>> TensorBoardLogger("runs/digits", every="50it").name
@@ -45,51 +45,51 @@ class TensorBoardLogger(ScalarLogger):
         super().__init__(every=every, name=name or "tensorboard")
         self.folder = check_folder(self, folder)
         self._writer: _Writer | None = None
-        self._cut_from: int | None = None  # the step from which on TensorBoard has to forget what other files hold
+        self._purge_from: int | None = None  # the step from which TensorBoard purges the entries of other files
         self._running = False
-        self._last: dict[str, float] = {}  # what was written at the last step at which something was
+        self._last: dict[str, float] = {}  # the values written at the last step
         self._last_step = 0
 
     @property
     def writer(self) -> SummaryWriter | None:
-        """The tensorboardX writer while a run is going on, for entries of your own; None otherwise."""
+        """The tensorboardX writer during a run, for entries of your own; None otherwise."""
         if not self._running:
             return None
         engine = self.engine
-        return self._open(cut=engine is not None and engine.state.epoch > 0)
+        return self._open(purge=engine is not None and engine.state.epoch > 0)
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         self._running = True
         open_folder(self, self.folder)
-        anew = engine.state.iteration == 0
-        if not anew:
-            self._cut_from = engine.state.iteration + 1
+        new_run = engine.state.iteration == 0
+        if not new_run:
+            self._purge_from = engine.state.iteration + 1
         elif engine.training and any("tfevents" in file for file in os.listdir(self.folder)):
-            self._cut_from = 0
+            self._purge_from = 0
         else:
-            self._cut_from = None
+            self._purge_from = None
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
-    def go_on(self, engine: Engine) -> None:
-        """What the stopped run wrote from the loaded iteration on is cut off; what the checkpoint knows of, written again."""
-        known = self._told_seen
-        super().go_on(engine)
+    def resume(self, engine: Engine) -> None:
+        """Purge what the stopped run wrote from the loaded iteration on, and write the checkpoint's last values again."""
+        known = self._seen_loaded
+        super().resume(engine)
         iteration = engine.state.iteration
-        self._cut_from = iteration if known else iteration + 1
+        self._purge_from = iteration if known else iteration + 1
         if known and self._last and self._last_step == iteration:
             for tag, value in self._last.items():
                 self._open().add_scalar(tag, value, self._last_step)
 
-    def _open(self, *, cut: bool = True) -> _Writer:
+    def _open(self, *, purge: bool = True) -> _Writer:
         opened = self._writer is None
         if self._writer is None:
             self._writer = _Writer(str(self.folder))
-        if cut and self._cut_from is not None:
-            # Entries of the user's own, made before the first batch, are to stay.
-            self._writer.cut_from(self._cut_from if opened else max(self._cut_from, 1))
-            self._cut_from = None
+        if purge and self._purge_from is not None:
+            # Keep the user's own entries from before the first batch.
+            self._writer.purge_from(self._purge_from if opened else max(self._purge_from, 1))
+            self._purge_from = None
         return self._writer
 
     def record(self, record: Record) -> None:
@@ -102,7 +102,7 @@ class TensorBoardLogger(ScalarLogger):
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
-        """Close the file; a killed process would lose what was not flushed."""
+        """Flush and close the file."""
         super().close(engine)
         self._running = False
         writer, self._writer = self._writer, None
@@ -121,16 +121,16 @@ class TensorBoardLogger(ScalarLogger):
 
 
 class _EventFile:
-    """tensorboardX's event file without its thread, in which a full disk would end the writing unseen and hang the run."""
+    """tensorboardX's event file without its thread, in which a full disk would go unnoticed and hang the run."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.failed = False
         self.flushed = time.monotonic()
-        # TensorBoard reads the files in the order of their names; two of one name would lose events.
+        # TensorBoard reads the files in the order of their names; two files of one name would lose events.
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{uuid.uuid4().hex[:8]}"
-        with self._told():
+        with self._path_in_errors():
             self.file = RecordWriter(os.path.join(folder, name))
         self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -138,7 +138,7 @@ class _EventFile:
         return self.folder
 
     def add_event(self, event: Event) -> None:
-        with self._told():
+        with self._path_in_errors():
             self.file.write(event.SerializeToString())
         if time.monotonic() - self.flushed > _FLUSH_SECONDS:
             self.flush()
@@ -146,15 +146,15 @@ class _EventFile:
     def flush(self) -> None:
         self.flushed = time.monotonic()
         if not self.failed:
-            with self._told():
+            with self._path_in_errors():
                 self.file.flush()
 
     def close(self) -> None:
-        with suppress(OSError) if self.failed else self._told():
+        with suppress(OSError) if self.failed else self._path_in_errors():
             self.file.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _path_in_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -170,7 +170,7 @@ class _FileWriter(FileWriter):  # type: ignore[misc]
 
 
 class _Writer(SummaryWriter):  # type: ignore[misc]
-    """tensorboardX's writer, which writes in the run's own thread."""
+    """tensorboardX's writer, but writing in the run's own thread."""
 
     file_writer: _FileWriter | None
 
@@ -180,6 +180,6 @@ class _Writer(SummaryWriter):  # type: ignore[misc]
             self.all_writers = {self.logdir: self.file_writer}
         return self.file_writer
 
-    def cut_from(self, step: int) -> None:
-        """Let TensorBoard forget what was written before with this step or a greater one."""
+    def purge_from(self, step: int) -> None:
+        """Make TensorBoard purge earlier entries with this step or a greater one."""
         self._get_file_writer().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)

@@ -1,4 +1,4 @@
-"""True precision: the modules themselves, and the batches, in float16, bfloat16 or float64."""
+"""True precision: converts the modules and the batches to float16, bfloat16 or float64."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice
 
@@ -18,17 +19,18 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class TruePrecision(Handler):
-    """Converts the modules before optimizers are built, and the floating-point tensors of every batch, to one type.
+    """Converts the modules, and the floating-point tensors of every batch, to one dtype.
 
-    Half the memory of float32, weights and optimizer states included, and none of autocast's safety: small steps are lost to
-    rounding, and float16 overflows, as there is no scaling. `MixedPrecision` keeps float32 weights. "fp64" is for checking
-    numerics. Parameters stay the same objects, so that an optimizer that was built before keeps working.
+    Half precision takes half the memory of float32, for optimizer states too, but lacks the safety of autocast: small steps are
+    lost to rounding, and float16 overflows, since nothing is scaled. `MixedPrecision` keeps float32 weights. "fp64" is for
+    checking numerics. The modules are converted before optimizers are built; parameters stay the same objects, so that an
+    optimizer that was built earlier keeps working.
 
-    Converting rounds the weights, so that it is not undone with the run or by detaching: `restore` gives the tensors their
-    former types back. Tensors that the forward makes itself have to take the type of its input.
+    The conversion rounds the weights. Neither the end of the run nor detaching undoes it; `restore` converts the tensors back to
+    their original dtypes. Tensors created in the forward must have the dtype of its input.
 
     Args:
-        precision: "bf16", "fp16" or "fp64". An evaluator of the same modules wants a TruePrecision of its own for its batches.
+        precision: "bf16", "fp16" or "fp64". An evaluator of the same modules needs its own TruePrecision for its batches.
 
     Example:
         >>> TruePrecision("bf16").dtype
@@ -38,21 +40,21 @@ class TruePrecision(Handler):
     def __init__(self, precision: Literal["bf16", "fp16", "fp64"], *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
-        self._before: dict[tuple[str, str], torch.dtype] = {}  # of what was converted, by module and tensor
+        self._before: dict[tuple[str, str], torch.dtype] = {}  # original dtypes by names of module and tensor
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the precision", by=self)
+        engine.overrides.claim(Override.PRECISION, by=self)
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
     def convert(self, engine: Engine) -> None:
-        """Convert parameters and buffers in place, and the states of optimizers that were built before."""
+        """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False
         for name, module in engine.modules.items():
             for key, tensor in _tensors_of(module).items():
                 if tensor.is_complex():
                     raise ValueError(
-                        f"{self.name!r}: {key!r} of the model {name!r} is complex, which {self.dtype} cannot hold; "
-                        "keep it in real and imaginary parts, or use MixedPrecision"
+                        f"{self.name!r}: {key!r} of the model {name!r} is complex and cannot be converted to {self.dtype}; "
+                        "store real and imaginary parts, or use MixedPrecision"
                     )
                 if tensor.is_floating_point() and tensor.dtype != self.dtype:
                     self._before.setdefault((name, key), tensor.dtype)
@@ -63,17 +65,17 @@ class TruePrecision(Handler):
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
     def convert_batch(self, engine: Engine) -> None:
-        """Convert the batch's floating-point tensors; moving it to a device may come before or after."""
+        """Convert the batch's floating-point tensors, before or after they are moved to a device."""
         engine.state.batch = map_leaves(self._converted, engine.state.batch)
 
     def restore(self, engine: Engine) -> None:
-        """Give modules and optimizers the types back that they had before; the rounding stays.
+        """Convert modules and optimizers back to their original dtypes; the rounding stays.
 
         Raises:
-            RuntimeError: inside a run.
+            RuntimeError: During a run.
         """
         if engine.running:
-            raise RuntimeError(f"{self.name!r}: restore() is for after the run")
+            raise RuntimeError(f"{self.name!r}: restore() was called during a run; call it after the run")
         for name, module in engine.modules.items():
             for key, tensor in _tensors_of(module).items():
                 if (before := self._before.get((name, key))) is not None:
@@ -98,4 +100,6 @@ def _tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
 def _convert_optimizers(engine: Engine) -> None:
     for update in engine.updates:
         if update.optimizer is not None and update.optimizer.state:
-            update.optimizer.load_state_dict(update.optimizer.state_dict())  # which takes the parameters' types
+            update.optimizer.load_state_dict(
+                update.optimizer.state_dict()
+            )  # loading converts to the parameters' dtypes

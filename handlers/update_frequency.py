@@ -1,4 +1,4 @@
-"""Update frequencies: some of several updates are made in every n-th iteration only."""
+"""Update frequencies: runs some of several updates in every n-th iteration only."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections.abc import Mapping
 from math import lcm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.acts import Override
 from signalfire.checks import check_int
 
-from ._common.ranks import CHOOSE_UPDATES
+from ._common.ranks import SELECT_UPDATES
 
 __all__ = ["UpdateFrequency"]
 
 
 class UpdateFrequency(Handler):
-    """Makes an update in every n-th iteration only, such as a generator's after every five of its critic (n_critic).
+    """Runs an update in every n-th iteration only, such as a generator once for every five steps of its critic (n_critic).
 
-    Iterations are counted over all epochs, from 1: with n = 5 the update is made in the iterations 5, 10, 15, ...; with an
-    offset of 1 in 1, 6, 11, ... In the other ones it is left out as if the engine had no such update. An update that is not
-    named is made in every iteration.
+    Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ...; with an offset
+    of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. An update that is not named
+    runs in every iteration.
 
-    Accumulation counts how often the update is made. Its last window of an epoch closes when the update is made for the last
-    time in it, and is averaged over its real length. For that, the epoch's length has to be known.
+    Gradient accumulation counts the iterations in which the update runs. Its last window of an epoch closes when the update
+    runs for the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
 
     Args:
-        every: the n of each update by name.
-        offset: by how many iterations the updates are made later, by name; 0 for those not named.
-        frequencies: the n of each update as keywords: ``UpdateFrequency(generator=5)``.
+        every: The n of each update, by name.
+        offset: Number of iterations by which an update is delayed, by name; 0 for updates not named.
+        frequencies: The n of each update as keywords: ``UpdateFrequency(generator=5)``.
 
     Errors:
-        A name that no update has, and frequencies that leave some iteration without any update, so that its batch would be lost,
-        are refused when the handler is attached. Accumulation for such an update over data of unknown length is refused in
-        front of the epoch. How many steps the update makes is not known beforehand, so that a schedule such as OneCycleLR has
-        to be given its number of steps.
+        KeyError: When the handler is attached, for a name that no update has.
+        ValueError: When it is attached, for frequencies that leave an iteration without any update, so that its batch would be
+            lost; and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of
+            steps of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
 
     Source:
         Arjovsky, Chintala and Bottou, "Wasserstein Generative Adversarial Networks" (ICML 2017), algorithm 1, where n_critic = 5.
@@ -40,7 +41,7 @@ class UpdateFrequency(Handler):
     Example:
         >>> UpdateFrequency({"generator": 5}).every
         {'generator': 5}
-        >>> UpdateFrequency(generator=2, critic=2, offset={"critic": 1}).every  # by turns
+        >>> UpdateFrequency(generator=2, critic=2, offset={"critic": 1}).every  # alternating
         {'generator': 2, 'critic': 2}
     """
 
@@ -64,73 +65,75 @@ class UpdateFrequency(Handler):
         if not self.every:
             raise ValueError("UpdateFrequency(every={}): name at least one update: UpdateFrequency({'generator': 5})")
         if twice := sorted(set(every or {}) & set(frequencies)):
-            raise ValueError(f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given as a keyword, too")
+            raise ValueError(
+                f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given as a keyword, too; give it once"
+            )
         for argument, numbers, least in (("every", self.every, 1), ("offset", self.offset, 0)):
             for update, number in numbers.items():
                 numbers[update] = check_int(self, f"{argument}[{update!r}]", number, least=least)
         for update, number in self.offset.items():
             if update not in self.every:
                 raise ValueError(f"UpdateFrequency(offset={{{update!r}: {number}}}): give {update!r} a frequency, too")
-        self._window: int | None = None  # of the update at work, if it was closed early
+        self._window: int | None = None  # length of the current update's window, if it is closed early
 
     def is_made(self, update: str, iteration: int) -> bool:
-        """Whether the update of this name is made in this iteration."""
+        """Whether the update of this name runs in this iteration."""
         every = self.every.get(update, 1)
         return (iteration - self.offset.get(update, 0)) % every == 0
 
     def attached(self, engine: Engine) -> None:
         for update in self.every:
             engine.find_update(update)
-        engine.claim("how often each update is made", by=self)
+        engine.overrides.claim(Override.UPDATE_FREQUENCY, by=self)
         if all(update.name in self.every for update in engine.updates):
             period = range(1, lcm(*self.every.values()) + 1)
             idle = next((i for i in period if not any(self.is_made(update, i) for update in self.every)), None)
             if idle is not None:
                 raise ValueError(
-                    f"UpdateFrequency(every={self.every}, offset={self.offset}): in iteration {idle} no update would be made, "
-                    "and its batch would be lost; leave out one of the updates, or choose other offsets"
+                    f"UpdateFrequency(every={self.every}, offset={self.offset}): no update would run in iteration {idle}, and "
+                    "its batch would be lost; omit one of the updates, or choose other offsets"
                 )
-        self._tell(engine)
+        self._mark_updates(engine)
 
-    def _tell(self, engine: Engine) -> None:
+    def _mark_updates(self, engine: Engine) -> None:
         for name, every in self.every.items():
             if every > 1:
-                engine.find_update(name).regular = False
+                engine.find_update(name).one_step_per_batch = False
 
     def detached(self, engine: Engine) -> None:
         for name, every in self.every.items():
             if every > 1:
-                engine.find_update(name).regular = True
+                engine.find_update(name).one_step_per_batch = True
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def start(self, engine: Engine) -> None:
-        """Say that batches are not steps; another handler may have said otherwise when it left."""
-        self._tell(engine)
+    def mark_updates(self, engine: Engine) -> None:
+        """Declare that batches are not steps; another handler may have reset this when it was detached."""
+        self._mark_updates(engine)
 
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
     def check(self, engine: Engine) -> None:
-        """Refuse windows of which nobody can know in time that the epoch closes them."""
+        """Raise an error for accumulation windows that cannot be closed at the end of an epoch of unknown length."""
         for name, every in self.every.items():
             update = engine.find_update(name)
-            if every > 1 and update.window > 1 and engine.state.epoch_length is None:
+            if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
-                    f"{self.name!r}: gradients of update {name!r} are accumulated, but over data without a length it is not "
-                    f"known which of every {every} iterations is the epoch's last to make it; give epoch_length= to run()"
+                    f"{self.name!r}: gradients of update {name!r} are accumulated, but the data has no length, so the last "
+                    f"iteration of the epoch in which it runs (every {every}) is unknown; give epoch_length= to run()"
                 )
 
-    @on(Events.ITERATION_STARTED, rank=CHOOSE_UPDATES)
-    def choose(self, engine: Engine) -> None:
-        """Leave out the updates whose turn it is not."""
+    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES)
+    def select_updates(self, engine: Engine) -> None:
+        """Omit the updates that do not run in this iteration."""
         state = engine.state
         state.plan = [update for update in state.plan if self.is_made(update.name, state.iteration)]
 
     @on(Events.UPDATE_STARTED, phase=Phase.FINALIZE)
     def close_window(self, engine: Engine) -> None:
-        """Close the open window where the update is made for the last time in the epoch."""
+        """Close the open window when the update runs for the last time in the epoch."""
         update = engine.state.update
-        if update.window > 1 and not update.more and self._last_in_epoch(engine, update):
-            self._window = update.window
-            update.window = update.filled + 1
+        if update.window.length > 1 and not update.more and self._last_in_epoch(engine, update):
+            self._window = update.window.length
+            update.window.length = update.window.filled + 1
 
     def _last_in_epoch(self, engine: Engine, update: UpdateState) -> bool:
         state = engine.state
@@ -140,12 +143,12 @@ class UpdateFrequency(Handler):
 
     @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE)
     def open_window(self, engine: Engine) -> None:
-        """Give the next window its full length again."""
+        """Reset the window to its full length."""
         if self._window is not None:
-            engine.state.update.window = self._window
+            engine.state.update.window.length = self._window
             self._window = None
 
     @on(Events.ENDED)
-    def finish(self, engine: Engine) -> None:
-        """After an error the next epoch gives the windows their lengths."""
+    def clear_window(self, engine: Engine) -> None:
+        """Forget the length after an error; the next epoch sets the windows' lengths."""
         self._window = None

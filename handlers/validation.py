@@ -1,4 +1,4 @@
-"""Validation: another engine runs inside the training, and its metrics become the trainer's."""
+"""Validation: runs an evaluator during training, and stores its metrics in the trainer's state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["Validation"]
 
 
 class Validation(Handler):
-    """Evaluates in regular intervals. The metrics land in the trainer's ``state.metrics``, where monitors find them.
+    """Evaluates at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
 
-    The evaluation changes no random stream, no gradient and no module's train or eval flag, so that training goes on bit for
-    bit as if it had not taken place.
+    An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so that training continues
+    bit for bit as without it.
 
     Args:
-        evaluator: an engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
-        data: its data: an iterable that can be iterated again each time. Or several of them by name: then each is evaluated,
-            in this order, and its name and a slash come before the names of its metrics.
-        every: the interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
-        prefix: put before the names of the metrics, for more than one validation.
-        at_start: whether to evaluate before the first batch, too.
-        sanity: on how many batches of each data the evaluator is tried before the first batch, so that its mistakes show
-            at once. What it measures there is dropped, and none of its handlers writes files.
+        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
+        data: The validation data, iterable more than once. Or a mapping from names to several data sets, evaluated in this
+            order; the metrics of each are prefixed with its name and a slash.
+        every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
+        prefix: Prefix of the metrics' names, to distinguish several validations.
+        at_start: Whether to evaluate before the first batch, too.
+        sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
+            discarded and no handler writes files.
 
     Example:
         >>> from signalfire import Engine, Update
@@ -54,56 +54,56 @@ class Validation(Handler):
         super().__init__(name=name)
         if not isinstance(evaluator, Engine) or evaluator.training:
             raise ValueError(
-                f"Validation(evaluator={evaluator!r}): it has to be an Engine that does not train; give its Update "
-                "no optimizer: Update.evaluation() makes such a one"
+                f"Validation(evaluator={evaluator!r}): the evaluator must be an Engine that does not train; build it with "
+                "`update.evaluation()`, which has no optimizer"
             )
-        self.several: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}
-        if not self.several:
-            raise ValueError(f"Validation(data={data!r}): there is nothing to evaluate; give at least one data by name")
-        for key, one in self.several.items():
+        self.data_sets: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}
+        if not self.data_sets:
+            raise ValueError(f"Validation(data={data!r}): there is nothing to evaluate; give at least one data set")
+        for key, one in self.data_sets.items():
             check_data(f"Validation(data={one!r})" if key == "" else f"Validation(data={{{key!r}: {one!r}}})", one)
         if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
-            raise TypeError(f"Validation(data=...): the names {list(data)} have to be strings")
+            raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
         self.prefix = prefix
-        self.starting = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
+        self.start_event = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
         self.sanity = check_int(self, "sanity", sanity, least=0)
-        self.trying = Events.EPOCH_STARTED(once=1) if sanity else None
+        self.sanity_event = Events.EPOCH_STARTED(once=1) if sanity else None
 
     def attached(self, engine: Engine) -> None:
         if self.evaluator is engine:
-            raise ValueError(f"{self.name!r}: the evaluator is the engine itself; build an Engine of its own for it")
+            raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def announce(self, engine: Engine) -> None:
-        """Say which metrics are to be expected, so that a misspelt name is noticed."""
+        """Announce the metrics' names, so that a monitor with a misspelt name fails at once."""
         names = list(self.evaluator.state.metrics.owners)
-        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.several for name in names])
+        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.data_sets for name in names])
 
-    @on("trying", phase=Phase.PREPARE)
-    def try_out(self, engine: Engine) -> None:
-        """Run the evaluator over a few batches, and forget what it measured."""
+    @on("sanity_event", phase=Phase.PREPARE)
+    def sanity_check(self, engine: Engine) -> None:
+        """Run the evaluator over a few batches, and discard the metrics."""
         metrics = self.evaluator.state.metrics
         before, was_dry = metrics.state_dict(), self.evaluator.dry_run
         self.evaluator.dry_run = True
         try:
-            for data in self.several.values():
+            for data in self.data_sets.values():
                 with unchanged_random_state(*generators_of(data)):
                     self.evaluator.run(islice(iter(data), self.sanity))
         except Exception as error:
-            error.add_note(f"in the sanity run of {self.name!r}")
+            error.add_note(f"in the sanity check of {self.name!r}")
             raise
         finally:
             self.evaluator.dry_run = was_dry
             metrics.load_state_dict(before)
 
-    @on("starting", phase=Phase.PREPARE)
+    @on("start_event", phase=Phase.PREPARE)
     @on("every", phase=Phase.PREPARE)
     def validate(self, engine: Engine) -> None:
-        """Run the evaluator over its data."""
-        for key, data in self.several.items():
+        """Run the evaluator over all data sets."""
+        for key, data in self.data_sets.items():
             engine.evaluate(self.evaluator, data, prefix=self._prefix(key))
 
     def _prefix(self, key: str) -> str:

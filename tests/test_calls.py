@@ -23,12 +23,12 @@ def loop() -> ModuleType:
     return module
 
 
-def test_an_empty_step_makes_two_calls_over_the_bare_loop_and_one_more_for_each_handler(loop: ModuleType) -> None:
+def test_an_empty_step_makes_three_calls_over_the_bare_loop_and_one_more_for_each_handler(loop: ModuleType) -> None:
     bare = loop.calls(loop.bare_empty)
     assert bare == pytest.approx(1, abs=0.05)
     none, one, ten = (loop.calls(loop.empty(n)) for n in (0, 1, 10))
     print(bare, none, one, ten)
-    assert none == pytest.approx(3, abs=0.05)
+    assert none == pytest.approx(4, abs=0.05)
     assert ten - one == pytest.approx(9, abs=0.05)
 
 
@@ -47,7 +47,7 @@ def test_a_full_stack_makes_few_calls_more_than_the_loop_by_hand(monkeypatch: py
         process.calls(importlib.import_module(f"adapters.{one}").make(item), item) for one in ("bare", "signalfire_")
     )
     print(bare, mine)
-    assert mine - bare <= 5, "of accumulation, clipping, schedule, running loss, stopping, checkpoint and log"
+    assert mine - bare <= 7, "of accumulation, clipping, schedule, running loss, stopping, checkpoint and log"
 
 
 def test_the_same_tiny_steps_come_to_the_same_weights(loop: ModuleType) -> None:

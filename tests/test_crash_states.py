@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
-from signalfire.checkpoints.store import Files, clean, find, owner, read_manifest
+from signalfire.checkpoints import Files, clean, find, read_manifest
+from signalfire.distributed.liveness import identity
 from signalfire.handlers import Checkpoint
 from tests.kit import quick, spread
 
@@ -818,7 +819,9 @@ def test_without_the_checksum_what_is_wrong_is_loaded(root: Path, monkeypatch: p
         def hexdigest(self) -> str:
             return "0" * 64
 
-    monkeypatch.setattr("signalfire.checkpoints.store.hashlib", SimpleNamespace(sha256=lambda content=b"": Constant()))
+    monkeypatch.setattr(
+        "signalfire.checkpoints.manifest.hashlib", SimpleNamespace(sha256=lambda content=b"": Constant())
+    )
     found = left_by(root, CARELESS["no sync of state.pt"])
     assert len(found.wrong) > 0, str(found)
 
@@ -862,7 +865,7 @@ def test_the_source_stays_where_it_was_found_under_its_hidden_name(root: Path) -
     """A run was killed between the two renames of a replacement; the next one goes on from what was to be replaced."""
     place = ran(root, lambda place: place.run(3, last(1)))
     (source,) = place.folder.iterdir()
-    source.rename(source.with_name(f".{source.name}.{owner()}~999.replaced"))
+    source.rename(source.with_name(f".{source.name}.{identity()}~999.replaced"))
     engine = place.engine_of(last(1))
     engine.load_state_dict(Checkpoint.load(place.folder))
     engine.run(DATA, max_iters=5)

@@ -325,7 +325,7 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
 
 @pytest.mark.parametrize("name", ON_META)
 def test_an_iteration_needs_no_values_and_no_copy_that_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("signalfire.engine.check_modules", lambda engine: None)  # which refuses the meta device
+    monkeypatch.setattr("signalfire.loop.check_modules", lambda engine: None)  # which refuses the meta device
     model, data = on_meta(network(), batches())
     engine = build(*ON_META[name](), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), model=model)
     found = waits(engine, data, device="meta", max_iters=7)
@@ -589,7 +589,7 @@ def test_prefetched_copies_overlap_with_the_computation(prefetch: bool) -> None:
     update = Update(forward, lambda engine, output, batch: F.mse_loss(output, batch[1]), OPTIMIZERS["SGD"])
     engine = Engine(update, model=nn.Linear(1024, 1), seed=0)
     engine.attach(transfer)
-    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: copied.append(marked(transfer._copying)))
+    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: copied.append(marked(transfer._copy_stream)))
     engine.connect(Events.FORWARD_COMPLETED, lambda engine: computed.append(marked()))
     begin = marked()
     engine.run(data, max_epochs=1)

@@ -62,16 +62,16 @@ class Regions(Handler):
 
     @on(Events.STARTED)
     def run(self, engine: Engine) -> None:
-        engine.enter(self.region("run"))
+        engine.regions.enter(self.region("run"))
 
     @on(Events.UPDATE_STARTED)
     def update(self, engine: Engine) -> None:
-        engine.enter(self.region("update"))
+        engine.regions.enter(self.region("update"))
 
     @on(Events.FORWARD_STARTED)
     def forward(self, engine: Engine) -> None:
-        engine.enter(self.region("outer"))
-        engine.enter(self.region("inner"))
+        engine.regions.enter(self.region("outer"))
+        engine.regions.enter(self.region("inner"))
 
 
 def names(seen: list[tuple[str, int, int]]) -> list[str]:
@@ -245,7 +245,7 @@ def test_an_error_inside_an_evaluation_names_both_places() -> None:
 
     @trainer.on(Events.EVALUATION_STARTED)
     def around(engine: Engine) -> None:
-        engine.enter(regions.region("evaluation"))
+        engine.regions.enter(regions.region("evaluation"))
 
     @trainer.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
     def validate(engine: Engine) -> None:

@@ -134,7 +134,7 @@ def test_the_main_example_trains_every_model_and_does_without_handlers(model: st
 @pytest.mark.slow
 def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -> None:
     wiring = run("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
-    assert "GET_BATCH_COMPLETED\n  PREPARE   device_transfer.place_batch" in wiring
+    assert "GET_BATCH_COMPLETED\n  PREPARE   device_transfer.move_batch" in wiring
     assert "gradient_clipping.clip" not in wiring
     assert "disabled: gradient_clipping" in wiring
     assert not (tmp_path / "runs").exists(), "listing writes nothing"

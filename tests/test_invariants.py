@@ -237,22 +237,22 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
 REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): told
     for pair, told in {
-        ("CutMix", "MixUp"): "in charge of the mixing of samples",
+        ("CutMix", "MixUp"): "override the mixing of samples",
         ("CutMix", "MicroBatching"): "mixes the samples of a whole batch",
-        ("DistributedDataParallel", "FullyShardedDataParallel"): "in charge of how the model is distributed",
-        ("EMA", "SWA"): "in charge of the weights used for evaluation",
-        ("FastDevRun", "LimitBatches"): "in charge of the act 'data'",
-        ("FastDevRun", "OverfitBatches"): "in charge of the act 'data'",
-        ("LRScheduling", "SWA, with its rate"): "in charge of the learning rate",
-        ("LimitBatches", "OverfitBatches"): "in charge of the act 'data'",
+        ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
+        ("EMA", "SWA"): "override the weights used for evaluation",
+        ("FastDevRun", "LimitBatches"): "override the data that is iterated",
+        ("FastDevRun", "OverfitBatches"): "override the data that is iterated",
+        ("LRScheduling", "SWA, with its rate"): "override the learning rate",
+        ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
         ("MicroBatching", "MixUp"): "mixes the samples of a whole batch",
-        ("MixedPrecision", "TruePrecision"): "in charge of the precision",
-        ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "in charge of how often a step computes its gradients",
-        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
-        ("LBFGS", "MixedPrecision, fp16"): "which their scaling for fp16 does not allow",
+        ("MixedPrecision", "TruePrecision"): "override the precision",
+        ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "override how often a step computes its gradients",
+        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
+        ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
-        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its own step, by a closure",
-        ("LBFGS", "TruncatedBPTT"): "the hidden states in front of earlier chunks are gone",
+        ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its step, by a closure",
+        ("LBFGS", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
     }.items()
 }
 LBFGS = "LBFGS"

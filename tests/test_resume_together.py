@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.distributed import together
+from signalfire.distributed import process_group
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -232,12 +232,12 @@ def resumed_from_all(
     setting: Setting, folder: Path, paths: list[Path], edit: Callable[[State], None] | None
 ) -> list[Left]:
     """In one of the processes: go on from each of the checkpoints, one after the other, each in a folder as it was then."""
-    processes = together()
+    processes = process_group()
     left = []
     for path in paths:
-        there = Path(processes.broadcast(str(as_it_was(folder, path)) if processes.first else None))
+        there = Path(processes.broadcast(str(as_it_was(folder, path)) if processes.is_rank_zero else None))
         left.append(run(setting, there, there / path.name, edit, 100))
-        if processes.first:
+        if processes.is_rank_zero:
             shutil.rmtree(there)
     return left
 
@@ -402,7 +402,7 @@ def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
     setting = Setting(2)
     path = cuts(whole(setting)[1])[2]
     errors = errors_of(resumed_from_all, 2, setting, path.parent, [path], lambda state: state["ranks"].clear())
-    assert "is that of rank 0 alone, and not of rank 1" in errors[1]
+    assert "holds only rank 0, not rank 1" in errors[1]
     assert errors.keys() == {0, 1}
 
 
@@ -428,7 +428,7 @@ def test_with_another_number_of_processes_no_batch_is_left_out(before: int, afte
         assert one.iteration == expected
         assert max(one.seen.values())[0] == setting.epochs
         assert (
-            len([told for told in one.told if f"saved by {before} process(es), and goes on with {after}" in told]) == 1
+            len([told for told in one.told if f"saved with world size {before} and resumes with {after}" in told]) == 1
         ), rank
         assert {part: one.parts[part] for part in ("modules.model", "updates.main", "engine")} == {
             part: left[0].parts[part] for part in ("modules.model", "updates.main", "engine")
@@ -552,7 +552,7 @@ def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
 def test_the_state_of_rank_1_alone_is_refused_by_rank_0() -> None:
     errors = errors_of(with_a_state_of_rank_1, 2, a_folder())
     assert errors.keys() == {0, 1}
-    assert "the loaded state is that of rank 1 alone, and not of rank 0" in errors[0]
+    assert "the loaded state holds only rank 1, not rank 0" in errors[0]
 
 
 def with_different_checkpoints(folder: Path, paths: list[Path]) -> None:
@@ -574,7 +574,7 @@ def test_processes_that_loaded_different_checkpoints_are_refused(names: tuple[st
     errors = errors_of(with_different_checkpoints, 2, a_folder(), [folder / name for name in names])
     assert errors.keys() == {0, 1}
     for error in errors.values():
-        assert "the processes have loaded different states" in error
+        assert "the ranks have loaded different states" in error
 
 
 def test_processes_that_loaded_checkpoints_of_different_runs_are_refused() -> None:
@@ -584,4 +584,4 @@ def test_processes_that_loaded_checkpoints_of_different_runs_are_refused() -> No
     errors = errors_of(with_different_checkpoints, 2, a_folder(), paths)
     assert errors.keys() == {0, 1}
     for error in errors.values():
-        assert "the processes have loaded different states" in error
+        assert "the ranks have loaded different states" in error

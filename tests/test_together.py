@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.distributed  # which torch's DDP imports late: here once, and not in every process
 
 from signalfire import Engine, Events, Handler, Phase, seed_everything
-from signalfire.distributed import together
+from signalfire.distributed import process_group
 from signalfire.handlers import DistributedDataParallel
 from signalfire.testing import fingerprint
 from tests import test_invariants as invariants
@@ -109,7 +109,7 @@ def one_in_every_way(case: Case) -> dict[str, Parts]:
     engine = built(case, handler := case.make())
     handler.enabled = False
     left["disabled"] = digests(run(engine), handlers=False)
-    files = together().broadcast(files)
+    files = process_group().broadcast(files)
     for iteration, file in files.items():
         resumed = built(case, case.make())
         resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))

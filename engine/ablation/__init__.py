@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
+from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
 from .store import StoreError
-from .study import Plan, PlannedRun, Study
+from .study import Study
 
 if TYPE_CHECKING:
-    from .report import Report, Row
+    from .report import Report
+    from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
 
 __all__ = [
@@ -48,7 +50,7 @@ _LATER = {
     "Comparison": "statistics",
     "Effect": "statistics",
     "Report": "report",
-    "Row": "report",
+    "Row": "rows",
     "compare": "statistics",
     "effects": "statistics",
     "exact": "statistics",

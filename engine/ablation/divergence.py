@@ -131,15 +131,7 @@ def divergence(
         ('GRADIENTS_READY', 1, 'gradients', 'model.weight')
     """
     watch = (watch,) if isinstance(watch, str) else tuple(watch)
-    if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
-        raise ValueError(
-            f"divergence(watch={watch!r}): give some of {', '.join(KINDS)}; not {unknown if watch else watch}"
-        )
-    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
-        raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
-    for name, build in (("build_a", build_a), ("build_b", build_b)):
-        if not callable(build):
-            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
+    _check_arguments(build_a, build_b, watch, rtol)
     state = random_state()
     a = _Side("a", build_a, run, state)
     b = _Side("b", build_b, run, state, beside=a)
@@ -163,6 +155,18 @@ def divergence(
         for side in sides:
             side.stop()
         set_random_state(state)
+
+
+def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rtol: float) -> None:
+    if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
+        raise ValueError(
+            f"divergence(watch={watch!r}): give some of {', '.join(KINDS)}; not {unknown if watch else watch}"
+        )
+    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
+        raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
+    for name, build in (("build_a", build_a), ("build_b", build_b)):
+        if not callable(build):
+            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
 
 
 class _Stop(BaseException):
@@ -208,7 +212,7 @@ class _Side:
         self.go.release()
         self.waits.acquire()
         self.state = random_state()
-        source = None if self.engine is None else self.engine._source
+        source = None if self.engine is None else self.engine.feed.source
         self.own = [] if source is None else [(one, one.get_state()) for one in generators_of(source.data)]
         if self.error is not None:
             self.error.add_note(f"in run {self.name!r} of divergence()")
@@ -246,7 +250,7 @@ class _Side:
             raise TypeError(
                 f"divergence(run={run!r}): give a function run(engine), or let the builds return (engine, run)"
             )
-        if engine.processes.several:
+        if engine.processes.distributed:
             raise ValueError("divergence(): it compares runs of a single process; detach what distributes them")
         if self.beside is not None and self.beside.engine is not None:
             _check_apart(self.beside.engine, engine)
@@ -295,7 +299,7 @@ def _check_apart(a: Engine, b: Engine) -> None:
 def _in_pieces(a: _Side, b: _Side) -> bool:
     """Whether this event is one of a piece of a batch, which need not be that of the other run."""
     engines = [side.engine for side in (a, b) if side.engine is not None]
-    return a.event in _GRADIENTS and any(engine.replaced_gradients is not None for engine in engines)
+    return a.event in _GRADIENTS and any(engine.overrides.gradients is not None for engine in engines)
 
 
 def _one_ended(first: _Side, other: _Side) -> Divergence:

@@ -157,7 +157,7 @@ def make(task: Task) -> Outcome:
                 engine.handlers[name].enabled = False
             for name, factory in task.swaps:
                 exchange(engine, name, factory)
-            if not engine.has_loaded_state:  # otherwise it was built so, for all variants alike
+            if not engine.snapshots.has_loaded_state:  # otherwise it was built so, for all variants alike
                 engine.connect(Events.STARTED, _begin_anew)
             began = time.perf_counter()
             run(engine)
@@ -181,7 +181,7 @@ def make(task: Task) -> Outcome:
 
 
 def _begin_anew(engine: Engine) -> None:
-    if engine.has_loaded_state:
+    if engine.snapshots.has_loaded_state:
         raise RuntimeError(
             "the run would go on from what another had saved, and those of a study begin anew: leave Checkpoint(resume=True) "
             "out of build, or do without Study(files=True)"

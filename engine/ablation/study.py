@@ -3,100 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import json
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
-from signalfire import Engine, Events, Handler, Phase
+from signalfire import Engine, Handler
 from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.monitor import Monitor
 from signalfire.randomness import unchanged_random_state
 
 from .designs import Design
+from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
-from .runs import Build, Outcome, Run, Task, compose, exchange, outcomes, writes_or_shows
+from .runs import Build, Outcome, Run, Task, compose, outcomes
 from .store import Store
+from .trial import candidates, close_match, start, try_out
 
 if TYPE_CHECKING:
     from .report import Report
 
-__all__ = ["Plan", "PlannedRun", "Study"]
+__all__ = ["Study"]
 
 _VERSION = 1  # of what a line of the store means
-_CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of a plan.
-
-    Attributes:
-        variant, seed: which run.
-        key: by which the store knows it.
-        status: whether it is to be made ("missing"), or what the store has of it.
-        make: whether `Study.run` makes it.
-        seconds: what it took, or what it will take, by the finished runs of its variant or else of all; None if there are none.
-    """
-
-    variant: Variant
-    seed: int
-    key: str
-    status: Literal["finished", "failed", "missing"]
-    make: bool
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The runs of a study: those that are in the store, and those that are to be made; ``print`` it.
-
-    Attributes:
-        variants, seeds: what is compared, and over which seeds.
-        runs: for each seed, one of each variant: so that what is there can be compared when a study is stopped half-way.
-    """
-
-    variants: tuple[Variant, ...]
-    seeds: tuple[int, ...]
-    runs: tuple[PlannedRun, ...]
-
-    @property
-    def to_make(self) -> tuple[PlannedRun, ...]:
-        """The runs that `Study.run` makes."""
-        return tuple(run for run in self.runs if run.make)
-
-    @property
-    def seconds(self) -> float | None:
-        """What they cost, one after the other; None if there is nothing to tell it by."""
-        costs = [run.seconds for run in self.to_make if run.seconds is not None]
-        return sum(costs) if len(costs) == len(self.to_make) else None
-
-    def __str__(self) -> str:
-        width = max(len("variant"), *(len(variant.name) for variant in self.variants))
-        lines = [f"{'variant':<{width}}  finished  failed  to make  off or exchanged"]
-        for variant in self.variants:
-            runs = [run for run in self.runs if run.variant is variant]
-            finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
-            swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
-            what = ", ".join([*sorted(variant.off), *swaps]) or "-"
-            lines.append(
-                f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
-            )
-        cost = "unknown" if self.seconds is None else duration(self.seconds)
-        lines.append(
-            f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
-            f"cost one after the other: {cost}"
-        )
-        return "\n".join(lines)
 
 
 class Study:
@@ -200,15 +134,14 @@ class Study:
         """
         check_bool("plan", "retry_failed", retry_failed)
         with self._composed() as (engine, run):
-            reference = self._started(engine, run, "the composition as it is built")
-            candidates = self._candidates(engine, reference)
-            variants = _variants(designs, candidates)
+            reference = start(engine, run, "the composition as it is built")
+            variants = _variants(designs, candidates(engine, reference, self.handlers))
             factories = _factories(designs)
             taking_part = {}
             problems = []
             for variant in variants:
                 try:
-                    taking_part[variant.name] = self._try_out(engine, run, variant, factories, reference)
+                    taking_part[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
@@ -276,83 +209,6 @@ class Study:
     def _composed(self) -> Iterator[tuple[Engine, Run]]:
         with unchanged_random_state():
             yield compose(self.build, self.own_run, self.streams, self.files, self.seeds[0])
-
-    def _started(self, engine: Engine, run: Run, what: str) -> dict[str, str]:
-        """Run the engine up to STARTED, without files; who announces which metric."""
-        announced: dict[str, str] = {}
-
-        def stop(engine: Engine) -> None:
-            announced.update(engine.state.metrics.owners)
-            raise _Started
-
-        was_dry, engine.dry_run = engine.dry_run, True
-        try:
-            with engine.connect(Events.STARTED, stop, phase=Phase.PERSIST, rank=sys.maxsize):
-                run(engine)
-        except _Started:
-            return announced
-        except Exception as error:
-            error.add_note(f"when {what} was tried out, up to STARTED")
-            raise
-        finally:
-            engine.dry_run = was_dry
-            engine.reset()
-        raise RuntimeError(f"{run!r} did not run the engine that build({engine.seed}) returned")
-
-    def _try_out(
-        self,
-        engine: Engine,
-        run: Run,
-        variant: Variant,
-        factories: Mapping[tuple[str, str], Callable[[], Handler]],
-        reference: Mapping[str, str],
-    ) -> list[str]:
-        """Start a variant; the names of the handlers that take part in it."""
-        for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
-            _check_attached(engine, name)
-            if not engine.handlers[name].enabled:
-                who = "a study, unless it is given files=True" if writes_or_shows(engine.handlers[name]) else "build"
-                raise ValueError(f"the handler {name!r} is switched off already, by {who}")
-        originals = [engine.handlers[name] for name, _ in variant.swapped]
-        others: list[Handler] = []
-        try:
-            with engine.without(*sorted(variant.off)):
-                for swap in variant.swapped:
-                    others.append(exchange(engine, swap[0], factories[swap]))
-                announced = self._started(engine, run, f"the variant {variant.name!r}")
-                on = [handler for handler in engine.handlers.values() if handler.enabled]
-                monitored = {
-                    one.metric: f"{handler.name!r} monitors"
-                    for handler in on
-                    for one in vars(handler).values()
-                    if isinstance(one, Monitor)
-                }
-                for metric, needed in {**monitored, self.metric: "the study compares"}.items():
-                    if metric in reference and metric not in announced:
-                        raise ValueError(f"the metric {metric!r}, which {needed}, is measured by {reference[metric]!r}")
-                return sorted(handler.name for handler in on)
-        finally:
-            for handler in others:
-                engine.detach(handler)
-            for handler in originals:
-                if handler.engine is None:
-                    engine.attach(handler)
-
-    def _candidates(self, engine: Engine, announced: Mapping[str, str]) -> list[str]:
-        if self.handlers is not None:
-            for name in self.handlers:
-                _check_attached(engine, name)
-            return list(self.handlers)
-        measuring = set(announced.values())
-        found = []
-        for name, handler in engine.handlers.items():
-            phases = {subscription.phase for subscription in handler.subscriptions}
-            sets_up = engine.has(name, Events.MODEL_SETUP)
-            acts = any(what.startswith("the act ") for what in engine.claimed_by(name))
-            left_out = writes_or_shows(handler) or sets_up or name in measuring
-            if handler.enabled and not left_out and (acts or not phases.isdisjoint(_CHANGING)):
-                found.append(name)
-        return found
 
     def _key(self, variant: Variant, seed: int) -> str:
         told = [self._configuration, sorted(variant.off), sorted(variant.swapped), seed]
@@ -479,26 +335,8 @@ class Study:
         names = sorted(there)
         return (
             f"the run of {variant!r} ended without the metric {self.metric!r}, or it is not one number. "
-            f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{_hint(self.metric, names)}"
+            f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{close_match(self.metric, names)}"
         )
-
-
-class _Started(BaseException):
-    """Ends a run that was only to be started; no code that catches errors is to take it for one."""
-
-
-def duration(seconds: float) -> str:
-    """A time in words, such as "2 h 5 min".
-
-    Example:
-        >>> duration(7500), duration(75), duration(0.5)
-        ('2 h 5 min', '1 min 15 s', '0.5 s')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
@@ -556,19 +394,6 @@ def _factories(designs: Sequence[Design]) -> dict[tuple[str, str], Callable[[], 
         for name, factories in design.factories.items()
         for alternative, factory in factories.items()
     }
-
-
-def _check_attached(engine: Engine, name: str) -> None:
-    if name not in engine.handlers:
-        raise ValueError(
-            f"no handler {name!r} is attached to what build returns; there are: {', '.join(engine.handlers) or 'none'}"
-            f"{_hint(name, list(engine.handlers))}"
-        )
-
-
-def _hint(name: str, there: list[str]) -> str:
-    close = difflib.get_close_matches(name, there, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _message(error: Exception) -> str:

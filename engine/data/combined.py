@@ -1,4 +1,4 @@
-"""Data made of data: several side by side, and data that is loaded anew every few epochs."""
+"""Combining data sets: several side by side, and one that is reloaded every few epochs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["CombinedData", "ReloadedData"]
 
 
 class CombinedData:
-    """Several data iterated side by side: each batch holds a batch of each.
+    """Several data sets iterated side by side: each batch contains one batch of each.
 
-    The order of each part, and what it draws, depend on the run's seed and state where the epoch begins, on the part and on how
-    often it began in this epoch, and on nothing that the others draw. A resumed run skips to its place in every part that can
-    be skipped to (see `Engine.run`), and reads the others again.
+    The order and the random numbers of a part depend on the random state at the start of the epoch, on the part, and on how
+    often it began in this epoch, but not on the other parts. A resumed run skips to its position in each part that supports it
+    (see `Engine.run`), and re-reads the others.
 
     Args:
-        parts: the data by name, which makes batches dicts, or a sequence of data, which makes them tuples.
-        mode: how long an epoch is. "min": as the shortest part; "max": as the longest, with None in place of batches of parts
-            that are exhausted; "cycle": as the longest, while shorter ones begin again. Parts without a length are possible
-            with "min", as long as one has a length.
+        parts: Data sets by name, for batches that are dicts, or a sequence of data sets, for batches that are tuples.
+        mode: Length of an epoch. "min": that of the shortest part. "max": that of the longest, with None in place of the batches
+            of exhausted parts. "cycle": that of the longest, and shorter parts start again. With "min", parts may have no
+            length, if at least one has.
 
     Raises:
-        TypeError: for a part that cannot be iterated, or one without a length where it is needed.
+        TypeError: for a part that cannot be iterated repeatedly, or has no length where one is needed.
 
     Example:
         >>> list(CombinedData({"a": [1, 2, 3], "b": [10, 20]}, mode="cycle"))
@@ -40,22 +40,20 @@ class CombinedData:
         self, parts: Mapping[str, Any] | Sequence[Any], *, mode: Literal["min", "max", "cycle"] = "cycle"
     ) -> None:
         if not isinstance(parts, Mapping | list | tuple) or not parts:
-            raise TypeError(f"CombinedData(parts={parts!r}): it has to be a mapping or a sequence of data, not empty")
+            raise TypeError(f"CombinedData(parts={parts!r}): expected a non-empty mapping or sequence of data")
         self.mode = check_choice(self, "mode", mode, ("min", "max", "cycle"))
         self.names = list(parts) if isinstance(parts, Mapping) else None
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         self._lengths = [self._length(place, part) for place, part in enumerate(self.parts)]
         if all(length is None for length in self._lengths):
             raise TypeError(
-                "CombinedData(mode='min'): one of the parts has to have a length, which is that of the epoch"
+                "CombinedData(mode='min'): at least one part must have a length, for the length of the epoch"
             )
 
     def _length(self, place: int, part: Any) -> int | None:
         name = self.names[place] if self.names is not None else place
         if isinstance(part, Iterator) or not (hasattr(part, "__iter__") or hasattr(part, "__getitem__")):
-            raise TypeError(
-                f"CombinedData(parts[{name!r}]={part!r}): it has to be data that can be iterated again and again"
-            )
+            raise TypeError(f"CombinedData(parts[{name!r}]={part!r}): expected data that can be iterated repeatedly")
         try:
             length = len(part)
         except (TypeError, NotImplementedError):
@@ -75,7 +73,7 @@ class CombinedData:
         return self.batches_from(0)
 
     def batches_from(self, start: int) -> Iterator[Any]:
-        """The batches of one epoch from one of them on. Where it begins, one number is drawn, as a DataLoader draws one."""
+        """The batches of one epoch, starting at ``start``. Draws one random number at once, as a DataLoader does."""
         key = int(torch.empty((), dtype=torch.int64).random_().item())
         return self._batches(start, key)
 
@@ -86,20 +84,20 @@ class CombinedData:
             yield tuple(batch) if self.names is None else dict(zip(self.names, batch, strict=True))
 
     def _column(self, place: int, start: int, key: int) -> Iterator[Any]:
-        """What one part contributes, without an end."""
+        """The batches of one part, without end."""
         length = self._lengths[place]
         times, offset = divmod(start, length) if length is not None else (0, start)
         while times == 0 or self.mode == "cycle":
             yield from _from(self.parts[place], offset, derived_seed(key, place, times), times)
             if length is None:
-                raise ValueError(f"CombinedData: part {place} ended before the shortest of those that have a length")
+                raise ValueError(f"CombinedData: part {place} ended before the shortest part that has a length")
             times, offset = times + 1, 0
         while True:
             yield None
 
 
 def _from(data: Any, start: int, seed: int, number: int) -> Iterator[Any]:
-    """A pass over data from one of its batches on, which draws from streams of its own."""
+    """A pass over data with separate random streams, starting at batch ``start``."""
     own = generators_of(data)
     with unchanged_random_state(*own):
         seed_everything(seed % 2**32)
@@ -114,11 +112,11 @@ def _from(data: Any, start: int, seed: int, number: int) -> Iterator[Any]:
 
 
 class ReloadedData:
-    """Data that is made anew every few epochs, as when files are replaced or a curriculum goes on.
+    """Data that is reloaded every few epochs, for example when files are replaced, or for a curriculum.
 
     Args:
-        load: called with the number of the epoch, counted from 0, that it is for; returns the data.
-        every: for how many epochs it is used. A resumed run loads that of its epoch.
+        load: Called with the number of the epoch, counted from 0, in which the data is first used; returns the data.
+        every: Number of epochs for which it is used. A resumed run loads the data of its epoch.
 
     Example:
         >>> ReloadedData(lambda epoch: [epoch] * 3, every=2).of_epoch(5)
@@ -127,7 +125,7 @@ class ReloadedData:
 
     def __init__(self, load: Callable[[int], Any], *, every: int = 1) -> None:
         if not callable(load):
-            raise TypeError(f"ReloadedData(load={load!r}): it has to be a function of the number of the epoch")
+            raise TypeError(f"ReloadedData(load={load!r}): expected a function of the number of the epoch")
         self.load = load
         self.every = check_int(self, "every", every)
         self._loaded: tuple[int, Any] | None = None
@@ -136,7 +134,7 @@ class ReloadedData:
         return iter(self.of_epoch(0) if self._loaded is None else self._loaded[1])
 
     def first_of(self, epoch: int) -> int:
-        """For which epoch the data of this one was made."""
+        """The epoch in which the data of this epoch was first used."""
         return epoch - epoch % self.every
 
     def of_epoch(self, epoch: int) -> Any:

@@ -1,10 +1,10 @@
-"""DataLoaders, iterated from any batch on, and fetched so that random augmentation depends on the sample alone.
+"""DataLoaders that start at any batch, and whose random augmentation depends only on the sample.
 
-Two things make a DataLoader hard to resume: the batches before the position are read again, and what its workers draw depends
-on how many they are and on what each of them fetched before. Here the *indices* are skipped, which costs nothing, and each
-sample of a map-style dataset is fetched with the global generators seeded from (seed, number of the pass, index): a resumed
-run, and one with another number of workers, gets the same samples. In the main process the generators' states are put back
-after each batch, so that augmentation moves no dropout.
+Two things make a DataLoader hard to resume: the batches before the position are read again, and the random numbers of its
+workers depend on their number and on what each fetched before. Here the *indices* are skipped, which costs nothing, and each
+sample of a map-style dataset is fetched with the global generators seeded from (seed, number of the pass, index). So a resumed
+run, and a run with another number of workers, gets the same samples. In the main process the states of the generators are
+restored after each batch, so that augmentation does not change dropout.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from torch.utils.data import (
 
 from ..randomness import derived_seed, mixed, reseed
 
-__all__ = ["SkippingLoader", "generators_of", "has_torchs_order", "is_plain", "note_share", "set_epochs", "skippable"]
+__all__ = ["SkippingLoader", "generators_of", "has_torch_order", "is_plain", "record_share", "set_epochs", "skippable"]
 
 T = TypeVar("T")
 
 
 def skippable(data: Any) -> bool:
-    """Whether batches can be skipped by index: those of a DataLoader over a map-style dataset that iterates as torch's."""
+    """Whether batches can be skipped by index: for a DataLoader over a map-style dataset that does not override ``__iter__``."""
     return (
         isinstance(data, DataLoader)
         and type(data).__iter__ is DataLoader.__iter__
@@ -52,19 +52,19 @@ def skippable(data: Any) -> bool:
 
 
 def is_plain(data: Any) -> bool:
-    """Whether data is a list or tuple of batches, or none at all: it draws nothing, and has no parts to ask or to tell."""
+    """Whether data is a list or tuple of batches, or None: it draws no random numbers and has no samplers."""
     return data is None or type(data) is list or type(data) is tuple
 
 
 class SkippingLoader:
-    """A DataLoader's twin, with the same dataset, samplers and options, that can begin at any batch.
+    """A twin of a DataLoader, with the same dataset, samplers and options, that can start at any batch.
 
-    One twin serves a DataLoader for as long as it lives, so that persistent workers persist.
+    Each DataLoader has one twin for its lifetime, so that persistent workers persist.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batched = loader.batch_sampler is not None
-        self.sampler = _From(loader.batch_sampler if batched else loader.sampler, batched=batched)
+        self.sampler = _OffsetSampler(loader.batch_sampler if batched else loader.sampler, batched=batched)
         draws = not _draws_nothing(loader.dataset)
         if draws:
             self.sampler.keyed = True
@@ -103,110 +103,110 @@ class SkippingLoader:
         start: int = 0,
         *,
         at_once: bool = False,
-        dealt: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] = (0, 1),
         limit: int | None = None,
         samples: int | None = None,
-        shares: dict[int, float] | None = None,
+        round_shares: dict[int, float] | None = None,
     ) -> Iterator[Any]:
-        """The batches of one pass from batch ``start`` on.
+        """The batches of one pass, starting at batch ``start``.
 
         Args:
-            seed: what augmentation derives from.
-            number: the number of the pass, which makes it differ from pass to pass.
-            start: how many batches are skipped; of those that are dealt to this process.
-            at_once: whether the order is drawn now, and not with the first batch, as it is by a DataLoader without workers.
-            dealt: the rank of this process and the number of processes to which the batches are dealt in turn.
-            limit: at most so many batches are dealt.
-            samples: at most so many: those after them are the padding of a sampler.
-            shares: where it is noted how much the batch of a turn counts, if those that are dealt in it have different sizes.
+            seed: Seed of augmentation.
+            number: Number of the pass; makes augmentation differ between passes.
+            start: Number of batches to skip, out of those of this rank.
+            at_once: Whether to draw the order now; a DataLoader without workers draws it with the first batch.
+            shard: Rank and world size; batches are sharded round robin.
+            limit: Largest number of batches to shard over the ranks.
+            samples: Largest number of samples; those after them are the padding of a sampler.
+            round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
         """
-        self.sampler.start, self.sampler.dealt, self.sampler.samples = start, dealt, samples
-        self.sampler.limit, self.sampler.shares = limit, {} if shares is None else shares
+        self.sampler.start, self.sampler.shard, self.sampler.samples = start, shard, samples
+        self.sampler.limit, self.sampler.round_shares = limit, {} if round_shares is None else round_shares
         self.sampler.key = derived_seed(seed, "sample", number)
         if number == 0 or not self.loader.persistent_workers:
-            # Where an iteration begins, or persistent workers, a DataLoader draws the seed of its workers. So that this happens
-            # at the same passes in a resumed run, which starts its workers late, the twin draws it elsewhere, and this is as if.
+            # A DataLoader draws the seed of its workers when iteration, or persistent workers, start. A resumed run starts its
+            # workers late: so the twin draws that seed from `self.generator`, and this line draws from the DataLoader's.
             torch.empty((), dtype=torch.int64).random_(generator=self.own)
         self.generator.manual_seed(self.sampler.key)
         batches: Iterator[Any] = iter(self.loader)
         if start or at_once:
-            self.sampler.drawing.skip(one_more=at_once)
+            self.sampler.indices.skip(one_more=at_once)
         return batches
 
 
 _TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
 
 
-class _From:
-    """A sampler, or batch sampler, from a position on; its indices carry the key of the pass if fetches are to be seeded."""
+class _OffsetSampler:
+    """A sampler or batch sampler that starts at an offset; if fetches are seeded, indices are paired with the key of the pass."""
 
     def __init__(self, sampler: Any, *, batched: bool) -> None:
         self.inner = sampler
         self.batched = batched
         self.keyed = False
         self.start = 0
-        self.dealt = (0, 1)
+        self.shard = (0, 1)
         self.limit: int | None = None
         self.samples: int | None = None
-        self.shares: dict[int, float] = {}
+        self.round_shares: dict[int, float] = {}
         self.key = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawing = _Drawing(
-            self.inner, self.start, self.dealt, self.limit, self.samples if self.batched else None, self.shares
+        self.indices = _ShardedIndices(
+            self.inner, self.start, self.shard, self.limit, self.samples if self.batched else None, self.round_shares
         )
         if not self.keyed:
-            return self.drawing
+            return self.indices
         key = self.key
         if self.batched:
-            return ([(key, index) for index in indices] for indices in self.drawing)
-        return ((key, index) for index in self.drawing)
+            return ([(key, index) for index in indices] for indices in self.indices)
+        return ((key, index) for index in self.indices)
 
     def __len__(self) -> int:
         return len(self.inner)
 
 
-class _Drawing:
-    """What a sampler draws, without the first ones, and without what is dealt to other processes."""
+class _ShardedIndices:
+    """The indices that a sampler draws for this rank, without the skipped ones."""
 
     def __init__(
         self,
         sampler: Any,
         start: int,
-        dealt: tuple[int, int],
+        shard: tuple[int, int],
         limit: int | None,
         samples: int | None,
-        shares: dict[int, float],
+        round_shares: dict[int, float],
     ) -> None:
         self.sampler = sampler
         self.start = start
-        self.rank, self.size = dealt
+        self.rank, self.size = shard
         self.limit = limit
         self.samples = samples
-        self.shares = shares
+        self.round_shares = round_shares
         self.drawn: Iterator[Any] | None = None
 
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
-        """Draw what is skipped: now, since a sampler draws its order when it is first asked for some of it."""
+        """Draw the skipped indices now, and the next one with ``one_more``: a sampler draws its order with its first index."""
         if self.drawn is None:
-            drawn = _to_the_end(self.sampler)
-            drawn = drawn if self.samples is None else _first(self.samples, drawn)
+            drawn = _until_exhausted(self.sampler)
+            drawn = drawn if self.samples is None else _first_samples(self.samples, drawn)
             drawn = drawn if self.limit is None else islice(drawn, self.limit)
             for _ in range(self.start * self.size):
                 next(drawn, None)
             if self.size > 1:
-                drawn = self._deal(drawn)
+                drawn = self._every_round(drawn)
             self.drawn = chain(list(islice(drawn, 1)), drawn) if one_more else drawn
         return self.drawn
 
-    def _deal(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        for turn in count(self.start):
-            hand = list(islice(drawn, self.size))
-            sizes = [len(indices) if isinstance(indices, list | tuple) else 1 for indices in hand]
-            if self.rank >= len(hand):
+    def _every_round(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        for index in count(self.start):
+            group = list(islice(drawn, self.size))
+            sizes = [len(indices) if isinstance(indices, list | tuple) else 1 for indices in group]
+            if self.rank >= len(group):
                 return
-            note_share(self.shares, turn, self.rank, sizes, self.size)
-            yield hand[self.rank]
+            record_share(self.round_shares, index, self.rank, sizes, self.size)
+            yield group[self.rank]
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -215,17 +215,18 @@ class _Drawing:
         return next(self.drawn or self.skip())
 
 
-def note_share(shares: dict[int, float], turn: int, rank: int, sizes: list[int], size: int) -> None:
-    """Note how much the batch of a turn counts: more than 1 if it has more samples than the others that are dealt with it."""
-    if rank < len(sizes) and (len(set(sizes)) > 1 or len(sizes) < size) and (together := sum(sizes)):
-        shares[turn] = sizes[rank] * size / together
+def record_share(round_shares: dict[int, float], index: int, rank: int, sizes: list[int], size: int) -> None:
+    """Record the share of this rank's batch in a round, if sizes differ: its size, relative to the mean over the ranks."""
+    if rank < len(sizes) and (len(set(sizes)) > 1 or len(sizes) < size) and (total := sum(sizes)):
+        round_shares[index] = sizes[rank] * size / total
 
 
-def _to_the_end(sampler: Any) -> Iterator[Any]:
-    """What a sampler draws; with the last one it is drawn to its end.
+def _until_exhausted(sampler: Any) -> Iterator[Any]:
+    """The indices of a sampler; with the last one, the sampler itself is exhausted.
 
-    Some draw once more from their generator there, such as torch's RandomSampler. A loop over a DataLoader comes to that end,
-    with workers even before it has the last batch; who only counts would have another order in the next epoch.
+    Some samplers, such as torch's RandomSampler, draw from their generator once more after the last index. A loop over a
+    DataLoader reaches that point, with workers even before it has the last batch; stopping at the last index would give the
+    next epoch another order.
     """
     drawn = iter(sampler)
     try:
@@ -238,8 +239,8 @@ def _to_the_end(sampler: Any) -> Iterator[Any]:
         yield from following
 
 
-def _first(samples: int, batches: Any) -> Iterator[Any]:
-    """Batches of indices, up to so many indices."""
+def _first_samples(samples: int, batches: Any) -> Iterator[Any]:
+    """Batches of indices, up to ``samples`` indices in total."""
     for indices in batches:
         if samples <= 0:
             return
@@ -248,16 +249,16 @@ def _first(samples: int, batches: Any) -> Iterator[Any]:
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose samples are fetched with generators that are seeded from the key of the pass and the index.
+    """A dataset that seeds the global generators from the key of the pass and the index before fetching each sample.
 
-    To a ``worker_init_fn``, which finds it in ``get_worker_info().dataset``, it is the dataset itself.
+    It forwards attributes, since a ``worker_init_fn`` finds it in ``get_worker_info().dataset`` in place of the dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
         vars(self)["dataset"] = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
+        if name == "dataset":  # during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -280,7 +281,7 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, items: list[tuple[int, Any]]) -> _Fetched:
         with _UnchangedStates() as states:
             if items and callable(whole := getattr(self.dataset, "__getitems__", None)):
-                _seed(*items[0])  # the dataset fetches a batch at once: its first index stands for it
+                _seed(*items[0])  # the dataset fetches the whole batch: seed from its first index
                 samples = whole([index for _, index in items])
             else:
                 samples = [self._fetch(item) for item in items]
@@ -293,7 +294,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _Fetched(list[Any]):
-    """The samples of a batch, and the states that the process's generators are to get back once they are collated."""
+    """The samples of a batch, and the states of the global generators to restore after collating."""
 
     def __init__(self, samples: Any, states: _UnchangedStates) -> None:
         super().__init__(samples)
@@ -301,14 +302,14 @@ class _Fetched(list[Any]):
 
 
 class _Collating:
-    """A collate function whose draws go on from those of the batch's last sample."""
+    """A collate function that continues the random stream of the batch's last sample."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
         if not isinstance(samples, _Fetched):
-            return self.collate(samples)  # without batches, each sample is converted
+            return self.collate(samples)  # without batching, each sample is converted
         try:
             return self.collate(list(samples))
         finally:
@@ -316,7 +317,7 @@ class _Collating:
 
 
 class _UnchangedStates:
-    """In the main process, puts the global generators back; a worker has them for itself."""
+    """Restores the states of the global generators in the main process; workers need not."""
 
     def __init__(self) -> None:
         self.states: Any = None
@@ -324,7 +325,7 @@ class _UnchangedStates:
 
     def __enter__(self) -> _UnchangedStates:
         if get_worker_info() is None:
-            # NumPy's state takes 50 us to be read and as much to be set: another generator takes its place instead.
+            # Reading and setting NumPy's state takes 50 us each: replace its bit generator instead.
             self.states = random.getstate(), get_bit_generator(), torch.default_generator.get_state()
             set_bit_generator(np.random.MT19937(0))
         return self
@@ -338,10 +339,10 @@ class _UnchangedStates:
 
     def put_back(self) -> None:
         if self.states is not None:
-            python, numpy, torchs = self.states
+            python, numpy_generator, torch_state = self.states
             random.setstate(python)
-            set_bit_generator(numpy)
-            torch.default_generator.set_state(torchs)
+            set_bit_generator(numpy_generator)
+            torch.default_generator.set_state(torch_state)
 
 
 def _seed(key: int, index: Any) -> None:
@@ -349,7 +350,7 @@ def _seed(key: int, index: Any) -> None:
 
 
 def _draws_nothing(dataset: Any) -> bool:
-    """Whether fetching is known to draw no random number, so that it need not be seeded."""
+    """Whether fetching is known to draw no random numbers, so that it need not be seeded."""
     if type(dataset) is Subset:
         return _draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -360,13 +361,13 @@ def _draws_nothing(dataset: Any) -> bool:
     return type(dataset) in (TensorDataset, list, tuple)
 
 
-_TORCHS_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 # ---- samplers ---------------------------------------------------------------------------------------------------------
 
 
 def _samplers(data: Any) -> list[Any]:
-    """The data itself, and what it draws its order from; that of all parts, of data that consists of several."""
+    """The data and its samplers, recursively for data with ``parts``."""
     if is_plain(data):
         return []
     if (limited := getattr(data, "limited_data", None)) is not None:
@@ -377,37 +378,37 @@ def _samplers(data: Any) -> list[Any]:
     several = getattr(data, "parts", None)
     for part in several if isinstance(several, list) else ():
         found += _samplers(part)
-    return _different(found)
+    return _unique(found)
 
 
-def _different(parts: Iterable[T | None]) -> list[T]:
-    """What there is, each object once."""
+def _unique(parts: Iterable[T | None]) -> list[T]:
+    """The objects without duplicates and None."""
     return list({id(part): part for part in parts if part is not None}.values())
 
 
 def generators_of(data: Any) -> list[torch.Generator]:
-    """The generators of its own that data draws its order from: those of a DataLoader and its samplers."""
-    found = _different(getattr(part, "generator", None) for part in _samplers(data))
+    """The generators that data draws its order from, apart from the global ones: those of a DataLoader and its samplers."""
+    found = _unique(getattr(part, "generator", None) for part in _samplers(data))
     return [one for one in found if isinstance(one, torch.Generator)]
 
 
 def set_epochs(data: Any, epochs: int | list[Any]) -> None:
-    """Tell the parts that want to know it (``set_epoch``) which epoch begins, or what each was told before."""
+    """Call ``set_epoch`` of the data and its samplers: with one epoch for all, or with the list returned by `epochs_of`."""
     parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
     for part, epoch in zip(parts, [epochs] * len(parts) if isinstance(epochs, int) else epochs, strict=True):
         if epoch is not None:
             part.set_epoch(epoch)
 
 
-def has_torchs_order(loader: DataLoader[Any]) -> bool:
-    """Whether a DataLoader's order comes from torch's own samplers, which draw from no other library's generators."""
+def has_torch_order(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader uses torch's own samplers only, which draw from no other library's generators."""
     batches = loader.batch_sampler
     if batches is None:
-        return type(loader.sampler) in _TORCHS_SAMPLERS
-    return type(batches) is BatchSampler and type(batches.sampler) in _TORCHS_SAMPLERS
+        return type(loader.sampler) in _TORCH_SAMPLERS
+    return type(batches) is BatchSampler and type(batches.sampler) in _TORCH_SAMPLERS
 
 
 def epochs_of(data: Any) -> list[Any]:
-    """Which epoch each part that wants to know it has been told."""
+    """The current epoch of each sampler with ``set_epoch``; None where it has none."""
     parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
     return [epoch if isinstance(epoch := getattr(part, "epoch", None), int) else None for part in parts]

@@ -1,4 +1,4 @@
-"""How the data of a run is shared out to the processes that train together."""
+"""Sharding the data of a run over the ranks, batch by batch."""
 
 from __future__ import annotations
 
@@ -11,40 +11,49 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..batches import samples_in
 from ..distributed.processes import Processes
-from .loading import SkippingLoader, note_share, skippable
+from .loading import SkippingLoader, record_share, skippable
 
-__all__ = ["Manner", "agreed", "deal", "draws_as_it_is_read", "manner_of", "padding_left_out", "turns"]
+__all__ = [
+    "ShardPolicy",
+    "draws_while_read",
+    "rounds",
+    "samples_without_padding",
+    "shard",
+    "shard_policy",
+    "until_all_end",
+]
 
-Manner = Literal["all", "deal", "own"]
-"""What a process takes of the data: all of it, alone; what it is dealt in turn; or all of it, since it is its own."""
+ShardPolicy = Literal["all", "round_robin", "own"]
+"""Shard policy: "all" in a single process; "round_robin" shards the same data round robin; "own" reads the rank's own data."""
 
 
-def manner_of(data: Any, processes: Processes, shares: str) -> Manner:
-    """How this data comes to several processes; see `Engine.join` for ``shares``.
+def shard_policy(data: Any, processes: Processes, wanted: str) -> ShardPolicy:
+    """The shard policy for this data; see `Group.join` for ``wanted``.
 
     Raises:
-        TypeError: for data of which nobody knows whether each process has its own.
+        TypeError: if ``wanted`` is "auto" and the data does not show whether each rank has its own.
     """
-    if data is None or not processes.several:
+    if data is None or not processes.distributed:
         return "all"
-    if shares != "auto":
-        return "deal" if shares == "deal" else "own"
+    if wanted != "auto":
+        return "round_robin" if wanted == "round_robin" else "own"
     if _sampler_of_rank(data) is not None:
         return "own"
-    if skippable(data) or callable(getattr(data, "batches_from", None)) or _by_index(data):
-        return "deal"
+    if skippable(data) or callable(getattr(data, "batches_from", None)) or _is_indexable(data):
+        return "round_robin"
     raise TypeError(
-        f"the data ({type(data).__name__}) cannot be shared out to {processes.size} processes by index: say "
-        "shares='own' if each process has data of its own, or shares='deal' if all have the same, of which each takes its turn"
+        f"the data ({type(data).__name__}) cannot be sharded over {processes.world_size} ranks by index: give "
+        "shard_policy='own' if each rank has its own data, or "
+        "shard_policy='round_robin' if all have the same"
     )
 
 
-def _by_index(data: Any) -> bool:
+def _is_indexable(data: Any) -> bool:
     return isinstance(data, Sequence) or (hasattr(data, "__len__") and not hasattr(type(data), "__iter__"))
 
 
 def _sampler_of_rank(data: Any) -> Any:
-    """A sampler that gives each process its own samples; None without one."""
+    """The sampler that shards samples over the ranks, such as a DistributedSampler; None without one."""
     if isinstance(data, DataLoader):
         batch_sampler = data.batch_sampler
         for sampler in (data.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
@@ -53,20 +62,20 @@ def _sampler_of_rank(data: Any) -> Any:
     return None
 
 
-def padding_left_out(data: Any) -> int | None:
-    """How many samples a DistributedSampler gives to this process before it repeats some; None if it repeats none."""
+def samples_without_padding(data: Any) -> int | None:
+    """Number of samples that a DistributedSampler yields on this rank before it repeats some; None if it repeats none."""
     sampler = _sampler_of_rank(data)
     if type(sampler) is not DistributedSampler or sampler.drop_last:
         return None
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
 
-def turns(length: int, processes: Processes) -> int:
-    """How often each process is dealt a batch, if there are ``length``; in the last turn some may go without."""
-    return -(-length // processes.size)
+def rounds(length: int, processes: Processes) -> int:
+    """Number of rounds of ``length`` batches sharded over the ranks; in the last round some ranks may have none."""
+    return -(-length // processes.world_size)
 
 
-def deal(
+def shard(
     data: Any,
     start: int,
     length: int | None,
@@ -74,49 +83,51 @@ def deal(
     processes: Processes,
     seed: int,
     number: int,
-    shares: dict[int, float],
+    round_shares: dict[int, float],
 ) -> Iterator[Any]:
-    """The batches of this process from one of its turns on; None where it goes without.
+    """Yields this rank's batches, starting at round ``start``; None in a last round that has no batch for this rank.
 
     Args:
-        data: what is dealt, the same in each process.
-        start: the first turn.
-        length: of the data; None if it does not tell.
-        limit: how many of the batches are dealt; None for all.
-        processes: to whom.
-        seed: for a DataLoader, of what is drawn while samples are fetched.
-        number: likewise, of the pass.
-        shares: where it is noted how much the batch of a turn counts, if those of a turn have different sizes.
+        data: The data, the same on each rank.
+        start: The first round.
+        length: Length of the data; None if unknown.
+        limit: Number of batches to shard; None for all.
+        processes: The process group.
+        seed: Seed of random numbers drawn while a DataLoader fetches samples.
+        number: Number of the pass, part of that seed.
+        round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
     """
-    rank, size = processes.rank, processes.size
+    rank, size = processes.rank, processes.world_size
     mine: Iterator[Any]
-    if length is None or not (skippable(data) or _picked(data)):
+    if length is None or not (skippable(data) or _reads_own_by_index(data)):
         begin = getattr(data, "batches_from", None)
         batches = begin(start * size) if callable(begin) else islice(iter(data), start * size, None)
-        return _read(
-            islice(batches, None if limit is None else max(0, limit - start * size)), start, rank, size, shares
+        return _read_round_robin(
+            islice(batches, None if limit is None else max(0, limit - start * size)), start, rank, size, round_shares
         )
     length = length if limit is None else min(length, limit)
     if skippable(data):
         mine = SkippingLoader.of(data).iterate(
-            seed, number, start, at_once=True, dealt=(rank, size), limit=limit, shares=shares
+            seed, number, start, at_once=True, shard=(rank, size), limit=limit, round_shares=round_shares
         )
     else:
         mine = (data[index] for index in range(start * size + rank, length, size))
     own = len(range(rank, length, size))
-    return chain(mine, repeat(None, turns(length, processes) - max(start, own)))
+    return chain(mine, repeat(None, rounds(length, processes) - max(start, own)))
 
 
-def _picked(data: Any) -> bool:
-    """Whether a process takes its batches by their indices, and sees no others."""
-    return _by_index(data) and not isinstance(data, list | tuple) and not callable(getattr(data, "batches_from", None))
+def _reads_own_by_index(data: Any) -> bool:
+    """Whether a rank reads its own batches by index, and no others."""
+    return (
+        _is_indexable(data) and not isinstance(data, list | tuple) and not callable(getattr(data, "batches_from", None))
+    )
 
 
-def draws_as_it_is_read(data: Any) -> bool:
-    """Whether data may draw from random generators while all processes read all of it."""
+def draws_while_read(data: Any) -> bool:
+    """Whether data to be sharded is read by every rank in full, and may draw random numbers while it is read."""
     if skippable(data):
         return not _has_length(data)
-    return not _by_index(data) and not callable(getattr(data, "batches_from", None))
+    return not _is_indexable(data) and not callable(getattr(data, "batches_from", None))
 
 
 def _has_length(data: Any) -> bool:
@@ -127,17 +138,19 @@ def _has_length(data: Any) -> bool:
     return True
 
 
-def _read(batches: Iterator[Any], start: int, rank: int, size: int, shares: dict[int, float]) -> Iterator[Any]:
-    for turn in count(start):
-        hand = list(islice(batches, size))
-        if not hand:
+def _read_round_robin(
+    batches: Iterator[Any], start: int, rank: int, size: int, round_shares: dict[int, float]
+) -> Iterator[Any]:
+    for index in count(start):
+        group = list(islice(batches, size))
+        if not group:
             return
-        note_share(shares, turn, rank, [0 if batch is None else samples_in(batch) for batch in hand], size)
-        yield hand[rank] if rank < len(hand) else None
+        record_share(round_shares, index, rank, [0 if batch is None else samples_in(batch) for batch in group], size)
+        yield group[rank] if rank < len(group) else None
 
 
-def agreed(batches: Iterator[Any], processes: Processes) -> Iterator[Any]:
-    """Batches of processes with data of their own, until that of all has ended; None where that of this one has."""
+def until_all_end(batches: Iterator[Any], processes: Processes) -> Iterator[Any]:
+    """Yields this rank's own batches until the data of all ranks has ended; None after that of this rank has."""
     end = object()
     while True:
         batch = next(batches, end)

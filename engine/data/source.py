@@ -1,4 +1,4 @@
-"""The stream of batches: sized, unsized, infinite or no data, with its position."""
+"""The data of a run and its position, for sized, unsized, infinite or no data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from ..distributed.processes import ALONE, Processes
+from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
-from .loading import SkippingLoader, epochs_of, generators_of, has_torchs_order, is_plain, set_epochs, skippable
-from .sharding import agreed, deal, draws_as_it_is_read, manner_of, padding_left_out, turns
+from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
+from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
 
 __all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
 
@@ -24,23 +24,23 @@ class _End:
 
 
 END: Any = _End()
-"""What the iterator gives when the data is exhausted; None is a batch to be skipped."""
+"""Returned in place of a batch when the data is exhausted; None is a batch to skip."""
 
 
 class DataError(ValueError):
-    """The data is empty, shorter than it says, or cannot be iterated again."""
+    """The data is empty, shorter than its length, or cannot be iterated again."""
 
 
 class RereadingWarning(UserWarning):
-    """Data that can neither be skipped nor keep its own position is read again up to where a saved run stood."""
+    """The data is re-read from its start to reach the saved position: it supports neither skipping nor ``state_dict()``."""
 
 
 class FirstBatches:
-    """The first batches of data, taken anew each time; it has a length if the data has one.
+    """The first batches of data, read anew in each iteration over it; it has a length if the data has one.
 
     Args:
-        data: the data.
-        count: how many.
+        data: The data.
+        count: Number of batches.
     """
 
     def __init__(self, data: Any, count: int) -> None:
@@ -49,7 +49,7 @@ class FirstBatches:
 
     @property
     def limited_data(self) -> Any:
-        """What it takes them from, whose samplers and generators are a part of the position."""
+        """The unlimited data, whose samplers and generators are part of the position."""
         return self.data
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class FirstBatches:
         return self.limited(iter(self.data), 0)
 
     def limited(self, batches: Iterator[Any] | None, start: int, count: int | None = None) -> Iterator[Any]:
-        """The batches that are left of an iterator which begins at batch ``start``; up to another count, if one is given."""
+        """The rest of an iterator that begins at batch ``start``, up to batch ``count``: that of the object by default."""
         count = self.count if count is None else count
         for taken in range(start + 1, count + 1):
             assert batches is not None
@@ -68,22 +68,22 @@ class FirstBatches:
             except StopIteration:
                 return
             if taken == count:
-                batches = None  # a DataLoader's workers end now, and not when this iterator is let go of
+                batches = None  # stops a DataLoader's workers now, not when this generator is freed
             yield batch
 
 
 class Source:
-    """One run's data, and how far it was read; of several processes, what this one takes of it.
+    """The data of one run, sharded over the ranks, and the position in it.
 
-    Without an explicit epoch_length every epoch iterates the data anew. With one, the iteration goes on across epochs and
-    starts again when the data is exhausted.
+    Without an explicit epoch_length, every epoch is a new pass over the data. With one, a pass continues across epochs, and
+    another begins when the data is exhausted.
 
     Attributes:
-        length: the data's own length, or None.
-        continues: whether the iteration goes on across epochs.
-        started_at: the run's iteration count when the data was last iterated anew.
-        number: which pass over the data this is, counted from 0.
-        manner: how the data is shared out to processes.
+        length: Length of this rank's data in batches; None if unknown.
+        continues: Whether passes continue across epochs.
+        started_at: Number of iterations of the run before this pass.
+        number: Number of this pass, counted from 0.
+        policy: Shard policy of the data.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Source:
         seed: int,
         *,
         epoch: int = 0,
-        processes: Processes = ALONE,
-        shares: str = "auto",
-        whole: bool = False,
+        processes: Processes = SINGLE_PROCESS,
+        shard_policy: str = "auto",
+        omit_padding: bool = False,
     ) -> None:
         self.processes = processes
-        self.shares = shares
-        self.whole = whole  # whether samples that only pad are left out
+        self.shard_policy = shard_policy
+        self.omit_padding = omit_padding  # whether to omit the samples that a DistributedSampler repeats
         self.given = data
         self.given_length = epoch_length
         self.seed = seed
@@ -108,68 +108,72 @@ class Source:
         self.started_at = 0
         self.number = 0
         self.saved: dict[str, Any] = {}
-        self.turn_shares: dict[int, float] = {}  # how much the batches of a turn count, of those that are dealt
-        # Called with the pass and the batch before each batch but the first, so that draws do not go on from the model's.
+        self.round_shares: dict[int, float] = {}  # share of this rank's batch, by round, where sizes differ
+        # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
         self.reseed: Callable[[int, int], None] | None = None
 
     def load(self, epoch: int) -> None:
-        """Take the data of this epoch, counted from 0: the same for all, unless it is made anew every few epochs."""
+        """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
         of_epoch = getattr(self.given, "of_epoch", None)
         self.data = of_epoch(epoch) if callable(of_epoch) else self.given
         first_of = getattr(self.given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
-        self.manner = manner_of(_inner(self.data), self.processes, self.shares)
-        self.length = self._turns(self.data)
-        if self.manner == "own":
+        self.policy = shard_policy(_inner(self.data), self.processes, self.shard_policy)
+        self.length = self._rounds(self.data)
+        if self.policy == "own":
             lengths = self.processes.gather(self.length)
             self.length = None if None in lengths else max(lengths)
         self.epoch_length = self.length if self.given_length is None else self.given_length
         self.continues = self.given_length is not None and self.given_length != self.length
 
-    def _turns(self, data: Any) -> int | None:
-        """How many batches this process takes of the data; None if nobody knows."""
+    def _rounds(self, data: Any) -> int | None:
+        """Number of this rank's batches of the data; None if unknown."""
         if isinstance(data, FirstBatches):
-            inner = self._turns(data.data)
-            return None if inner is None else min(self._most(data), inner)
+            inner = self._rounds(data.data)
+            return None if inner is None else min(self._limit(data), inner)
         length = _length_of(data)
-        if length is not None and self.manner == "deal":
-            return turns(length, self.processes)
-        if length is not None and self.manner == "own" and (samples := self._samples(data)) is not None:
+        if length is not None and self.policy == "round_robin":
+            return rounds(length, self.processes)
+        if length is not None and self.policy == "own" and (samples := self._own_samples(data)) is not None:
             return min(length, -(-samples // (data.batch_size or 1)))
         return length
 
-    def _most(self, data: FirstBatches) -> int:
-        """How many batches this process takes of limited data."""
-        return turns(data.count, self.processes) if self.manner == "deal" else data.count
+    def _limit(self, data: FirstBatches) -> int:
+        """Largest number of this rank's batches of limited data."""
+        return rounds(data.count, self.processes) if self.policy == "round_robin" else data.count
 
-    def _samples(self, data: Any) -> int | None:
-        """How many samples of the data are this process's own, where others only pad it, and are to be left out."""
-        return padding_left_out(data) if self.whole and skippable(data) and data.batch_size is not None else None
+    def _own_samples(self, data: Any) -> int | None:
+        """Number of this rank's samples without the padding of a DistributedSampler; None if there is none to omit."""
+        return (
+            samples_without_padding(data)
+            if self.omit_padding and skippable(data) and data.batch_size is not None
+            else None
+        )
 
     def share(self, iteration: int) -> float:
-        """How much the batch of this process counts in an iteration: 1, unless those dealt with it have other sizes."""
-        return self.turn_shares.get(iteration - self.started_at - 1, 1)
+        """Share of this rank's batch in an iteration: 1, unless the batches of the round differ in size."""
+        return self.round_shares.get(iteration - self.started_at - 1, 1)
 
     def announce(self, epoch: int) -> None:
-        """Take the data of this epoch, and tell samplers that want to know it that it is about to begin."""
+        """Set the data of a new epoch, and call ``set_epoch`` of its samplers."""
         self.load(epoch)
         if not self.continues:
             set_epochs(self.data, epoch)
 
     def begin(self, iteration: int, epoch: int, *, ahead: bool) -> Iterator[Any]:
-        """Iterate the data anew; with ``ahead``, unsized data is read one batch ahead of its use.
+        """Begin a new pass over the data.
 
         Args:
-            iteration: how many were made in the run.
-            epoch: which one begins, counted from 0. Where the data goes on across epochs, its passes are counted instead.
-            ahead: whether a window needs to know the last batch.
+            iteration: Number of iterations made in the run.
+            epoch: The epoch that begins, counted from 0. Where passes continue across epochs, passes are counted instead.
+            ahead: Whether to read unsized data one batch ahead, since an accumulation window must know the last batch.
         """
         if self.continues:
             epoch = self.number + 1 if self.saved else 0
             set_epochs(self.data, epoch)
-        # What the order is drawn from, so that a resumed run can draw it again.
-        states = _state_of_draws(self.data), [generator.get_state() for generator in generators_of(self.data)]
-        if self.manner == "deal":  # what is dealt has the order that rank 0 draws
+        # The generators before the order is drawn, so that a resumed run draws the same order.
+        states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
+        if self.policy == "round_robin":  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
         self.saved = {
@@ -180,22 +184,22 @@ class Source:
             "generators": states[1],
             "epochs": epochs_of(self.data),
         }
-        if self.manner != "deal" or self.processes.first:
+        if self.policy != "round_robin" or self.processes.is_rank_zero:
             return self._iterate(0)
         with unchanged_random_state():
             set_random_state(states[0])
             return self._iterate(0)
 
     def _iterate(self, start: int) -> Iterator[Any]:
-        """The batches of the pass that is saved, from one of them on if they can be skipped."""
+        """The batches of the pass described by `saved`, starting at batch ``start`` if they can be skipped."""
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
         self.skips = True
-        self.turn_shares = {}
-        alike = self.manner == "deal" and self.data is not None and draws_as_it_is_read(_inner(self.data))
+        self.round_shares = {}
+        read_by_all = self.policy == "round_robin" and self.data is not None and draws_while_read(_inner(self.data))
         if self.data is None:
             self.iterator = repeat(None)
-        elif self.epoch_length is None or _keeps_position(_inner(self.data)) or alike:
-            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data)) or alike
+        elif self.epoch_length is None or _keeps_position(_inner(self.data)) or read_by_all:
+            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data)) or read_by_all
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
             self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start))
             if start and self.skips and (place := self.saved.get("place")) is not None:
@@ -205,14 +209,14 @@ class Source:
         return self.iterator
 
     def _reseeded(self, start: int) -> Iterator[Any]:
-        """The batches; with `reseed`, each of what may draw as it is read is drawn from a stream of its own."""
+        """The batches; with `reseed`, data that may draw random numbers has a separate stream for each batch."""
         batches = self._batches(self.data, start)
         return batches if self.reseed is None or not may_draw(_inner(self.data)) else self._reseeding(batches, start)
 
     def _reseeding(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         assert self.reseed is not None
         for taken in count(start if self.skips else 0):
-            if taken:  # the first is drawn as the pass begins
+            if taken:  # the first batch is seeded as the pass begins
                 self.reseed(self.number, taken)
             batch = next(batches, END)
             if batch is END:
@@ -220,29 +224,29 @@ class Source:
             yield batch
 
     def _batches(self, data: Any, start: int, limit: int | None = None) -> Iterator[Any]:
-        """The batches from one of them on; where they cannot be skipped, all of them, and `skips` becomes False."""
+        """The batches, starting at ``start``; where they cannot be skipped, all of them, and `skips` becomes False."""
         if isinstance(data, FirstBatches):
             inner = self._batches(data.data, start, data.count)
-            return data.limited(inner, start if self.skips else 0, self._most(data))
-        if self.manner == "deal":
+            return data.limited(inner, start if self.skips else 0, self._limit(data))
+        if self.policy == "round_robin":
             length = _length_of(data)
-            return deal(data, start, length, limit, self.processes, self.seed, self.number, self.turn_shares)
-        if self.manner == "own":
+            return shard(data, start, length, limit, self.processes, self.seed, self.number, self.round_shares)
+        if self.policy == "own":
             return self._own_batches(data, start)
         return self._all_batches(data, start)
 
     def _own_batches(self, data: Any, start: int) -> Iterator[Any]:
-        """The batches of this process, with as many turns as the others have."""
+        """The batches of data that belongs to this rank, padded with None to the number of the other ranks."""
         batches = self._all_batches(data, start)
         if self.length is None:
-            return agreed(batches, self.processes)
-        own = self._turns(data)
+            return until_all_end(batches, self.processes)
+        own = self._rounds(data)
         assert own is not None
         return chain(batches, repeat(None, max(0, self.length - max(own, start))))
 
     def _all_batches(self, data: Any, start: int) -> Iterator[Any]:
         if skippable(data):
-            return SkippingLoader.of(data).iterate(self.seed, self.number, start, samples=self._samples(data))
+            return SkippingLoader.of(data).iterate(self.seed, self.number, start, samples=self._own_samples(data))
         if callable(begin := getattr(data, "batches_from", None)):
             batches: Iterator[Any] = begin(start)
             return batches
@@ -254,49 +258,49 @@ class Source:
         return iter(data)
 
     def fits(self, saved: Mapping[str, Any], epoch: int, epoch_start: int) -> bool:
-        """Whether a saved position is inside what is iterated now: data that starts anew in each epoch has that of its epoch."""
+        """Whether a saved position belongs to the current pass: without ``continues``, to the pass of this epoch."""
         return "random" in saved and (
             self.continues or (saved["started_at"] == epoch_start and saved["number"] == epoch - 1)
         )
 
-    def adopt(self, other: Source) -> None:
-        """Go on with an iterator that an earlier run has begun, and with what was read ahead of it: it cannot begin again."""
+    def take_over_iterator(self, other: Source) -> None:
+        """Continue the iterator of an earlier run, which cannot be restarted, with the batches read ahead."""
         self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
-        self.turn_shares = other.turn_shares
+        self.round_shares = other.round_shares
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
-        """Iterate as the saved run did, past the batches that it had taken: skipped where they can be, else read again."""
+        """Continue the pass of a saved run after the batches it had read: these are skipped if possible, else read again."""
         set_random_state(saved["random"])
         self._set_generators(saved["generators"])
         set_epochs(self.data, saved["epochs"])
         self.saved = {key: value for key, value in saved.items() if not key.endswith("_now")}
         wanted = iteration - saved["started_at"]
-        if isinstance(self.data, FirstBatches) and wanted > self._most(self.data):
+        if isinstance(self.data, FirstBatches) and wanted > self._limit(self.data):
             raise DataError(
-                f"the saved run had taken {wanted} batches of its epoch, and this data is limited to the first {self.data.count} "
-                "by a handler: begin anew, without the loaded state, or detach the handler that limits it"
+                f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to the first "
+                f"{self.data.count}: start without the loaded state, or detach the handler that limits the data"
             )
         iterator = self._iterate(wanted)
         if self.skips:
             return iterator
         warnings.warn(
-            f"the data ({type(self.data).__name__}) cannot begin in its middle: {wanted} batches are read again. A DataLoader "
-            "over a map-style dataset skips them; other data may have state_dict() and load_state_dict() to keep its own "
-            "position, or batches_from(start) to begin at a batch",
+            f"the data ({type(self.data).__name__}) cannot skip batches: {wanted} batches are read again. A DataLoader "
+            "over a map-style dataset skips them; other data can implement batches_from(start), or state_dict() and "
+            "load_state_dict()",
             RereadingWarning,
             stacklevel=2,
         )
         for taken in range(wanted):
             if next(iterator, END) is END:
                 raise DataError(
-                    f"the run had taken {wanted} batches when it stopped, but this data ends after {taken}; "
-                    "go on with the data of that run"
+                    f"the saved run had read {wanted} batches, but this data ends after {taken}; "
+                    "resume with the data of that run"
                 )
         return iterator
 
     @property
     def batch_size(self) -> int | None:
-        """The samples of a batch of a DataLoader; None if it does not say."""
+        """Batch size of a DataLoader; None if unknown."""
         inner = _inner(self.data)
         size = getattr(inner, "batch_size", None) or getattr(getattr(inner, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else None
@@ -317,54 +321,54 @@ class Source:
         place = iterator.place()
         return saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
 
-    def go_on(self, saved: Mapping[str, Any], *, announced: bool) -> None:
-        """Let the next `begin` draw what it would have drawn in the saved run.
+    def prepare_next_pass(self, saved: Mapping[str, Any], *, announced: bool) -> None:
+        """Set the generators so that the next `begin` draws the order that the saved run would have drawn.
 
         Args:
-            saved: the saved position.
-            announced: whether the saved run had announced the epoch that is to begin.
+            saved: The saved position.
+            announced: Whether the saved run had announced the epoch that begins.
         """
         if saved["first"] != self.first:
-            return  # other data, which was made anew for the epoch that is to begin
+            return  # the data was reloaded for this epoch
         self._set_generators(saved["generators_now"])
         if announced:
             set_epochs(self.data, saved["epochs_now"])
         data = _inner(self.data)
         if saved.get("place_now") is not None and _keeps_position(data):
             data.load_state_dict(saved["place_now"]["position"])
-            if self.length is not None:  # all of its batches were taken, but it was not asked for one more
+            if self.length is not None:  # all of its batches were read, but not its end
                 next(iter(data), END)
 
     def _set_generators(self, states: list[Any]) -> None:
         generators = generators_of(self.data)
         if len(generators) != len(states):
             raise DataError(
-                f"the data of the saved run drew from {len(states)} generator(s) of its own, and this data "
-                f"({type(self.data).__name__}) from {len(generators)}; go on with the data of that run"
+                f"the data of the saved run had {len(states)} generator(s), but this data "
+                f"({type(self.data).__name__}) has {len(generators)}; resume with the data of that run"
             )
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
     def last(self) -> bool:
-        """Whether unsized data ends after the current batch; reads one ahead to know."""
+        """Whether unsized data ends after the current batch; reads one batch ahead."""
         return isinstance(self.iterator, Streamed) and self.iterator.exhausted()
 
     def ended(self) -> bool:
-        """As `last`, but what can be read only once is not read ahead: what was read would be lost."""
+        """As `last`, but does not read ahead from an iterator, since the batch would be lost."""
         if isinstance(self.data, Iterator):
             return isinstance(self.iterator, Streamed) and self.iterator.read == [END]
         return self.last()
 
 
 class Streamed:
-    """An iterator over data that can be asked whether more is coming, and where the data stands.
+    """An iterator over data that can read ahead and report the position of the data.
 
-    With a seed, the data draws from random streams of its own, so that neither reading ahead nor going back to a position
-    changes what the model draws.
+    With a seed, the data has separate random streams, so that neither reading ahead nor returning to a position changes the
+    random numbers of the model.
 
     Attributes:
-        read: what was read ahead.
-        before: where the data stood before that, if it keeps its own position.
+        read: The batch read ahead, or END.
+        before: Position of the data before reading ahead, for data with ``state_dict``.
     """
 
     def __init__(self, data: Any, seed: int | None, begin: Callable[[], Iterator[Any]]) -> None:
@@ -379,7 +383,7 @@ class Streamed:
         self.iterator: Iterator[Any] = self._with_streams(begin)
 
     def place(self) -> dict[str, Any]:
-        """Where data that keeps its own position stands, with its streams."""
+        """Position and random streams of data with ``state_dict``."""
         return {"position": self._with_streams(self.data.state_dict), "streams": self.streams}
 
     def __iter__(self) -> Iterator[Any]:
@@ -393,31 +397,32 @@ class Streamed:
         return batch
 
     def exhausted(self) -> bool:
+        """Whether no batch is left; reads one ahead."""
         if not self.read:
             self.before = self.place() if _keeps_position(self.data) else None
             self.read.append(self._with_streams(lambda: next(self.iterator, END)))
         return self.read[0] is END
 
-    def _with_streams(self, act: Callable[[], Any]) -> Any:
+    def _with_streams(self, call: Callable[[], Any]) -> Any:
         if self.streams is None:
-            return act()
+            return call()
         with unchanged_random_state():
             set_random_state(self.streams)
-            result = act()
+            result = call()
             self.streams = random_state()
         return result
 
 
 def may_draw(data: Any) -> bool:
-    """Whether data may draw from the global generators between its batches: what a plain DataLoader fetches does not."""
+    """Whether data may draw from the global generators between batches: DataLoaders with torch's collate functions do not."""
     return not (is_plain(data) or (skippable(data) and data.collate_fn in (default_collate, default_convert)))
 
 
-def _state_of_draws(data: Any) -> dict[str, Any]:
-    """The state of those global generators that data may draw its order from: to read NumPy's alone takes 50 us."""
+def _state_before_order(data: Any) -> dict[str, Any]:
+    """The state of the global generators that the data may draw its order from: reading NumPy's takes 50 us."""
     if is_plain(data):
         return {}
-    if skippable(data) and has_torchs_order(data):
+    if skippable(data) and has_torch_order(data):
         return {"torch": torch.get_rng_state()}
     return random_state()
 
@@ -431,7 +436,7 @@ def _keeps_position(data: Any) -> bool:
 
 
 def _items(data: Any, start: int) -> Iterator[Any]:
-    """What data without an iterator of its own gives by index, as `iter` would."""
+    """The items of data without ``__iter__``, starting at index ``start``, as `iter` would yield them."""
     for index in count(start):
         try:
             item = data[index]
@@ -449,12 +454,12 @@ def _length_of(data: Any) -> int | None:
         iter_ = getattr(type(data), "__getitem__", None)
     if iter_ is None:
         raise TypeError(
-            f"the data {data!r} cannot be iterated: give a DataLoader, a list of batches or another iterable, "
+            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or another iterable, "
             "or None with epoch_length= for a run without data"
         )
     try:
         length = len(data)
-    except (TypeError, NotImplementedError):  # an IterableDataset's loader has __len__ but refuses to tell
+    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
         return None
     if length == 0:
         raise DataError(f"the data ({type(data).__name__}) is empty: it has length 0")

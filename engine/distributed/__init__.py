@@ -1,11 +1,11 @@
-"""Several processes that train together, and tensors that are sharded over them.
+"""Processes that train together, and tensors that are sharded over them. Nothing here knows the loop.
 
-`processes` is what a rank may ask of the others; `rendezvous` lets them find each other under torchrun; `watch` notices a rank
-that died; `sharded` reads and writes DTensors; `differences` merges the states of all ranks into one. Nothing here knows of
-the loop.
+`processes` holds what ranks ask each other; `rendezvous` lets them find each other under torchrun; `watch` notices a rank that
+died; `liveness` says whether a process of this machine still runs; `sharded` reads and writes DTensors; `differences` merges
+the states of all ranks into one.
 """
 
-from .processes import ALONE, Processes, lost_another, together
+from .processes import SINGLE_PROCESS, Processes, lost_another, process_group
 from .rendezvous import note_failure
 from .sharded import (
     SHARDS,
@@ -24,8 +24,8 @@ from .sharded import (
 from .watch import Watch
 
 __all__ = [
-    "ALONE",
     "SHARDS",
+    "SINGLE_PROCESS",
     "Processes",
     "ShardFiles",
     "Watch",
@@ -35,11 +35,11 @@ __all__ = [
     "lost_another",
     "norms_over_ranks",
     "note_failure",
+    "process_group",
     "reshard",
     "sha256_of",
     "split_shards",
     "spread_like",
-    "together",
     "unsharded",
     "whole_tensor",
 ]

@@ -1,7 +1,7 @@
-"""The states of several processes as one: that of rank 0 and, for every other rank, what differs in its own.
+"""The states of all ranks as one: the state of rank 0, and for every other rank what differs in its own.
 
-Processes that train together hold most of their state alike, and some of it, such as random states and the gradients of an
-open window, each for itself. Nothing is taken to be alike: every tensor is compared, by its sha256.
+Most of the state is the same on all ranks; random states and the gradients of an open window are not. Nothing is assumed to be
+the same: every tensor is compared, by its sha256.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .sharded import is_sharded
 
 __all__ = ["for_rank", "of_all"]
 
-# What a part that differs is told by: nothing if it is the same, else a pair, of a list since that loads safely.
+# A difference is None if nothing differs, else a pair of one of these and a value; as a list, since a safe load accepts that.
 IS, WITHIN = "is", "within"
 
 
 def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
-    """One state for all processes, on rank 0; on the others, their own. Each of the processes has to call it with its own."""
-    if not processes.several:
+    """Merge the states of all ranks on rank 0; the others get their own back. Collective: each rank passes its own state."""
+    if not processes.distributed:
         return own
-    digests = processes.broadcast(_digest(own) if processes.first else None)
-    differing = processes.collect(None if processes.first else _difference(own, digests))
+    digests = processes.broadcast(_digest(own) if processes.is_rank_zero else None)
+    differing = processes.collect(None if processes.is_rank_zero else _difference(own, digests))
     ranks = {str(rank): part for rank, part in enumerate(differing) if rank}
-    return own | {"processes": processes.size, "rank": processes.rank, "ranks": ranks}
+    return own | {"processes": processes.world_size, "rank": processes.rank, "ranks": ranks}
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The state of one of the processes; ``state["rank"]`` says whose it is if that of this one was not saved."""
+    """The state of one rank; ``state["rank"]`` says whose it is if this rank's was not saved."""
     difference = state.get("ranks", {}).get(str(rank))
     own: dict[str, Any] = _merged({key: state[key] for key in state if key not in ("rank", "ranks")}, difference)
     return own | {"rank": rank if str(rank) in state.get("ranks", {}) else state.get("rank", 0)}
@@ -64,7 +64,7 @@ def _has_tensors(values: Iterable[Any]) -> bool:
 
 
 def _difference(own: Any, digest: Any) -> Any:
-    """What differs in a state from the one of this digest; None if nothing does."""
+    """How a state differs from the one with this digest; None if it does not."""
     if isinstance(own, Mapping) and isinstance(digest, dict) and own.keys() == digest.keys():
         pairs = [(key, item, digest[key]) for key, item in own.items()]
     elif isinstance(own, list | tuple) and isinstance(digest, list) and len(own) == len(digest):

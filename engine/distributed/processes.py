@@ -1,4 +1,4 @@
-"""The processes that train together: what they have to agree on, and what they put together. One alone is a group of one."""
+"""What the ranks of a distributed run ask each other; a single process is a group of one."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from ..batches import map_leaves, tensors_in
 from .rendezvous import bounded, join, launched, launched_in_part
 from .watch import Watch
 
-__all__ = ["ALONE", "Processes", "Together", "lost_another", "together"]
+__all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "lost_another", "process_group"]
 
 
 class Processes:
-    """One process alone, and what several have in common: `Together` does the same for several.
+    """A single process, with the methods that a process group has; `ProcessGroup` is the group of a distributed run.
 
-    Every method but `print` has to be called by all of the processes, in the same order.
+    Every method but `print` is collective: all processes call it, in the same order.
 
     Attributes:
-        rank: which one of the processes this is, counted from 0.
-        size: how many there are.
-        local_rank: which one it is on its machine.
-        several: whether there is more than one.
-        first: whether this is the one of rank 0, which writes what is written once.
-        timeout: after how many seconds one that does not come to what all do together counts as lost.
+        rank: of this process.
+        world_size: the number of processes.
+        local_rank: the rank on its machine.
+        distributed: whether the run is distributed, that is, there is more than one process.
+        is_rank_zero: whether this is rank 0, which writes what is written once.
+        timeout: seconds after which a process that does not join a collective counts as lost.
 
     Example:
-        >>> ALONE.gather("here"), ALONE.sum(1, 2.5), ALONE.first
+        >>> SINGLE_PROCESS.gather("here"), SINGLE_PROCESS.sum(1, 2.5), SINGLE_PROCESS.is_rank_zero
         (['here'], [1.0, 2.5], True)
     """
 
     rank = 0
     timeout = 300.0
-    size = 1
+    world_size = 1
     local_rank = 0
 
     @property
-    def several(self) -> bool:
-        return self.size > 1
+    def distributed(self) -> bool:
+        return self.world_size > 1
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number added up over the processes, in double precision: the same bits in each of them."""
+        """The sum of each number over all processes, in double precision, with the same bits in each of them."""
         return [float(number) for number in numbers]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in any of the processes."""
+        """Whether the flag is true in any of the processes."""
         return bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gives, by rank; anything that can be pickled."""
+        """The value of every process, by rank; anything that can be pickled."""
         return [value]
 
     def collect(self, value: Any) -> list[Any]:
-        """As `gather`, but for the process of rank 0 alone; the others get nothing."""
+        """Like `gather`, but for rank 0 only; the others get an empty list."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """What the process of rank 0 gives."""
+        """The value of rank 0."""
         return value
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all processes."""
 
     def gather_samples(self, value: Any) -> Any:
-        """The tensors of all processes, joined along their first dimension in the order of the ranks.
+        """Concatenate the tensors of all processes along their first dimension, in the order of the ranks.
 
         Args:
             value: a tensor, or tensors in tuples, lists, dicts, namedtuples and dataclasses, nested; everything else is given
@@ -84,50 +84,50 @@ class Processes:
         return value
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
-        """Begin to tell the others what this process does, and to notice which of them is lost.
+        """Start reporting what this process does, and noticing which of the others is lost.
 
         Args:
-            where: tells in a few words what this process does now; called in a thread, once a second.
+            where: returns in a few words what this process does now; called in a thread, once a second.
 
         Returns:
-            The watch; None alone.
+            The watch; None in a single process.
         """
         return None
 
     def print(self, *values: object, all: bool = False, **options: Any) -> None:
-        """`print` in the process of rank 0 alone, or in each of them, with its rank in front.
+        """Print on rank 0 only, or on every rank with the rank in front.
 
         Args:
             values: what is printed.
             all: whether each process prints.
             options: of `print`, such as ``file``.
         """
-        if self.first or all:
-            told = (f"[rank {self.rank}]",) if all and self.several else ()
+        if self.is_rank_zero or all:
+            told = (f"[rank {self.rank}]",) if all and self.distributed else ()
             print(*told, *values, **{"flush": True} | options)
 
     def __repr__(self) -> str:
-        return f"<rank {self.rank} of {self.size}>"
+        return f"<rank {self.rank} of {self.world_size}>"
 
 
-ALONE = Processes()
-"""One process that trains by itself."""
+SINGLE_PROCESS = Processes()
+"""The group of a single process."""
 
 
-class Together(Processes):
+class ProcessGroup(Processes):
     """The processes of ``torch.distributed``.
 
-    What they agree on goes through a gloo group of its own, so that neither a device nor what is reduced at the same time
-    waits for it.
+    They communicate over a gloo group of its own, so that this neither waits for a device nor delays gradients that are reduced
+    at the same time.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
         self.timeout = timeout
         self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.world_size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        # What a process of an earlier attempt has left under the same names is never read.
+        # Under a random prefix, so that nothing is read that a process of an earlier attempt left.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
     def sum(self, *numbers: float) -> list[float]:
@@ -139,12 +139,12 @@ class Together(Processes):
         return self.sum(flag)[0] > 0
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        values: list[Any] | None = [None] * self.size if self.first else None
+        values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
         dist.gather_object(value, values, group=self.group)
         return values or []
 
@@ -162,7 +162,7 @@ class Together(Processes):
         return map_leaves(self._joined, value)
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
-        watch = Watch(self.store, self.rank, self.size, timeout=self.timeout, where=where)
+        watch = Watch(self.store, self.rank, self.world_size, timeout=self.timeout, where=where)
         watch.start()
         return watch
 
@@ -188,31 +188,31 @@ class Together(Processes):
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an error only says that another process did not do its part of what all do together."""
+    """Whether an error only says that another process did not take part in a collective."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-_joined: list[Together] = []
+_joined: list[ProcessGroup] = []
 
 
-def together(*, backend: str | None = None, timeout: float = 300.0) -> Processes:
-    """The processes that were launched together, joined when this is first called; `ALONE` if this one was launched alone.
+def process_group(*, backend: str | None = None, timeout: float = 300.0) -> Processes:
+    """The process group of this run, joined at the first call; `SINGLE_PROCESS` if this process was launched by itself.
 
     Args:
-        backend: of torch.distributed; by default gloo for the CPU, and NCCL besides it if there are GPUs.
-        timeout: after how many seconds a process that does not come to what all do together counts as lost. While they come
-            together at first, it may take a few seconds more.
+        backend: of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        timeout: seconds after which a process that does not join a collective counts as lost; joining the group may take
+            a few seconds more.
 
     Errors:
         RuntimeError: the environment tells of several processes, but not of all that it takes to join them.
 
     Example:
-        >>> together().size
+        >>> process_group().world_size
         1
     """
     if not _joined or not dist.is_initialized():
         if not dist.is_initialized() and not launched() and not launched_in_part():
-            return ALONE
+            return SINGLE_PROCESS
         with bounded(timeout, f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"):
-            _joined[:] = [Together(join(backend=backend, timeout=timeout), timeout)]
+            _joined[:] = [ProcessGroup(join(backend=backend, timeout=timeout), timeout)]
     return _joined[0]

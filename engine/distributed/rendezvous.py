@@ -1,4 +1,4 @@
-"""Joining the other processes of a run and leaving them: safe under restarts, and with an exit status that can be trusted."""
+"""Joining and leaving the process group: safe under restarts, and with an exit status that can be trusted."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def launched() -> bool:
 
 
 def launched_in_part() -> bool:
-    """Whether the environment tells of other processes, but not where they are: alone, each would train on all of the data."""
+    """Whether the environment names other processes, but not how to reach them: each would train on all data by itself."""
     return os.environ.get("WORLD_SIZE", "1") != "1" or os.environ.get("RANK", "0") != "0"
 
 
 def note_failure() -> None:
-    """Say that this process leaves in disorder though no exception reaches the interpreter: the group is then not destroyed."""
+    """Note that this process ends after an error that does not reach the interpreter: the group is then not destroyed."""
     global _failed
     _failed = True
 
 
 def join(*, backend: str | None = None, timeout: float) -> Store:
-    """Initialise torch.distributed in what torchrun has started, and return a store of this group alone.
+    """Initialise torch.distributed in a process that torchrun has started, and return a store that only this group uses.
 
     Workers that torchrun restarts find what the dead ones left in the store, and with plain ``init_process_group`` they
     connect to addresses that nobody listens on any more. So they first agree on a fresh prefix for all that they write.
@@ -102,9 +102,9 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
 
 @contextlib.contextmanager
 def bounded(timeout: float, who: str) -> Iterator[None]:
-    """Leave the process if it has not come together with the others in time, and a few seconds more.
+    """Exit the process if it has not joined the others within the timeout and a few seconds.
 
-    For one that dies while connections are made, gloo may wait without an end, where no exception reaches it.
+    If one of them dies while connections are made, gloo may wait for ever, where no exception reaches it.
     """
 
     def leave() -> None:
@@ -126,7 +126,7 @@ def bounded(timeout: float, who: str) -> Iterator[None]:
 
 
 def agree(base: Store, rank: int, size: int, *, timeout: float) -> PrefixStore:
-    """A store under a prefix that the processes that are alive now agree on, whatever others have left in ``base``.
+    """Agree with the processes that are alive now on a fresh prefix in a store, whatever dead ones have left in ``base``.
 
     Each process posts a random word. Rank 0 offers a new random prefix together with the words that it found, and again with
     another prefix when a word is new; a process acknowledges an offer that holds its own word, under the offer's prefix. When
@@ -188,7 +188,7 @@ def _missing(store: Store, prefix: str, words: list[str | None], size: int, time
 
 
 def _read(store: Store, keys: list[str]) -> list[str | None]:
-    """The values that are there; it waits for none."""
+    """The values of the keys that exist, without waiting; None for the others."""
     if keys and store.check(keys):
         return [value.decode() for value in store.multi_get(keys)]
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
@@ -230,7 +230,7 @@ def _take_gpu(local_rank: int) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel end this process when torchrun is gone: its workers would go on for ever, on GPUs that seem free."""
+    """Let the kernel end this process when torchrun dies: otherwise its workers run for ever, on GPUs that seem free."""
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return  # another launcher may well end before what it has started
     parent = os.getppid()

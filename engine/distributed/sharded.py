@@ -1,7 +1,7 @@
-"""Tensors that are spread over processes: their parts, their whole, and their way to the disk and back.
+"""Sharded tensors (DTensors): their local parts, the whole tensors, and how both are saved and loaded.
 
-A model that `fully_shard` has sharded has DTensors for parameters; gradients, optimizer states and averages are DTensors
-then, too. Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
+The parameters of a model that `fully_shard` has sharded are DTensors, and so are its gradients, optimizer states and averages.
+Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 __all__ = [
     "SHARDS",
@@ -41,7 +38,7 @@ __all__ = [
 ]
 
 SHARDS = "shards"
-"""The entry of a loaded state that tells in which folder its sharded tensors lie."""
+"""The entry of a loaded state with the folder of its sharded tensors."""
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -61,12 +58,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor. Every process has to ask for it."""
+    """The whole tensor. Collective for a sharded one."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def spread_like(value: Any, own: Any) -> Any:
-    """A value spread over processes as another tensor is, or made whole if that one is."""
+    """Shard a value like another tensor, or make it whole if the other one is not sharded."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or value.is_meta:
         return value
     if is_sharded(own) and not is_sharded(value):
@@ -111,14 +108,14 @@ def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Let modules hold their parts only, which a forward without a backward may have put together."""
+    """Free the whole parameters that a forward without a backward may have gathered."""
     for module in _sharded_modules(roots):
         module.reshard()
 
 
 @contextmanager
 def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Hold whole parameters, so that forwards need no other process; every process has to enter, and none may train in it."""
+    """Hold whole parameters, so that a forward needs no other process. Collective to enter; no training inside."""
     modules = _sharded_modules(roots)
     before = [_reshards(module) for module in modules]
     try:
@@ -133,7 +130,7 @@ def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def discard_unreduced(roots: Iterable[nn.Module]) -> None:
-    """Let go of gradients that no backward has reduced.
+    """Release gradients that no backward has reduced.
 
     torch has no function for it: in 2.13 ``reset_iter_state``, which is to do it, leaves them for the next backward.
     """
@@ -155,9 +152,9 @@ Place = tuple[Any, ...]
 
 
 def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A state without what it holds of sharded tensors, and these by the path to their place in it.
+    """Split a state into the state without its sharded tensors, and these tensors by their paths in it.
 
-    A tensor of the same shape and type on the meta device stays in the place of each.
+    In its place, each leaves a tensor of the same shape and dtype on the meta device.
     """
     shards: dict[str, Tensor] = {}
     if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():  # then there is none
@@ -172,8 +169,13 @@ def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return split(state, ()), shards
 
 
-def read_shards(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A loaded state with its sharded tensors: each process reads its own parts of them, one alone reads all.
+def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], device: torch.device) -> Mapping[str, Any]:
+    """Fill the sharded tensors of a loaded state: each process reads its own parts of them, a single process reads all.
+
+    Args:
+        state: as `Checkpoint.load` returns it; one without sharded tensors is returned as it is.
+        parameters: of the model, which say how tensors are spread over the processes.
+        device: where tensors are put if no parameter is sharded.
 
     Raises:
         ValueError: if they cannot be read.
@@ -182,12 +184,11 @@ def read_shards(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if folder is None:
         return state
     tensors: dict[str, Tensor] = {}
-    parameters = [p for root in engine.modules.values() for p in root.parameters()]
     model = next((p for p in parameters if is_sharded(p)), None)
 
     def allocate(value: Any, path: Place) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
-            made = tensors[_key(path)] = _empty(value, model, engine.device)
+            made = tensors[_key(path)] = _empty(value, model, device)
             return made
         return _mapped(value, path, allocate)
 
@@ -235,13 +236,13 @@ def _key(path: Place) -> str:
 
 
 class ShardFiles:
-    """Writes sharded tensors by torch.distributed.checkpoint, each process its parts; for rank 0 and the others alike.
+    """Writes sharded tensors with torch.distributed.checkpoint: each process writes its parts, and rank 0 coordinates.
 
-    Its own gloo group carries what the processes tell each other, so that it may be used in a thread while they train. Every
-    process makes one at the same time.
+    The processes talk over a gloo group of its own, so that it can be used in a thread while they train. All processes
+    create one at the same time.
 
     Args:
-        timeout: the seconds after which a process that does not answer counts as lost; the others write their parts meanwhile.
+        timeout: seconds after which a process that does not answer counts as lost; others may be writing meanwhile.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -252,28 +253,28 @@ class ShardFiles:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """Rank 0: let everybody write into a folder that is new; the files there, with their sizes and sha256.
+        """Rank 0: let every process write its parts into a new folder; returns the files with their sizes and sha256.
 
         Raises:
             OSError: if any process could not.
         """
-        self._tell(("write", str(folder)))
+        self._send(("write", str(folder)))
         return self._write(folder, shards)
 
     def done(self, outcome: Any) -> None:
-        """Rank 0: tell the others what came of it in the end."""
-        self._tell(("done", outcome))
+        """Rank 0: end the others' `assist`, which returns ``outcome``."""
+        self._send(("done", outcome))
 
     def assist(self, shards: Mapping[str, Tensor]) -> Any:
-        """Any other rank: write as often as rank 0 says; what came of it in the end."""
+        """Any other rank: write its parts whenever rank 0 asks, until rank 0 is done; returns rank 0's outcome."""
         while True:
-            what, value = self._told()
+            what, value = self._receive()
             if what == "done":
                 return value
             try:
                 self._write(Path(value), shards)
             except Exception:
-                continue  # rank 0 knows of it as well, and says how it goes on
+                continue  # rank 0 gets the error, too, and decides how to continue
 
     def _write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         import torch.distributed as dist
@@ -305,12 +306,12 @@ class ShardFiles:
             raise OSError(f"what was written to {str(folder)!r} cannot be read: {'; '.join(problems)}")
         return {name: told for files, _ in every for name, told in files.items()}
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         import torch.distributed as dist
 
         dist.broadcast_object_list([message], src=0, group=self.group)
 
-    def _told(self) -> Any:
+    def _receive(self) -> Any:
         import torch.distributed as dist
 
         message: list[Any] = [None]
@@ -319,7 +320,7 @@ class ShardFiles:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, piece by piece."""
+    """The sha256 of a file, read in chunks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Tells the other processes what this one does, and finds out which of them broke a collective, and where it was."""
+"""Reports to the other ranks what this process does, and finds the rank that broke a collective and where it was."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..events import Events
+from .liveness import boot_id, find_process, machine_name
 
 __all__ = ["Watch", "cut_connections"]
 
@@ -29,10 +30,10 @@ Told = dict[str, Any]
 
 
 class Watch:
-    """A thread that once a second tells the others where this process is, and notices which of them failed or died.
+    """A thread that reports once a second where this process is, and notices which of the others failed or died.
 
-    A collective that breaks says "Connection closed by peer", or that it timed out; which process caused it, and what that
-    one was doing, only they know. ``explain`` asks for it.
+    A broken collective only says "Connection closed by peer", or that it timed out. ``explain`` says which rank caused it, and
+    what that rank was doing.
 
     - A rank that raises and ends, or is killed, closes its connections: gloo raises in the others in a fraction of a second.
     - A rank that raised while its process lives on (the script caught it) would be waited for until the group's timeout. No
@@ -42,10 +43,10 @@ class Watch:
       noticed, unless this rank has failed or asked for an explanation by then; the group is of no use afterwards.
     - Where that is not possible, or with NCCL (after an abort its streams would go on with whatever is in the buffers), the
       explanation is printed, and the process left with ``os._exit(1)`` once ``where`` has not changed for ``grace`` seconds.
-    - A rank that is stopped or hangs is told from a slow one by the group's timeout only. ``explain`` then names the rank
-      that was waited for: one that is silent, or the one whose event is behind.
+    - Only the group's timeout tells a rank that is stopped or hangs from a slow one. ``explain`` then names the rank that was
+      waited for: one that is silent, or the one whose event is behind.
 
-    Every process makes its watches in the same order. That the store's host is gone ends the thread quietly.
+    Every process creates its watches in the same order. The thread ends quietly if the store's host is gone.
 
     Args:
         store: of the group; it is cloned, so that the thread waits for nobody.
@@ -82,7 +83,7 @@ class Watch:
         self._store = PrefixStore(f"signalfire/watch/{Watch.made}", store.clone())  # type: ignore[attr-defined]
         Watch.made += 1
         self._own: Told = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "reports": 0}
-        self._own["born"] = _born(os.getpid())
+        self._own["started"] = _started(os.getpid())
         self._since = 0.0
         self._next = 0  # of self.others, to be read
         self._explained = self._failed = False  # this rank knows by itself
@@ -97,14 +98,14 @@ class Watch:
             atexit.register(self._end)
 
     def stop(self) -> None:
-        """The run has ended here, and well: who waits for this rank from now on waits in vain, and is told so."""
+        """Report that the run has ended here without an error, so that a rank that still waits for this one learns why."""
         if self._thread.is_alive():
             self._own["left"] = True
             self._end()
         atexit.unregister(self._end)
 
     def failed(self, error: BaseException) -> None:
-        """This rank leaves its run with an error: tell the others at once, for they will wait for it."""
+        """Report at once that this rank leaves its run with an error, since the others will wait for it."""
         if not self._thread.is_alive() or self._failed:
             return
         self._failed = True
@@ -114,10 +115,10 @@ class Watch:
         self._ask(2.0)
 
     def explain(self) -> list[str]:
-        """Which other ranks are the cause of the error that a collective raised here, the likeliest first; one line each.
+        """The ranks that caused the error that a collective raised here, the likeliest first; one line each.
 
-        It takes up to two intervals and a half if nobody is found to have failed or died, since a process on another host shows
-        that it lives only by its reports.
+        This takes up to two and a half intervals if no rank has failed or died, since only its reports show that a process on
+        another host is alive.
         """
         if not self.others:
             return []
@@ -163,7 +164,7 @@ class Watch:
         ]
 
     def _suspects(self) -> list[str]:
-        """Nobody has failed or died: somebody was waited for, one that is silent, or one that is behind."""
+        """The ranks that may have been waited for, if none has failed or died: silent ones, or one that is behind."""
         now = time.monotonic()
         age = {other: now - heard for other, heard in self.heard.items()}
         lost = [other for other in self.others if age.get(other, 1e9) > 2 * self.interval]
@@ -186,7 +187,7 @@ class Watch:
         return lines
 
     def _missed(self) -> list[int]:
-        """Of the ranks in which no collective has raised, those whose event comes first: they were not there."""
+        """Of the ranks in which no collective has raised, those whose event is earliest: they did not reach it."""
         places = {
             other: _place(told["where"])
             for other, told in self.told.items()
@@ -199,11 +200,11 @@ class Watch:
         return bool(told.get("left")) and not told.get("failed")
 
     def _died(self, other: int) -> bool:
-        """Whether its process is gone; of another machine's nothing is known."""
+        """Whether the rank's process is gone; False for one of another machine, of which nothing is known."""
         told = self.told.get(other)
         if told is None or told.get("failed") or told.get("left") or told["machine"] != self._own["machine"]:
             return False
-        return bool(_born(told["pid"]) != told["born"])
+        return bool(_started(told["pid"]) != told["started"])
 
     def _name(self, other: int) -> str:
         told = self.told[other]
@@ -215,7 +216,7 @@ class Watch:
     # The thread, which alone uses the store: an operation on a store whose host is stopped never returns
 
     def _ask(self, timeout: float) -> bool:
-        """Have the thread report and read everything now; whether it could in this time."""
+        """Let the thread report and read everything now; returns whether it did so in time."""
         with self._asked:
             self._requests += 1
             mine = self._requests
@@ -300,9 +301,9 @@ class Watch:
 
 
 def cut_connections() -> int:
-    """Shut down this process's connections of all its gloo groups, so that every collective raises; how many there were.
+    """Shut down the connections of all gloo groups of this process, so that every collective raises; returns their number.
 
-    Only sockets with an end at an address that gloo published in a group's store are touched. On other systems than Linux: none.
+    Only sockets with an end at an address that gloo published in a group's store are touched. On Linux only.
     """
     published = b"".join(_published(group) for group in list(dist.distributed_c10d._world.pg_map))
     cut = 0
@@ -334,7 +335,7 @@ def _published(group: dist.ProcessGroup) -> bytes:
 
 
 def _packed(family: int, end: tuple[Any, ...]) -> bytes:
-    """A struct sockaddr_in or sockaddr_in6, as far as it tells an address from others."""
+    """The part of a struct sockaddr_in or sockaddr_in6 that identifies an address."""
     start = int(family).to_bytes(2, sys.byteorder) + int(end[1]).to_bytes(2, "big")
     if family == socket.AF_INET:
         return start + socket.inet_pton(socket.AF_INET, end[0])
@@ -353,34 +354,17 @@ def _error(told: Told) -> str:
 
 
 def _place(where: str) -> tuple[int, ...]:
-    """Something that is smaller for what comes earlier: the numbers in it, then the event's place in the loop."""
+    """A sort key by time: the numbers in a report (epoch, iteration), then the event's place in the loop."""
     event = next((ORDER[word] for word in re.findall(r"[A-Z_]+", where) if word in ORDER), -1)
     return (*(int(number) for number in re.findall(r"\d+", where)), event)
 
 
-def _born(pid: int) -> str | None:
-    """When a process was started; None if it is gone. Its number alone may be another one's by now."""
-    if not os.path.isdir("/proc/self"):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return "once"
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+def _started(pid: int) -> int | None:
+    """When a process of this machine started; None if it has ended, as a zombie has."""
+    found = find_process(pid)
+    return None if found is None or found.defunct else found.started
 
 
 def _machine() -> str:
-    """What processes that see each other by their numbers have in common: the kernel and the space of numbers."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            found.append(file.read().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+    """Equal for processes that can look each other up by their ids: of one machine since its boot, in one namespace."""
+    return f"{machine_name()} {boot_id()}"

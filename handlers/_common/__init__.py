@@ -1,4 +1,4 @@
-"""What several handlers share and is no handler itself: weight averages, folders, parameter names, loggers' base classes.
+"""Code shared by several handlers: weight averages, folders, parameter names, base classes of loggers.
 
 Every handler may import from here; no handler imports another.
 """

@@ -1,4 +1,4 @@
-"""What EMA and SWA have in common: averages of the weights, and their use in place of the weights. Not a handler."""
+"""Base of EMA and SWA: averages of the weights, and swapping them in for evaluation and export."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
 
 
 class AveragedWeights(Handler):
-    """Holds averages of the weights, and puts them in place of the weights for evaluation and export.
+    """Averages the weights, and swaps the averages in for evaluation and export.
 
     Args:
-        average_buffers: whether floating-point buffers are averaged like weights; otherwise all of them are copied.
-        update: the name of the update that it belongs to; the first by default. Averaged are all of the engine's modules.
+        average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
+        update: Name of the update whose steps count; the first by default. All modules of the engine are averaged.
 
     Attributes:
-        averages: the averages.
-        count: how often they were updated.
+        count: Number of updates of the averages.
     """
 
     trains = True
@@ -40,28 +40,28 @@ class AveragedWeights(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.claim("the weights used for evaluation", by=self)
+        engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
 
     @on(Events.STARTED)
-    def look(self, engine: Engine) -> None:
-        """Find the parameters and buffers, now that the model is set up."""
+    def bind_tensors(self, engine: Engine) -> None:
+        """Collect the parameters and buffers, now that the model is set up."""
         self._averages.bind(engine, self.name)
 
     @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE)
     def swap(self, engine: Engine) -> None:
-        """Put the averages in place of the weights until the evaluation, or the export, is over."""
+        """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
             self._averages.bind(engine, self.name)
-        engine.enter(self._averages.in_place())
+        engine.regions.enter(self._averages.in_place())
 
     @on(Events.WEIGHTS_LOADED)
-    def stand_back(self, engine: Engine) -> None:
-        """The weights that were put in place are the ones to be used, until there is another average."""
+    def use_loaded_weights(self, engine: Engine) -> None:
+        """Evaluate and export with the loaded weights until the next update of the averages."""
         self._averages.overruled = True
 
     @on(Events.ENDED)
-    def let_go(self, engine: Engine) -> None:
-        """Hold nothing of the model beyond the run."""
+    def release(self, engine: Engine) -> None:
+        """Drop the references to the model after the run."""
         self._averages.release()
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class AveragedWeights(Handler):
             self._averages.bind(self.engine, self.name)
 
 
-# A parameter or buffer: its name, and the module's dict that holds it, since a module may put another tensor in its place.
+# A parameter or buffer: its name, and the module's dict and key that hold it, since a module may replace the tensor.
 _Place = tuple[str, Any, str]
 
 
@@ -81,8 +81,10 @@ class Averages:
     """Averages of all parameters and buffers of an engine's modules, by name.
 
     Attributes:
-        values: the averages; empty before the first update.
-        count: the number of updates.
+        values: The averages by name; empty before the first update.
+        count: Number of updates.
+        swapped: Whether the averages are in place of the tensors now.
+        overruled: Whether weights were loaded since the last update, so that `in_place` does nothing.
     """
 
     def __init__(self, *, average_buffers: bool) -> None:
@@ -90,18 +92,26 @@ class Averages:
         self.values: dict[str, Tensor] = {}
         self.count = 0
         self.swapped = False
-        self.overruled = False  # by weights that were put in place since the last update
+        self.overruled = False
         self.release()
 
     def release(self) -> None:
-        """Forget the modules."""
+        """Drop the references to the modules."""
         self._roots: list[nn.Module] = []
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
-        self._direct = False  # whether all can be followed as they are, which spares half of the time
+        self._direct = False  # no tensor is sharded or of half precision: no conversion, which halves the time
 
     def bind(self, engine: Engine, owner: str) -> None:
-        """Find the tensors to be averaged and those to be copied, and place loaded averages where these are."""
+        """Collect the tensors to average and those to copy, and move loaded averages to their devices.
+
+        Args:
+            engine: The engine with the modules.
+            owner: Name of the handler, for the error.
+
+        Raises:
+            ValueError: If loaded averages do not match the modules.
+        """
         self.release()
         self._roots = list(engine.modules.values())
         reshard(self._roots)
@@ -126,21 +136,21 @@ class Averages:
             )
             if different:
                 raise ValueError(
-                    f"{owner!r}: its averages do not fit the modules: they differ in {', '.join(different)}"
+                    f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(different)}"
                 )
             self.values = {name: spread_like(self.values[name].to(t.device), t) for name, t in live.items()}
         self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in live.values())
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
-        """Move the averages towards the tensors by a share ``weight`` of the way; the first time, copy them."""
+        """Interpolate the averages towards the tensors by ``weight``; the first update copies the tensors."""
         moving, copied = _tensors(self._moving), _tensors(self._copied)
         if not self.values:
             self.values = {place[0]: _wide(t).clone() for place, t in zip(self._moving, moving, strict=True)}
             self.values |= {place[0]: t.detach().clone() for place, t in zip(self._copied, copied, strict=True)}
         else:
             if moving:
-                direct = self._direct and not any(t.dtype in _HALF for t in moving)  # converted since
+                direct = self._direct and not any(t.dtype in _HALF for t in moving)  # may be converted since `bind`
                 followed = moving if direct else [local_part(_wide(t)) for t in moving]
                 torch._foreach_lerp_(self._parts(self._moving), followed, weight)
             if copied:
@@ -156,10 +166,12 @@ class Averages:
 
     @contextmanager
     def in_place(self, *, anyway: bool = False) -> Iterator[None]:
-        """Hold the averages in place of the tensors; inside of itself, before the first update and if overruled, do nothing.
+        """Swap the averages in for the body, and the tensors back after it.
+
+        Does nothing when nested, before the first update, and when overruled.
 
         Args:
-            anyway: also if overruled.
+            anyway: Swap even if overruled.
         """
         if self.swapped or (self.overruled and not anyway) or not self.values:
             yield
@@ -170,7 +182,7 @@ class Averages:
         kept = [local_part(tensor.detach()).clone() for tensor in tensors]
         self.swapped = True
         try:
-            # Through `data`, autograd does not count it as a change: what a backward still needs is back in time.
+            # Through `data`, autograd does not see a change: a pending backward finds the original values again.
             torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], self._parts(places))
             yield
         finally:
@@ -183,7 +195,7 @@ class Averages:
 
     @torch.no_grad()
     def take_buffers(self) -> None:
-        """Take over the buffers as they are now."""
+        """Copy the current buffers into the averages."""
         for name, holder, key in self._copied:
             self.values[name].copy_(holder[key])
 
@@ -195,7 +207,7 @@ class Averages:
         self.values = {name: tensor.detach().clone() for name, tensor in state["averages"].items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a handler belongs to no model."""
+        """A copy is not bound to the modules."""
         return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "swapped": False}
 
 

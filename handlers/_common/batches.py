@@ -1,4 +1,4 @@
-"""Batches, as several handlers need them: looked into, changed, and taken from data. Not a handler."""
+"""Helpers for batches: read and replace a tensor of a batch, and check data that is iterated several times."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["changed", "check_data", "check_place", "tensor_at"]
 
 
 def check_place(handler: Handler, argument: str, place: Any) -> int | str:
-    """Check an argument that says where in a batch something is.
+    """Check an argument that locates a tensor in a batch: an index into a tuple or list, or a key of a dict.
 
     Raises:
-        TypeError: if it can be no place.
+        TypeError: If it is neither an int nor a str.
     """
     if isinstance(place, bool) or not isinstance(place, int | str):
-        told = f"{type(handler).__name__}({argument}={place!r})"
-        raise TypeError(f"{told}: it has to be a place in a tuple or a key of a dict")
+        where = f"{type(handler).__name__}({argument}={place!r})"
+        raise TypeError(f"{where}: expected an index into a tuple or a key of a dict")
     return place
 
 
 def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
-    """The tensor in a batch at the place that an attribute of the handler says.
+    """The tensor of a batch at the index or key in the handler's attribute ``argument``.
 
     Raises:
-        TypeError: if there is none with a first dimension.
+        TypeError: If there is no tensor with at least one dimension.
     """
     place = getattr(handler, argument)
     try:
@@ -42,13 +42,13 @@ def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
     if not isinstance(part, Tensor) or part.dim() == 0:
         raise TypeError(
             f"{handler.name!r}: the batch ({type(batch).__name__}) has no tensor at {place!r}; "
-            f"say where it is with {type(handler).__name__}({argument}=)"
+            f"give its index or key as {type(handler).__name__}({argument}=)"
         )
     return part
 
 
 def changed(batch: Any, place: Any, value: Tensor) -> Any:
-    """A copy of the batch with another tensor in this place."""
+    """A copy of the batch with the tensor at this index or key replaced."""
     if isinstance(batch, tuple):
         items = list(batch)
         items[place] = value
@@ -65,16 +65,16 @@ def check_data(where: str, data: object) -> None:
     """Check data that a handler iterates several times.
 
     Args:
-        where: the call with its argument, for the error.
-        data: the data.
+        where: The call with its argument, for the error.
+        data: The data.
 
     Raises:
-        TypeError: if it cannot be iterated, or only once.
+        TypeError: If it cannot be iterated, or only once.
     """
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-        raise TypeError(f"{where}: it has to be iterable, such as a DataLoader or a list of batches")
+        raise TypeError(f"{where}: expected an iterable, such as a DataLoader or a list of batches")
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{where}: an iterator is used up by the first pass; give an iterable that starts anew each time, such as a list "
+            f"{where}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a list "
             "or a DataLoader"
         )

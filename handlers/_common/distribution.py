@@ -1,4 +1,4 @@
-"""What handlers that spread the model over processes have in common. Not a handler that is attached itself."""
+"""Base of the handlers that distribute training: process group, heartbeat to the other ranks, broadcast of buffers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_choice, check_number
-from signalfire.distributed import ALONE, Processes, Watch, lost_another, note_failure, together
+from signalfire.distributed import SINGLE_PROCESS, Processes, Watch, lost_another, note_failure, process_group
 
-from .ranks import NOTE_EVENT, SAME_BUFFERS
+from .ranks import BROADCAST_BUFFERS, RECORD_EVENT
 
-__all__ = ["Distribution", "Shares", "broadcast"]
+__all__ = ["Distribution", "ShardPolicy", "broadcast"]
 
-Shares = Literal["auto", "own", "deal"]
+ShardPolicy = Literal["auto", "own", "round_robin"]
 
-_NOTED = (
+_RECORDED = (
     Events.MODEL_SETUP, Events.STARTED, Events.CHECKPOINT_LOADED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED,
     Events.GET_BATCH_COMPLETED, Events.FORWARD_STARTED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED,
     Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED, Events.OPTIMIZER_STEP_COMPLETED,
@@ -30,108 +30,106 @@ _NOTED = (
 
 
 class Distribution(Handler):
-    """Joins the processes that were launched together, and tells what became of one that is lost.
+    """Joins the process group, and reports which rank failed and where when one is lost.
 
     Args:
-        shares: how data is shared out; see `Engine.join`.
-        backend: of torch.distributed.
-        timeout: in seconds; see `together`.
+        shard_policy: Policy for sharding data over the ranks; see `Group.join`.
+        backend: Backend of torch.distributed.
+        timeout: Timeout in seconds; see `together`.
 
     Attributes:
-        processes: those that train together: this one alone before the handler is attached, and unless it was launched by
-            torchrun.
-        watch: what tells the other processes where this one is; None outside a run, and alone.
+        processes: The process group: a single process before the handler is attached, and without torchrun.
+        watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
-    def __init__(self, *, shares: Shares, backend: str | None, timeout: float, name: str | None) -> None:
+    def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
         super().__init__(name=name)
-        self.shares = check_choice(self, "shares", shares, ("auto", "own", "deal"))
+        self.shard_policy = check_choice(self, "shard_policy", shard_policy, ("auto", "own", "round_robin"))
         if backend is not None and (not isinstance(backend, str) or not backend):
-            raise TypeError(
-                f"{type(self).__name__}(backend={backend!r}): it has to be a name, such as 'gloo' or 'nccl'"
-            )
+            raise TypeError(f"{type(self).__name__}(backend={backend!r}): expected a name, such as 'gloo' or 'nccl'")
         self.backend = backend
         self.timeout = check_number(self, "timeout", timeout, least=1)
-        self.processes: Processes = ALONE
+        self.processes: Processes = SINGLE_PROCESS
         self.watch: Watch | None = None
-        self._last = ""  # the event that was told last
+        self._last_event = ""
         self._failed_at: str | None = None
-        self._noting: list[Attachment] = []
-        self._buffers: list[Tensor] = []  # of which every process is to have the values of rank 0
+        self._recording: list[Attachment] = []
+        self._buffers: list[Tensor] = []  # broadcast from rank 0
 
     def attached(self, engine: Engine) -> None:
-        self.processes = together(backend=self.backend, timeout=self.timeout)
-        engine.join(self.processes, by=self, shares=self.shares)
-        several = self.processes.several  # alone, nothing is done in an iteration
-        self.weighing = Events.LOSS_COMPUTED if several else None
-        self.sharing = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+        self.processes = process_group(backend=self.backend, timeout=self.timeout)
+        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
+        several = self.processes.distributed  # a single process needs no work in an iteration
+        self.loss_event = Events.LOSS_COMPUTED if several else None
+        self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
 
     def detached(self, engine: Engine) -> None:
-        self.processes = ALONE
+        self.processes = SINGLE_PROCESS
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=NOTE_EVENT)
-    def begin_watch(self, engine: Engine) -> None:
-        """Tell the others from now on where this process is."""
-        if not self.processes.several:
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT)
+    def start_watch(self, engine: Engine) -> None:
+        """Start reporting this rank's progress to the others."""
+        if not self.processes.distributed:
             return
-        self._last = Events.MODEL_SETUP.name
-        for event in _NOTED:
-            # Where a step may be skipped, whoever may change something is asked about; this only records.
+        self._last_event = Events.MODEL_SETUP.name
+        for event in _RECORDED:
+            # RECORD, where the engine asks whether a receiver may change gradients; these receivers do not.
             phase = Phase.RECORD if event in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED) else Phase.PREPARE
-            self._noting.append(engine.connect(event, partial(self._note, event.name), phase=phase, rank=NOTE_EVENT))
+            receiver = partial(self._record_event, event.name)
+            self._recording.append(engine.connect(event, receiver, phase=phase, rank=RECORD_EVENT))
         self._failed_at = None
         self.watch = self.processes.watch(partial(self._where, engine))
 
     def _where(self, engine: Engine) -> str:
-        return self._failed_at or f"{self._last}, epoch {engine.state.epoch}, iteration {engine.state.iteration}"
+        return self._failed_at or f"{self._last_event}, epoch {engine.state.epoch}, iteration {engine.state.iteration}"
 
-    def _note(self, event: str, engine: Engine) -> None:
-        self._last = event
+    def _record_event(self, event: str, engine: Engine) -> None:
+        self._last_event = event
 
-    @on("weighing", phase=Phase.PREPARE)
-    def weigh(self, engine: Engine) -> None:
-        """Let a batch count by its samples where those of the other processes have more or fewer."""
+    @on("loss_event", phase=Phase.PREPARE)
+    def set_weight(self, engine: Engine) -> None:
+        """Weight the batch by its number of samples, where the ranks' batches differ in size."""
         update = engine.state.update
         if update.share != 1:
             update.weight = update.weight * update.share
 
-    @on("sharing", phase=Phase.PREPARE, rank=SAME_BUFFERS)
-    def share_buffers(self, engine: Engine) -> None:
-        """Give all processes the buffers of rank 0."""
+    @on("buffers_event", phase=Phase.PREPARE, rank=BROADCAST_BUFFERS)
+    def sync_buffers(self, engine: Engine) -> None:
+        """Broadcast the buffers of rank 0."""
         if self._buffers:
             with torch.no_grad():
                 broadcast(self._buffers)
 
-    @on(Events.EXCEPTION_RAISED | Events.INTERRUPTED, phase=Phase.PREPARE, rank=NOTE_EVENT)
-    def explain(self, engine: Engine) -> None:
-        """Tell the others that this process fails; if it fails because of them, which of them it was, and where."""
+    @on(Events.EXCEPTION_RAISED | Events.INTERRUPTED, phase=Phase.PREPARE, rank=RECORD_EVENT)
+    def report_failure(self, engine: Engine) -> None:
+        """Report this rank's failure to the others; if another rank caused it, add to the error which one, and where."""
         error = engine.state.exception
         if self.watch is None or error is None:
             return
         note_failure()
-        self._failed_at = self._where(engine)  # the counts are set back before others ask
+        self._failed_at = self._where(engine)  # now, since the counts are reset before the other ranks ask
         if lost_another(error):
             for line in self.watch.explain():
                 error.add_note(line)
         self.watch.failed(error)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=NOTE_EVENT)
-    def end_watch(self, engine: Engine) -> None:
-        """A run that ended well needs no watch; after one that did not, the others may still ask."""
-        for attachment in self._noting:
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=RECORD_EVENT)
+    def stop_watch(self, engine: Engine) -> None:
+        """Stop reporting after a successful run; after a failed one, the other ranks may still ask."""
+        for attachment in self._recording:
             attachment.detach()
-        watch, self.watch, self._noting = self.watch, None, []
+        watch, self.watch, self._recording = self.watch, None, []
         if watch is not None and engine.state.exception is None:
             watch.stop()
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give all processes the values that tensors have on rank 0; of one kind at once."""
+    """Broadcast the tensors' values from rank 0, all tensors of one dtype and device at once."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for alike in kinds.values():
         flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo knows fewer types
+        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo supports fewer dtypes
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.detach().copy_(part.view_as(tensor))

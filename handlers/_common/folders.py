@@ -1,4 +1,4 @@
-"""Folders to write into, checked before there is anything to be lost. Not a handler."""
+"""Checks of output folders, made before there are results to lose."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
     """Check a ``folder=`` argument.
 
     Raises:
-        TypeError: if it is no path.
-        NotADirectoryError: if there is something else in its place.
+        TypeError: If it is not a path.
+        NotADirectoryError: If the path exists and is not a folder.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"{type(handler).__name__}(folder={folder!r}): it has to be a path, such as 'runs/first'")
+        raise TypeError(f"{type(handler).__name__}(folder={folder!r}): expected a path, such as 'runs/first'")
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{type(handler).__name__}(folder={str(folder)!r}): it exists and is no folder")
+        raise NotADirectoryError(
+            f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; give another one"
+        )
     return path
 
 
 def open_folder(handler: Handler, folder: Path) -> None:
-    """Make the folder if it is not there.
+    """Create the folder if it does not exist.
 
     Raises:
-        PermissionError: if nothing can be written into it.
+        PermissionError: If the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{handler.name!r}: the folder {str(folder)!r} cannot be written")
+        raise PermissionError(f"{handler.name!r}: the folder {str(folder)!r} is not writable")

@@ -1,4 +1,4 @@
-"""What MixUp and CutMix have in common: samples are mixed in pairs, and the losses of both targets likewise. Not a handler."""
+"""Base of MixUp and CutMix: mixes samples in pairs, and the losses of their targets with the same weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_number
 
 from .batches import changed, check_place, tensor_at
@@ -19,18 +20,18 @@ __all__ = ["SampleMixing"]
 
 
 class SampleMixing(Handler):
-    """Mixes each sample with another of its batch, as `mixed` says, and the losses of both targets in the same shares.
+    """Mixes each sample with another one of its batch (see `mixed`), and the losses of both targets with the same weights.
 
-    For each batch are drawn, from the handler's own generator on the CPU: two numbers of Gamma(alpha) in float64, whose first
-    divided by their sum is distributed as Beta(alpha, alpha); then a permutation of the batch; then what `mixed` draws.
+    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), the first of which divided by
+    their sum is distributed as Beta(alpha, alpha); then a permutation of the batch; then what `mixed` draws.
 
     Args:
-        alpha: see above; above zero.
-        input: where the batch, a tuple, list or dict, has the inputs.
-        target: where it has the targets: a tensor of shape (N, ...).
+        alpha: Parameter of the Beta distribution; greater than 0.
+        input: Index or key of the inputs in the batch, a tuple, list or dict.
+        target: Index or key of the targets: a tensor of shape (N, ...).
 
     Attributes:
-        lam: the share of each sample in the last mixed batch; None before the first.
+        lam: Weight of each sample in the last mixed batch; None before the first.
     """
 
     trains = True
@@ -42,40 +43,40 @@ class SampleMixing(Handler):
         self.target = check_place(self, "target", target)
         if input == target:
             raise ValueError(
-                f"{type(self).__name__}(input={input!r}, target={target!r}): inputs and targets have different places"
+                f"{type(self).__name__}(input={input!r}, target={target!r}): inputs and targets need different indices or keys"
             )
         self.lam: float | None = None
-        # By the targets of a batch, as long as somebody holds it: lam, and the targets that were mixed in. A step that
-        # computes its gradients again comes back to earlier batches of its window.
+        # lam and the targets that were mixed in, by the batch's own targets and for as long as these live: a step that
+        # recomputes its gradients needs those of all batches of its window.
         self._mixed: WeakTensorKeyDictionary | None = None
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, float]:
-        """The mixed inputs, and the share lam that is left of each sample.
+        """The mixed inputs, and the weight lam of each sample itself.
 
         Args:
-            inputs: of shape (N, ...).
-            partner: the permutation, on the inputs' device: with which sample each is mixed.
-            gammas: the two numbers of Gamma(alpha).
-            generator: for further draws.
+            inputs: Inputs of shape (N, ...).
+            partner: Permutation on the inputs' device: the index of the sample that each one is mixed with.
+            gammas: The two numbers from Gamma(alpha).
+            generator: Generator for further draws.
         """
         raise NotImplementedError
 
     def attached(self, engine: Engine) -> None:
-        engine.claim("the mixing of samples", by=self)
+        engine.overrides.claim(Override.MIXING, by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
-    def begin(self, engine: Engine) -> None:
-        """Refuse what cannot be mixed."""
+    def check(self, engine: Engine) -> None:
+        """Raise an error if the loss or the gradients are computed in a way that rules out mixing."""
         for update in engine.updates:
             if update.loss_function is None:
                 raise ValueError(
-                    f"{self.name!r}: update {update.name!r} is a single function, whose loss cannot be computed again for the "
-                    "targets that are mixed in; give its forward and its loss: Update(forward, loss, ...)"
+                    f"{self.name!r}: update {update.name!r} is a single function, so its loss cannot be computed for the "
+                    "targets that are mixed in; give forward and loss separately: Update(forward, loss, ...)"
                 )
-        if engine.replaced_gradients is not None:
-            other = getattr(engine.replaced_gradients, "__self__", engine.replaced_gradients)
+        if engine.overrides.gradients is not None:
+            other = getattr(engine.overrides.gradients, "__self__", engine.overrides.gradients)
             raise ValueError(
                 f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from parts of "
                 "it; detach one of the two, or use smaller batches with GradientAccumulation"
@@ -92,54 +93,56 @@ class SampleMixing(Handler):
         inputs, targets = tensor_at(self, batch, "input"), tensor_at(self, batch, "target")
         if inputs.shape[:1] != targets.shape[:1]:
             raise ValueError(f"{self.name!r}: inputs of shape {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
-        # Each process mixes otherwise; that of rank 0 as one alone would.
+        # Each rank has a stream of its own; that of rank 0 is the one of a single process.
         generator = self.generator(engine, of_rank=engine.processes.rank or None)
         gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
         partner = torch.randperm(len(inputs), generator=generator).to(inputs.device, non_blocking=True)
         mixed, self.lam = self.mixed(inputs, partner, gammas, generator)
         assert self._mixed is not None
-        own = targets.view_as(targets)  # an object of its own, also if the data gives the same one again
+        own = targets.view_as(targets)  # a new tensor object as the key, even if the data yields the same one again
         self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
         engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
 
     @on(Events.LOSS_COMPUTED, rank=MIX_LOSS)
     def mix_loss(self, engine: Engine) -> None:
-        """Mix the loss of the batch's targets with that of the targets that were mixed in."""
+        """Mix the loss for the batch's targets with the loss for the targets that were mixed in."""
         update, batch = engine.state.update, engine.state.batch
         assert self._mixed is not None
         found = self._mixed.get(tensor_at(self, batch, "target"))
         if found is None:
             raise RuntimeError(
-                f"{self.name!r}: the batch's targets are not those that were mixed; what replaces or cuts them has to come "
-                "before: at GET_BATCH_COMPLETED in Phase.PREPARE, or in the data"
+                f"{self.name!r}: the batch's targets were replaced after mixing; replace or slice them before it: at "
+                "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, changed(batch, self.target, targets))
         update.loss = update.backward_loss = lam * update.backward_loss + (1 - lam) * other
 
     @on(Events.ENDED)
-    def forget(self, engine: Engine) -> None:
-        """Let go of the batches, but for those of an open window: the next run may compute its gradients again."""
-        if not any(update.kept for update in engine.updates):
+    def release(self, engine: Engine) -> None:
+        """Drop the batches, except those of an open window, whose gradients the next run may recompute."""
+        if not any(update.window.kept for update in engine.updates):
             self._mixed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was mixed into the batches of open windows, whose gradients may be computed again."""
+        """The targets mixed into the batches of open windows, whose gradients may be recomputed."""
         windows, mixed = {}, self._mixed
         for update in () if self.engine is None else self.engine.updates:
-            if update.kept and mixed is not None:
-                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.kept]
+            if update.window.kept and mixed is not None:
+                found = [mixed.get(tensor_at(self, batch, "target")) for batch, *_ in update.window.kept]
                 windows[update.name] = [None if one is None else list(one) for one in found]
         return {"windows": windows} if windows else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._mixed = WeakTensorKeyDictionary()
         for update in () if self.engine is None else self.engine.updates:
-            for (batch, *_), one in zip(update.kept or (), state.get("windows", {}).get(update.name, ()), strict=False):
+            for (batch, *_), one in zip(
+                update.window.kept or (), state.get("windows", {}).get(update.name, ()), strict=False
+            ):
                 if one is not None:
                     own = tensor_at(self, batch, "target")
                     self._mixed[own] = (one[0], one[1].to(own.device))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a handler has mixed nothing."""
+        """A copy starts without mixed batches."""
         return super().__getstate__() | {"_mixed": None}

@@ -1,4 +1,4 @@
-"""Parameters, as several handlers need them: by name, chosen by patterns, and their gradients. Not a handler."""
+"""Helpers for parameters: their names, selection by patterns, gradients and norms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
-    """All parameters of the engine's modules; of several modules, with the module's name in front."""
+    """All parameters of the engine's modules by name; several modules prefix the names with their own."""
     several = len(engine.modules) > 1
     return {
         name: parameter
@@ -37,7 +37,7 @@ def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
 
 
 def all_names(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
-    """Every parameter with all of its names, of which a shared one has several; of several modules, as `named_parameters`."""
+    """All names of every parameter, of which a shared one has several; prefixed as in `named_parameters`."""
     names: dict[nn.Parameter, list[str]] = {}
     for root, module in modules.items():
         prefix = root if len(modules) > 1 else ""
@@ -47,7 +47,7 @@ def all_names(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, list[str]]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a parameter is inside a path, such as "backbone", or fits a pattern with ``*``, ``?`` or ``[]``."""
+    """Whether a parameter is under a path, such as "backbone", or matches a pattern with ``*``, ``?`` or ``[]``."""
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
     path = pattern.rstrip(".")
@@ -55,31 +55,31 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
-    """The longest of the patterns that match a parameter under one of its names; None if none does."""
+    """The longest pattern that matches one of a parameter's names; None if none does."""
     there = list(names)
     fitting = (pattern for pattern in patterns if any(matches(name, pattern) for name in there))
     return max(fitting, key=len, default=None)
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:
-    """What to say of a pattern that matches none of these parameters."""
+    """The message for a pattern that matches none of these parameters."""
     there = list(names)
-    shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in all)" if len(there) > 5 else "")
-    return f"{pattern!r} matches no parameter; there are: {shown or 'none'}"
+    shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in total)" if len(there) > 5 else "")
+    return f"{pattern!r} matches no parameter; the parameters are: {shown or 'none'}"
 
 
 def gradients_of(update: UpdateState) -> list[Tensor]:
-    """The gradients of an update's parameters, in the order of these, without those that have none."""
+    """The gradients of an update's parameters, in order; parameters without a gradient are skipped."""
     return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Whether an update's parameters or gradients are spread over processes: all of them are, or none."""
+    """Whether an update's parameters or gradients are sharded: all of them are, or none."""
     return bool(tensors) and is_sharded(tensors[0])
 
 
 def alike(gradients: Sequence[Tensor]) -> bool:
-    """Whether one kernel takes them all: ordinary dense tensors of one device and dtype, through which nothing flows back."""
+    """Whether one foreach kernel takes them all: dense tensors of one device and dtype that need no gradient."""
     first = gradients[0]
     device, dtype = first.device, first.dtype
     return all(
@@ -93,7 +93,7 @@ def alike(gradients: Sequence[Tensor]) -> bool:
 
 
 def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The p-norm of each gradient, on its device; 0 of an empty one. Of sharded ones, that of the whole."""
+    """The p-norm of each gradient, on its device: 0 for an empty one, that of the full tensor for a sharded one."""
     if any_sharded(gradients):
         parts = norms([local_part(gradient) for gradient in gradients], norm_type)
         return list(norms_over_ranks(torch.stack(parts), gradients, norm_type))
@@ -105,13 +105,13 @@ def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all gradients together, which ``torch.nn.utils.get_total_norm`` gives, also of sharded ones."""
+    """The p-norm of all gradients together, as ``torch.nn.utils.get_total_norm``, for sharded gradients too."""
     if not any_sharded(gradients):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     return norm_of_all(gradients, norm_type)
 
 
 def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """As `total_norm`, of gradients that are `alike` or sharded, at a lower cost; there has to be one."""
+    """A faster `total_norm` for at least one gradient; all must be `alike` or sharded."""
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
     return total

@@ -1,4 +1,4 @@
-"""What loggers write, and when: losses, the learning rates that were used, metrics. Not a handler that is attached itself."""
+"""Base of the loggers: collects losses, learning rates and metrics as numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Record", "ScalarLogger"]
 
 
 class Record(NamedTuple):
-    """Values that were measured at one place of the run, by their tags; ``step`` counts the first update's optimizer steps."""
+    """Values logged at one point of the run, by tag; ``step`` counts the first update's optimizer steps."""
 
     epoch: int
     iteration: int
@@ -21,14 +21,14 @@ class Record(NamedTuple):
 
 
 class ScalarLogger(Handler):
-    """Gathers the numbers of a run; a subclass writes them in `record`.
+    """Collects the numbers of a run; a subclass writes them in `record`.
 
-    The losses are those of the updates that were made in the iteration; inside a window, the rates are those of the step to
-    come. A metric is written once for each new value, also if the run was stopped between the two.
+    The losses are those of the updates run in the iteration. Inside an accumulation window, the learning rates are those of
+    the next step. Each new value of a metric is written once, even if the run stops and resumes in between.
 
     Args:
-        every: the interval of losses and learning rates, in iterations; new values of metrics are written after every
-            evaluation, every epoch and at the end.
+        every: Interval of losses and learning rates, in iterations. New values of metrics are written after every evaluation
+            and epoch, and at the end.
     """
 
     writes = True
@@ -38,21 +38,21 @@ class ScalarLogger(Handler):
         super().__init__(name=name)
         self.every = check_every(self, every, units=["it"])
         count = int(self.every.value)
-        self.rates_used: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
+        self.rates_event: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
         self._rates: dict[str, float] = {}
         self._rates_at = 0
         self._seen: dict[str, int] = {}
-        self._told_seen = False  # whether the loaded state said what was written
+        self._seen_loaded = False  # `_seen` is from a loaded state
         self._early: list[Record] = []
 
     def record(self, record: Record) -> None:
-        """Write this."""
+        """Write the values."""
         raise NotImplementedError
 
     def _record(self, engine: Engine, values: dict[str, float]) -> None:
         state = engine.state
         record = Record(state.epoch, state.iteration, engine.updates[0].steps, values)
-        if state.epoch == 0:  # before the first epoch: a loaded state may still say that all of this was written
+        if state.epoch == 0:  # before the first epoch: a state loaded later may include these values
             self._early.append(record)
             return
         if self._early:
@@ -63,20 +63,20 @@ class ScalarLogger(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
-        """What was measured up to here was written by the run before."""
+        """Skip the metrics measured so far: the previous run wrote them."""
         self._seen = dict(engine.state.metrics.serials)
-        self._told_seen = False
+        self._seen_loaded = False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
-    def go_on(self, engine: Engine) -> None:
-        """Go on with what the checkpoint knows of; a logger that it does not know begins here."""
+    def resume(self, engine: Engine) -> None:
+        """Resume from the logger's state in the checkpoint; without one, log what is measured from here on."""
         self._early = []
-        if not self._told_seen:
+        if not self._seen_loaded:
             self._seen = dict(engine.state.metrics.serials)
 
-    @on("rates_used", phase=Phase.RECORD)
-    def note_rates(self, engine: Engine) -> None:
-        """Note the rates before a schedule moves them: those are the ones that are used."""
+    @on("rates_event", phase=Phase.RECORD)
+    def record_rates(self, engine: Engine) -> None:
+        """Record the learning rates that the step uses, before a schedule changes them."""
         if self._rates_at != engine.state.iteration:
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
@@ -91,7 +91,7 @@ class ScalarLogger(Handler):
         values: dict[str, float] = {}
         for update in engine.updates:
             loss = update.loss
-            if loss is not None and update.left_out != iteration:  # otherwise it is that of an earlier one
+            if loss is not None and update.omitted_in != iteration:  # else the loss is from an earlier iteration
                 values[f"loss/{update.name}" if several else "loss"] = loss.item()
             for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)
@@ -109,7 +109,7 @@ class ScalarLogger(Handler):
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
-        """Let go of what a run without an epoch left."""
+        """Drop the records of a run that ended before its first epoch."""
         self._early = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ScalarLogger(Handler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen = dict(state.get("seen", {}))
-        self._told_seen = True
+        self._seen_loaded = True
 
 
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Log files of lines that are never torn and go on where a checkpoint stands. Not a handler that is attached itself."""
+"""Base of the text loggers: lines are written whole, and a resumed run continues the file from its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_bool
 
 from .folders import open_folder
@@ -23,18 +24,18 @@ _CHUNK = 2**20
 
 
 class TextLogger(ScalarLogger):
-    """Appends lines to a file, and cuts it back to what a loaded checkpoint knows of.
+    """Appends lines to a file, and truncates it to the position in a loaded checkpoint.
 
-    Each record is handed to the operating system at once, so that a killed process loses none; `sync_written` forces all of
-    them onto the disk, before a checkpoint says that they are there. The state holds the file's length and the
-    sha256 of its content up to there. A file that begins with this content is cut to that length. Any other one is set aside:
-    it is renamed, ``log.csv`` to ``log.1.csv``, and never changed. If it is a log of this kind, the records in front of the
-    last that the checkpoint knows of are copied from it.
+    Each record is written to the operating system at once, so that a killed process loses none; `sync_written` flushes them to
+    disk before a checkpoint refers to them. The state holds the file's length and the sha256 of its content. On resuming, a
+    file that starts with this content is truncated to that length. Any other file is backed up under another name, ``log.csv``
+    as ``log.1.csv``, which is never changed; if it is a log of this kind, the records before the checkpoint's last one are
+    copied from it.
 
     Args:
-        path: the file; its folder is made if it is not there.
-        every: as for `ScalarLogger`.
-        time: whether records say when they were made, in seconds since 1970.
+        path: The file; its folder is created if it does not exist.
+        every: As for `ScalarLogger`.
+        time: Whether to log the time of each record, in seconds since 1970.
     """
 
     header = ""
@@ -42,31 +43,31 @@ class TextLogger(ScalarLogger):
     def __init__(self, path: str | os.PathLike[str], *, every: str | Interval, time: bool, name: str | None) -> None:
         super().__init__(every=every, name=name)
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"{type(self).__name__}(path={path!r}): it has to be the path of a file")
+            raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
         self.path = Path(path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
-            raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): it is a folder; give a file in it")
+            raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")
         self._file: _LineFile | None = None
         self._length = 0
         self._digest = ""
         self._last_iteration = 0
-        self._last_lines = ""  # those of the last iteration in which something was written
+        self._last_lines = ""  # of the last iteration in which something was written
 
     @abstractmethod
     def lines(self, record: Record) -> str:
-        """The lines, each with its end, that a record is written as."""
+        """The lines of a record, each with its line end."""
 
     @abstractmethod
     def iteration_of(self, line: str) -> int:
-        """The iteration that a line is of.
+        """The iteration of a line.
 
         Raises:
-            ValueError: if the line is none of this kind of log.
+            ValueError: If it is not a line of this kind of log.
         """
 
     def attached(self, engine: Engine) -> None:
-        engine.claim(f"the file {os.path.abspath(self.path)!r}", by=self)
+        engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
@@ -74,9 +75,9 @@ class TextLogger(ScalarLogger):
         open_folder(self, self.path.parent)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
-    def go_on(self, engine: Engine) -> None:
-        """Cut the file back to what the checkpoint knows of."""
-        super().go_on(engine)
+    def resume(self, engine: Engine) -> None:
+        """Truncate the file to the checkpoint's position."""
+        super().resume(engine)
         self._close()
         if self._length or self.path.exists():
             self._open()
@@ -87,25 +88,25 @@ class TextLogger(ScalarLogger):
         if self._file is None:
             self._open()
         assert self._file is not None
-        try:  # `_told` would cost each row 1.3 us
+        try:  # `_path_in_errors` would cost 1.3 us for each row
             self._file.append(lines)
         except OSError as error:
-            self._tell(error)
+            self._add_path(error)
             raise
         if record.iteration != self._last_iteration:
             self._last_iteration, self._last_lines = record.iteration, ""
         self._last_lines += lines
 
     def _open(self) -> None:
-        with self._told():
-            _aside(self.path).unlink(missing_ok=True)  # of a process that was killed
-            self._file = _LineFile.begin(self.path, self._length, self._digest)
+        with self._path_in_errors():
+            _temporary(self.path).unlink(missing_ok=True)  # left by a process that was killed
+            self._file = _LineFile.reopen(self.path, self._length, self._digest)
             if self._file is None:
                 known = self.header + self._earlier_lines() + self._last_lines if self._length else self.header
-                self._file = _LineFile.anew(self.path, known)
+                self._file = _LineFile.create(self.path, known)
 
     def _earlier_lines(self) -> str:
-        """The lines in front of those that the checkpoint tells itself, from a file that is not quite the one it knows."""
+        """The lines before those that the checkpoint holds itself, from a file that differs from the saved digest."""
         if not self.path.exists():
             return ""
         kept = []
@@ -122,7 +123,7 @@ class TextLogger(ScalarLogger):
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
-        """Close the file, with all of it on the disk."""
+        """Flush the file to disk and close it."""
         super().close(engine)
         self._close()
 
@@ -131,18 +132,18 @@ class TextLogger(ScalarLogger):
         if file is None:
             return
         self._length, self._digest = file.length, file.digest
-        with suppress(OSError) if file.failed else self._told():
+        with suppress(OSError) if file.failed else self._path_in_errors():
             file.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _path_in_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self._tell(error)
+            self._add_path(error)
             raise
 
-    def _tell(self, error: OSError) -> None:
+    def _add_path(self, error: OSError) -> None:
         error.add_note(f"{self.name!r} ({type(self).__name__}): the log {str(self.path)!r} could not be written")
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,9 +161,9 @@ class TextLogger(ScalarLogger):
         return state
 
     def sync_written(self) -> None:
-        """Have all records on the disk: a checkpoint with this state says that they are there."""
+        """Flush all records to disk, before a checkpoint with this state refers to them."""
         if self._file is not None:
-            with self._told():
+            with self._path_in_errors():
                 self._file.sync()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,11 +175,11 @@ class TextLogger(ScalarLogger):
 
 
 class _LineFile:
-    """An open file at whose end lines are added, each of them wholly or not at all.
+    """An open file to which lines are appended, each completely or not at all.
 
     Attributes:
-        length: the bytes that are in it.
-        failed: whether something could not be written.
+        length: Size in bytes.
+        failed: Whether a write failed.
     """
 
     def __init__(self, file: IO[bytes], length: int, content: Any) -> None:
@@ -189,8 +190,8 @@ class _LineFile:
         self.failed = False
 
     @classmethod
-    def begin(cls, path: Path, length: int, digest: str) -> _LineFile | None:
-        """Cut a file back to its known beginning; None if it does not begin like that. Safe at any moment of a crash."""
+    def reopen(cls, path: Path, length: int, digest: str) -> _LineFile | None:
+        """Truncate a file to a known prefix; None if it starts differently. Safe if the process is killed at any moment."""
         if length == 0 or not path.is_file():
             return None
         content = hashlib.sha256()
@@ -205,21 +206,21 @@ class _LineFile:
         return cls(open(path, "ab", buffering=0), length, content)
 
     @classmethod
-    def anew(cls, path: Path, lines: str) -> _LineFile:
-        """Begin a file with these lines; one that is in its place is set aside first."""
+    def create(cls, path: Path, lines: str) -> _LineFile:
+        """Create a file with these lines, after a backup of an existing one."""
         if path.exists() and path.stat().st_size:
-            # Copied, so that there is a file under the name at any moment.
+            # Copied, not renamed, so that the path exists at any moment.
             shutil.copy2(path, _free_name(path))
-        aside = _aside(path)
+        temporary = _temporary(path)
         data = lines.encode()
         try:
-            with open(aside, "wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, path)
+            os.replace(temporary, path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)
         return cls(open(path, "ab", buffering=0), len(data), hashlib.sha256(data))
@@ -238,7 +239,7 @@ class _LineFile:
         except BaseException:
             self.failed = True
             with suppress(OSError):
-                self._file.truncate(self.length)  # no torn line, not even on a full disk
+                self._file.truncate(self.length)  # no partial line, not even on a full disk
             raise
         self._content.update(data)
         self.length += len(data)
@@ -263,8 +264,8 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _aside(path: Path) -> Path:
-    """Where a file is written before it gets its name."""
+def _temporary(path: Path) -> Path:
+    """Where a file is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.new")
 
 

@@ -1,4 +1,4 @@
-"""What building and driving torch's learning-rate schedulers takes. Not a handler."""
+"""Helpers to build and step torch's learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _TOTALS = ("total_steps", "T_max")
 
 
 def base_of(factory: Any) -> Any:
-    """What a factory calls in the end: the innermost function of nested ``partial`` objects."""
+    """The innermost function of nested ``partial`` objects."""
     while isinstance(factory, partial):
         factory = factory.func
     return factory
 
 
 def missing_total(factory: Any) -> str | None:
-    """The argument for the number of steps that the factory takes, has no value for, and cannot do without."""
+    """Name of the factory's argument for the number of steps, if it has one that is required and not given."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return None
     if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):
-        return None  # OneCycleLR's other way to be told
+        return None  # OneCycleLR derives its total from these
     for name in _TOTALS:
         parameter = parameters.get(name)
         if parameter is not None and parameter.default in (inspect.Parameter.empty, None):
@@ -37,16 +37,16 @@ def missing_total(factory: Any) -> str | None:
 
 
 def unwrap_step(optimizer: Optimizer) -> None:
-    """Take off the wrapper that a scheduler puts around ``optimizer.step``.
+    """Remove the wrapper that a scheduler puts around ``optimizer.step``.
 
-    torch does so only to warn about a wrong order, which the engine rules out.
+    torch uses it only to warn about calls in the wrong order, which the engine rules out.
     """
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
         del optimizer.step
 
 
 def step(scheduler: Any) -> None:
-    """Let a scheduler make its next step; at its first one torch looks for the wrapper that `unwrap_step` took off."""
+    """Step a scheduler without torch's warning at the first step about the wrapper that `unwrap_step` removed."""
     if not _is_new(scheduler):
         scheduler.step()
         return
@@ -56,7 +56,7 @@ def step(scheduler: Any) -> None:
 
 
 def _is_new(scheduler: Any) -> bool:
-    """Whether it, or one of those that it consists of, has not made a step yet."""
+    """Whether the scheduler, or one that it chains, has not been stepped yet."""
     if getattr(scheduler, "_step_count", 2) <= 1:
         return True
     inner = getattr(scheduler, "_schedulers", None)
@@ -64,6 +64,6 @@ def _is_new(scheduler: Any) -> bool:
 
 
 def restore_rates(optimizer: Optimizer) -> None:
-    """Give each parameter group the rate back that the optimizer was built with."""
+    """Reset each parameter group to its initial learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])

@@ -1,4 +1,4 @@
-"""Updates, as several handlers need them: which ones are meant, and whether one made its step. Not a handler."""
+"""Helpers for updates: select them by name, and ask whether one made its step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from signalfire import Engine, Handler, Interval, UpdateState
 
-__all__ = ["made_step", "only_update", "updates_meant"]
+__all__ = ["made_step", "only_update", "selected_updates"]
 
 
-def updates_meant(engine: Engine, name: str | None) -> Sequence[UpdateState]:
-    """The update of this name; all of them for None."""
+def selected_updates(engine: Engine, name: str | None) -> Sequence[UpdateState]:
+    """The update of this name, as a sequence of one; all updates for None."""
     return engine.updates if name is None else (engine.find_update(name),)
 
 
@@ -18,22 +18,22 @@ def only_update(engine: Engine, name: str | None, *, by: Handler, does: str) -> 
     """The update of this name; for None the engine's only one.
 
     Args:
-        engine: the engine.
-        name: the update's name.
-        by: the handler that asks.
-        does: what the update is or does there, for the error: "is measured".
+        engine: The engine.
+        name: Name of the update.
+        by: The handler, for the error.
+        does: What the handler does with the update, for the error: "is measured".
 
     Raises:
-        ValueError: if there are several to choose from.
+        ValueError: If no name is given and the engine has several updates.
     """
     if name is None and len(engine.updates) > 1:
         names = ", ".join(update.name for update in engine.updates)
-        raise ValueError(f"{by.name!r}: there are several updates ({names}); say with update= which one {does}")
+        raise ValueError(f"{by.name!r}: the engine has several updates ({names}); give update=, the one that {does}")
     return engine.find_update(name)
 
 
 def made_step(engine: Engine, name: str | None, every: Interval) -> bool:
-    """Whether the update at work is the one of this name, or for None the first, and made the last of so many steps."""
+    """Whether the current update has this name (None: is the first), and its step was a multiple of ``every``."""
     update = engine.state.update
     meant = update is engine.updates[0] if name is None else update.name == name
     return meant and update.skipped is None and update.steps % int(every.value) == 0

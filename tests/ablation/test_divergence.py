@@ -383,7 +383,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; build a model of its own in each"):
         divergence(shared, shared, run=train)
-    with pytest.raises(RuntimeError, match=r"'preemption': Python hands signals to the main thread only"):
+    with pytest.raises(RuntimeError, match=r"'preemption': Python delivers signals to the main thread only"):
         found(Preemption())
     with pytest.raises(TypeError, match=r"divergence\(build_a=5\): give a function"):
         divergence(5, found)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -265,7 +265,7 @@ def watch(engine: Engine, shared: Shared) -> None:
     def begin(engine: Engine) -> None:
         nonlocal began
         began = time.perf_counter()
-        if any(isinstance(one, Checkpoint) and one._due is not None for one in engine.handlers.values()):
+        if any(isinstance(one, Checkpoint) and one.retention.selected is not None for one in engine.handlers.values()):
             shared.place = SAVES[0]
 
     def end(engine: Engine) -> None:
@@ -319,7 +319,7 @@ def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any
         "kept": kept(engine),
         "left": left(engine, folder, state),
         "superseded": sorted(
-            name for one in engine.handlers.values() if isinstance(one, Checkpoint) for name in one._superseded
+            name for one in engine.handlers.values() if isinstance(one, Checkpoint) for name in one.retention.superseded
         ),
     }
 

@@ -68,7 +68,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, seed_everything
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -253,7 +253,7 @@ def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
         engine.connect(event, lambda engine, place=place: shared.at(place), phase=Phase.PREPARE, rank=-1000)
 
     def begin(engine: Engine) -> None:
-        if any(isinstance(one, Checkpoint) and one._due is not None for one in engine.handlers.values()):
+        if any(isinstance(one, Checkpoint) and one.retention.selected is not None for one in engine.handlers.values()):
             shared.at(SAVING)
 
     def end(engine: Engine) -> None:
@@ -261,7 +261,7 @@ def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
             shared.at(BATCHES)
 
     def tell(engine: Engine) -> None:
-        shared.told = max((one.iteration for one in last._written), default=0)
+        shared.told = max((one.iteration for one in last.retention.written), default=0)
 
     def look(engine: Engine) -> None:
         if engine.state.iteration < shared.told:
@@ -384,7 +384,7 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
     warnings.filterwarnings("ignore", r"run\(\): nothing to do")  # it was killed when it was over
     seed_everything(seed)
     engine, history = build(folder, shared, recipe, timeout, broken)
-    rank, size = engine.processes.rank, engine.processes.size
+    rank, size = engine.processes.rank, engine.processes.world_size
     if broken == BROKEN[0] and rank == 1:
         engine.connect(Events.CHECKPOINT_LOADED, lambda engine: seed_everything(seed), phase=Phase.PREPARE)
     loader = DataLoader(Augmented(size), BATCH, shuffle=True, num_workers=recipe.workers)
@@ -447,13 +447,13 @@ def digest(value: Any) -> str:
 def left(engine: Engine, folder: Path) -> list[str]:
     """What is in the folder besides the log, what is kept, what is to be removed with the next save, and what the last
     processes went on from, which stays."""
-    known, ours = {"log.csv"}, {engine.run_id}
+    known, ours = {"log.csv"}, {engine.snapshots.run_id}
     for one in engine.handlers.values():
         if isinstance(one, Checkpoint):
-            known |= {name for name, _ in one.kept} | set(one._superseded)
-    if engine.origin is not None:
-        known.add(Path(engine.origin["path"]).name)
-        ours |= {engine.origin["manifest"]["run"], *engine.origin["manifest"]["lineage"]}
+            known |= {name for name, _ in one.kept} | set(one.retention.superseded)
+    if engine.snapshots.origin is not None:
+        known.add(Path(engine.snapshots.origin["path"]).name)
+        ours |= {engine.snapshots.origin["manifest"]["run"], *engine.snapshots.origin["manifest"]["lineage"]}
     rest = sorted(set(os.listdir(folder)) - known)
     manifests = {name: folder / name / "manifest.json" for name in rest}
     apart = {

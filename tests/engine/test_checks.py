@@ -1,4 +1,4 @@
-"""Arguments are checked where they are given, and the error says whose, what it was, and what it has to be."""
+"""Arguments are checked where they are given, and the error says whose, what it was, and what is expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from signalfire.checks import check_bool, check_choice, check_int, check_number
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
 def test_a_whole_number_that_is_none_is_refused(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=re.escape(f"Thing(size={value!r}): it has to be an int of 1 or more")):
+    with pytest.raises(error, match=re.escape(f"Thing(size={value!r}): expected an int of 1 or more")):
         check_int("Thing", "size", value)
 
 
@@ -38,7 +38,7 @@ def test_whole_numbers_of_numpy_become_pythons() -> None:
     ],
 )
 def test_a_number_out_of_bounds_is_refused(value: float, bounds: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Thing(rate={value!r}): it has to be {told}") + "$"):
+    with pytest.raises(ValueError, match=re.escape(f"Thing(rate={value!r}): expected {told}") + "$"):
         check_number("Thing", "rate", value, **bounds)
 
 
@@ -57,10 +57,10 @@ def test_numbers_keep_their_kind_and_numpys_become_pythons() -> None:
 def test_words_and_truth_values() -> None:
     assert check_choice("Thing", "mode", "min", ("min", "max")) == "min"
     for value in ("mean", 1, None):
-        with pytest.raises(ValueError, match=re.escape(f"Thing(mode={value!r}): it has to be 'min', 'max' or 'sum'")):
+        with pytest.raises(ValueError, match=re.escape(f"Thing(mode={value!r}): expected 'min', 'max' or 'sum'")):
             check_choice("Thing", "mode", value, ("min", "max", "sum"))
     assert check_bool("Thing", "on", False) is False
-    with pytest.raises(TypeError, match=re.escape("Thing(on=1): it has to be True or False")):
+    with pytest.raises(TypeError, match=re.escape("Thing(on=1): expected True or False")):
         check_bool("Thing", "on", 1)
 
 

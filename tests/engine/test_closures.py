@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
+from signalfire.acts import Override
 from signalfire.handlers import (
     Accuracy,
     Average,
@@ -331,7 +332,7 @@ def test_after_the_step_the_update_shows_the_first_evaluation() -> None:
 
 def test_gradients_are_computed_again_inside_a_step_only() -> None:
     engine = trained(epochs=1)
-    with pytest.raises(RuntimeError, match="inside the step alone"):
+    with pytest.raises(RuntimeError, match="inside the step only"):
         engine.updates[0].again()
 
 
@@ -447,8 +448,8 @@ def test_an_error_inside_the_closure_leaves_an_engine_that_can_run() -> None:
     assert recorded == [1, 2]
     assert engine.regions.depth == 0
     assert engine.updates[0].evaluation == 0
-    assert engine.updates[0].kept == []
-    with pytest.raises(RuntimeError, match="inside the step alone"):
+    assert engine.updates[0].window.kept == []
+    with pytest.raises(RuntimeError, match="inside the step only"):
         engine.updates[0].again()
     engine.run(make_data(), max_epochs=2)
     assert len(recorded) > 2
@@ -492,7 +493,7 @@ def test_handlers_keep_their_promises_with_a_closure() -> None:
 def test_detaching_what_asked_for_windows_leaves_a_closure_its_own() -> None:
     class Again(Handler):
         def attached(self, engine: Engine) -> None:
-            engine.replace("step", lambda engine, update, step: step(), by=self, again=True)
+            engine.overrides.replace(Override.STEP, lambda engine, update, step: step(), by=self, again=True)
 
     engine = make_trainer()
     seed_everything(1)

@@ -44,7 +44,7 @@ def test_a_stream_without_a_length_goes_along_with_what_has_one() -> None:
     assert list(CombinedData([B, Numbers()], mode="min")) == [(20, 0), (21, 1)]
     with pytest.raises(TypeError, match=r"parts\[1\].*Numbers has no length; use mode='min'"):
         CombinedData([B, Numbers()], mode="cycle")
-    with pytest.raises(TypeError, match="one of the parts has to have a length"):
+    with pytest.raises(TypeError, match="at least one part must have a length"):
         CombinedData([Numbers()], mode="min")
 
 
@@ -137,15 +137,15 @@ def test_passes_of_a_shorter_part_differ() -> None:
 
 
 def test_parts_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(TypeError, match="not empty"):
+    with pytest.raises(TypeError, match="non-empty"):
         CombinedData([])
     with pytest.raises(TypeError, match=r"parts\['a'\]=3"):
         CombinedData({"a": 3})
-    with pytest.raises(TypeError, match="again and again"):
+    with pytest.raises(TypeError, match="iterated repeatedly"):
         CombinedData([A, iter(B)])
     with pytest.raises(ValueError, match="the data is empty"):
         CombinedData([A, []])
-    with pytest.raises(ValueError, match=r"CombinedData\(mode='longest'\): it has to be 'min', 'max' or 'cycle'"):
+    with pytest.raises(ValueError, match=r"CombinedData\(mode='longest'\): expected 'min', 'max' or 'cycle'"):
         CombinedData([A], mode="longest")  # type: ignore[arg-type]
 
 

@@ -73,7 +73,6 @@ def test_no_file_holds_the_state_of_an_earlier_event(tmp_path: Path) -> None:
     engine.run(make_data(), max_iters=3)
     engine.run(make_data(), max_iters=6)
     assert iterations_in(tmp_path) == {f"{n:04d}": n for n in range(1, 7)}
-    assert engine._snapshot is None
 
 
 def test_no_file_is_stale_after_an_error_in_its_event(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_module_is_changed() -> No
         second.run(make_data(2), max_epochs=2)
     assert all(torch.equal(before[name], value) for name, value in second.model.state_dict().items())
     second.load_state_dict({"format": 1})
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="incomplete"):
         second.run(make_data(2), max_epochs=2)
 
 
@@ -213,7 +212,7 @@ def test_a_state_is_refused_from_the_moment_the_batch_is_there() -> None:
     for event in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.UPDATE_COMPLETED):
         engine = make_engine()
         engine.connect(event(once=2), lambda engine: engine.state_dict())
-        with pytest.raises(RuntimeError, match="not inside an iteration"):
+        with pytest.raises(RuntimeError, match="called inside an iteration"):
             engine.run(make_data(), max_epochs=1)
 
 
@@ -289,7 +288,7 @@ def test_the_last_batch_of_an_epoch_is_told_in_that_epoch_alone() -> None:
     engine = make_engine()
     told: list[tuple[str, bool]] = []
     for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED):
-        engine.connect(event, lambda engine, event=event: told.append((event.name, engine.on_last_batch())))
+        engine.connect(event, lambda engine, event=event: told.append((event.name, engine.feed.on_last_batch())))
     for last in (1, 2):
         engine.run(make_data(2), max_epochs=last)
     an_epoch = [("EPOCH_STARTED", False), ("ITERATION_STARTED", False), ("ITERATION_STARTED", True)]
@@ -337,7 +336,9 @@ def test_a_stop_asked_for_before_a_batch_is_read_leaves_it_to_the_next_run(updat
     assert next(batches) == 2
 
 
-@pytest.mark.parametrize("worked_on", ["_set_due", "wait", "_replan", "_select", "_attend", "_attention"])
+@pytest.mark.parametrize(
+    "worked_on", ["_set_due", "wait", "_replan", "_select", "attend", "wake", "_sleep_if_nothing_recurs"]
+)
 def test_a_preemption_is_heard_whatever_the_bus_was_doing(worked_on: str) -> None:
     """As a handler of SIGTERM calls it: between any two instructions of the function, the run ends with that iteration."""
 
@@ -354,7 +355,7 @@ def test_a_preemption_is_heard_whatever_the_bus_was_doing(worked_on: str) -> Non
             frame.f_trace_opcodes = True
             if what == "opcode" and next(places) == place:
                 found = True
-                engine.preempt("SIGTERM")
+                engine.boundary.preempt("SIGTERM")
             return trace
 
         @engine.on(Events.UPDATE_COMPLETED(every=2))
@@ -385,7 +386,7 @@ def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
     taken: list[tuple[int, int]] = []
 
     def take(engine: Engine) -> None:
-        taken.append((engine.state.iteration, engine.snapshot()["engine"]["iteration"]))
+        taken.append((engine.state.iteration, engine.snapshots.take()["engine"]["iteration"]))
 
     for event in (Events.GET_BATCH_STARTED, Events.ITERATION_COMPLETED):
         engine.connect(event, take, phase=Phase.PERSIST)
@@ -396,7 +397,7 @@ def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)
-    with pytest.raises(TypeError, match="say why"):
+    with pytest.raises(TypeError, match="give the reason"):
         engine.run(make_data(), max_epochs=1)
 
 
@@ -404,7 +405,7 @@ def test_a_stop_without_a_reason_is_refused() -> None:
 def test_there_is_no_epoch_to_end_between_two(event: Events) -> None:
     engine = make_engine()
     engine.connect(event, lambda engine: engine.terminate_epoch("why"))
-    with pytest.raises(RuntimeError, match="no epoch is going on"):
+    with pytest.raises(RuntimeError, match="no epoch is under way"):
         engine.run(make_data(), max_epochs=2)
 
 
@@ -452,7 +453,7 @@ def test_a_region_that_cannot_be_left_does_not_swallow_an_interrupt() -> None:
 
     engine = make_engine()
     told: list[str] = []
-    engine.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(stubborn()))
+    engine.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(stubborn()))
     engine.connect(Events.INTERRUPTED, lambda engine: told.append("interrupted"))
 
     def interrupt(engine: Engine) -> None:
@@ -600,7 +601,7 @@ def test_two_catalogues_of_one_name_are_told_apart() -> None:
     engine = make_engine()
     engine.register_events(Mine)
     for catalogue in (other, namesake):
-        with pytest.raises(ValueError, match="another catalogue of this name"):
+        with pytest.raises(ValueError, match="another catalogue has this name"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
 
 
@@ -625,7 +626,7 @@ def test_an_evaluation_is_a_region_also_outside_a_run() -> None:
         yield
         left.append("restored")
 
-    engine.connect(Events.EVALUATION_STARTED, lambda engine: engine.enter(swapped()))
+    engine.connect(Events.EVALUATION_STARTED, lambda engine: engine.regions.enter(swapped()))
     engine.connect(Events.EVALUATION_COMPLETED, lambda engine: left.append("completed"))
     engine.evaluate(evaluator_of(engine.model), make_data(2))
     assert left == ["restored", "completed"]

@@ -314,7 +314,7 @@ def test_toggled_off_and_on_before_the_boundary_nothing_happens() -> None:
     def flicker(engine: Engine) -> None:
         recorder.enabled = False
         recorder.enabled = True
-        with pytest.raises(RuntimeError, match="inside a run"), engine.without("recorder"):
+        with pytest.raises(RuntimeError, match="during a run"), engine.without("recorder"):
             pass
 
     engine.run(make_data(3), max_epochs=1)

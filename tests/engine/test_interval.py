@@ -86,11 +86,11 @@ def test_an_interval_is_returned_as_it_is_and_shows_as_it_is_written() -> None:
         ("1e3it", ValueError, "'1e3it' is not an interval"),
         ("5days", ValueError, "the unit 'days'"),
         ("3epochs", ValueError, "the unit 'epochs'"),
-        ("0it", ValueError, "0it: an interval has to be greater than zero"),
-        ("0.0s", ValueError, "greater than zero"),
-        ("1.5it", ValueError, "1.5it: it are counted in whole numbers"),
-        ("0.0ep", ValueError, "greater than zero"),
-        ("2.0st", ValueError, "whole numbers"),
+        ("0it", ValueError, "0it: expected an amount greater than 0"),
+        ("0.0s", ValueError, "greater than 0"),
+        ("1.5it", ValueError, "1.5it: expected an int, without a decimal point"),
+        ("0.0ep", ValueError, "greater than 0"),
+        ("2.0st", ValueError, "without a decimal point"),
         (5, TypeError, "5 is not an interval"),
         (None, TypeError, "None is not an interval"),
         (0.5, TypeError, "0.5 is not an interval"),
@@ -107,7 +107,13 @@ def test_what_is_no_interval_is_refused_with_the_value_and_the_forms(
 
 @pytest.mark.parametrize(
     ("value", "unit", "told"),
-    [(0, "ep", "zero"), (-3, "s", "zero"), (2.0, "it", "whole numbers"), (3, "days", "'days'"), (1, "", "''")],
+    [
+        (0, "ep", "greater than 0"),
+        (-3, "s", "greater than 0"),
+        (2.0, "it", "decimal point"),
+        (3, "days", "'days'"),
+        (1, "", "''"),
+    ],
 )
 def test_an_interval_cannot_be_made_wrong_either(value: float, unit: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -116,7 +122,7 @@ def test_an_interval_cannot_be_made_wrong_either(value: float, unit: str, told: 
 
 def test_time_is_told_in_seconds_and_only_of_times() -> None:
     assert [Interval.parse(text).time("here") for text in ("90s", "1.5min", "2h")] == [90.0, 90.0, 7200.0]
-    with pytest.raises(ValueError, match="here: 5ep is no time"):
+    with pytest.raises(ValueError, match="here: 5ep is not a time"):
         Interval.parse("5ep").time("here")
 
 

@@ -285,7 +285,7 @@ def test_a_stop_that_is_held_back_can_be_withdrawn() -> None:
 
     @engine.on(Events.ITERATION_COMPLETED(once=2))
     def withdraw(engine: Engine) -> None:
-        engine.withdraw_termination(by="me")
+        engine.boundary.withdraw(by="me")
 
     state = engine.run(make_data(3), max_epochs=3, min_iters=4)
     assert (state.iteration, state.stop_reason) == (9, None)
@@ -304,7 +304,7 @@ def test_a_stop_that_is_withdrawn_at_once_leaves_the_run_as_it_was(event: Events
     @engine.on(event(once=1))
     def change_of_mind(engine: Engine) -> None:
         engine.terminate("early", by="me")
-        engine.withdraw_termination(by="me")
+        engine.boundary.withdraw(by="me")
 
     batches = make_data(6)
     seen = []
@@ -372,7 +372,7 @@ def test_a_stop_withdrawn_before_the_updates_skips_none_of_them() -> None:
     @engine.on(Events.ITERATION_STARTED(once=2))
     def change_of_mind(engine: Engine) -> None:
         engine.terminate("early")
-        engine.withdraw_termination()
+        engine.boundary.withdraw()
 
     engine.run([1, 2, 3], max_epochs=1)
     assert seen == [1, 1, 2, 2, 3, 3]
@@ -385,7 +385,7 @@ def test_of_two_stops_the_one_that_is_not_withdrawn_holds() -> None:
     def stop(engine: Engine) -> None:
         engine.terminate("early", by="me")
         engine.terminate("early, too", by="another")
-        engine.withdraw_termination(by="me")
+        engine.boundary.withdraw(by="me")
 
     state = engine.run(make_data(3), max_epochs=3)
     assert (state.iteration, state.stop_reason) == (2, "early, too")
@@ -507,7 +507,7 @@ def test_run_inside_run_is_refused() -> None:
     def again(engine: Engine) -> None:
         engine.run(make_data(), max_epochs=1)
 
-    with pytest.raises(RuntimeError, match="engine that is running"):
+    with pytest.raises(RuntimeError, match="called during a run"):
         engine.run(make_data(), max_epochs=1)
 
 
@@ -579,7 +579,7 @@ def test_the_state_shares_no_tensor_with_the_engine() -> None:
 def test_the_state_may_not_be_taken_inside_an_update() -> None:
     engine = make_engine()
     engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.state_dict())
-    with pytest.raises(RuntimeError, match="not inside an iteration"):
+    with pytest.raises(RuntimeError, match="called inside an iteration"):
         engine.run(make_data(), max_epochs=1)
 
 

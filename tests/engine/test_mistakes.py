@@ -34,9 +34,7 @@ def test_a_weight_for_each_sample() -> None:
     engine.attach(GradientAccumulation(2, weight=lambda engine: torch.ones(2)))
     with pytest.raises(RuntimeError) as caught:
         engine.run(DATA, max_epochs=1)
-    assert any(
-        "weight of update 'main' has shape (2,); it has to be one number" in note for note in caught.value.__notes__
-    )
+    assert any("weight of update 'main' has shape (2,); set one number" in note for note in caught.value.__notes__)
 
 
 def test_a_time_without_a_unit() -> None:
@@ -92,5 +90,5 @@ def test_checks_of_what_cannot_be_checked() -> None:
 
 
 def test_a_path_that_is_none() -> None:
-    with pytest.raises(TypeError, match=r"CSVLogger\(path=3\): it has to be the path of a file"):
+    with pytest.raises(TypeError, match=r"CSVLogger\(path=3\): expected the path of a file"):
         CSVLogger(3)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from signalfire.distributed import together
+from signalfire.distributed import process_group
 from signalfire.distributed.rendezvous import agree, join, launched
 from tests.kit import finished as finished_program
 from tests.kit import python, wait_until
@@ -101,7 +101,7 @@ else:
     exec(program)
 """
 
-ALONE = """
+SINGLE_PROCESS = """
 import os, sys
 import torch.distributed as dist
 from signalfire.distributed.rendezvous import join, note_failure
@@ -142,7 +142,7 @@ class Finished:
 def finished(script: Path) -> Callable[[str], Finished]:
     """What has become of the job or end of this name."""
     programs: dict[str, tuple[str, Any]] = {job: ("torchrun", launcher(script, job, *JOBS[job])) for job in JOBS}
-    programs |= {end: ("python", f"{ALONE}\n{end}") for end in ENDS}
+    programs |= {end: ("python", f"{SINGLE_PROCESS}\n{end}") for end in ENDS}
     subprocess.run([sys.executable, "-c", WARM, json.dumps(programs)], cwd=script.parent, check=True, timeout=300)
     return lambda name: Finished(script.parent, name)
 
@@ -347,11 +347,11 @@ def test_a_launch_of_several_that_does_not_tell_where_they_are_is_no_process_alo
 ) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    assert not together().several
+    assert not process_group().distributed
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR, MASTER_PORT not set in the environment\. Start .* torchrun"):
-        together(timeout=1.0)
+        process_group(timeout=1.0)
 
 
 @pytest.mark.parametrize("told", [{"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}])
@@ -360,7 +360,7 @@ def test_a_launch_of_one_is_a_process_alone(told: dict[str, str], monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert not together(timeout=1.0).several
+    assert not process_group(timeout=1.0).distributed
 
 
 def test_a_group_of_the_user_is_left_as_it_is() -> None:

@@ -139,7 +139,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     engine, other = make_engine(partial(torch.optim.Adam, lr=0.1)), make_engine()
     engine.run(DATA, max_epochs=1)
     other.load_state_dict(engine.state_dict())
-    with pytest.raises(ValueError, match="optimized by Adam, and here by SGD"):
+    with pytest.raises(ValueError, match="optimized by Adam, here by SGD"):
         other.run(DATA, max_epochs=2)
 
 
@@ -263,7 +263,7 @@ def test_a_window_made_with_a_handler_that_is_not_here_is_discarded_and_said_so(
     resumed = make_engine()
     resumed.attach(GradientAccumulation(4))
     resumed.load_state_dict(state, allow=["mixed_precision"])
-    with pytest.warns(UserWarning, match="window of update 'main' were made with 'mixed_precision'"):
+    with pytest.warns(UserWarning, match="window of update 'main' were computed with 'mixed_precision'"):
         resumed.run(DATA, max_epochs=1)
     by_hand = nn.Linear(3, 1)
     by_hand.load_state_dict(state["modules"]["model"])
@@ -312,5 +312,7 @@ def test_a_limit_before_the_loaded_position_is_told() -> None:
     resumed = make_engine()
     resumed.attach(LimitBatches(2))
     resumed.load_state_dict(engine.state_dict(), allow=["limit_batches"])
-    with pytest.raises(ValueError, match="had taken 4 batches of its epoch, and this data is limited to the first 2"):
+    with pytest.raises(
+        ValueError, match="had read 4 batches of its epoch, but a handler limits this data to the first 2"
+    ):
         resumed.run(DATA, max_epochs=2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, Update, UpdateState
+from signalfire.acts import Override
 from signalfire.handlers import GradientAccumulation
 from tests import kit
 from tests.kit import assert_same, mlp
@@ -299,7 +300,7 @@ def test_regions_close_at_their_ends_last_in_first_out() -> None:
         (Events.GRADIENTS_READY, ["update 3"]),
     ):
         for name in names:
-            trainer.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+            trainer.connect(event, lambda engine, name=name: engine.regions.enter(region(log, name)))
     for event in (Events.LOSS_COMPUTED, Events.BACKWARD_STARTED, Events.OPTIMIZER_STEP_COMPLETED, Events.UPDATE_COMPLETED,
                   Events.ITERATION_COMPLETED):  # fmt: skip
         trainer.connect(event, lambda engine, event=event: log.append(event.name))
@@ -325,7 +326,7 @@ def test_regions_of_an_evaluation_close_at_their_ends_too() -> None:
         (Events.FORWARD_STARTED, "forward"),
         (Events.FORWARD_COMPLETED, "loss"),
     ):
-        evaluator.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+        evaluator.connect(event, lambda engine, name=name: engine.regions.enter(region(log, name)))
     for event in (Events.LOSS_COMPUTED, Events.UPDATE_COMPLETED, Events.ITERATION_COMPLETED):
         evaluator.connect(event, lambda engine, event=event: log.append(event.name))
     evaluator.run(make_data(1))
@@ -361,12 +362,12 @@ def test_a_region_that_the_forward_of_an_evaluation_enters_closes_before_the_nex
     log: list[str] = []
 
     def entering_forward(engine: Engine, batch: Batch) -> Tensor:
-        engine.enter(region(log, str(engine.state.iteration)))
+        engine.regions.enter(region(log, str(engine.state.iteration)))
         return forward(engine, batch)
 
     evaluator = make_evaluator(entering_forward)
     if listening:
-        evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
+        evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.regions.enter(region(log, "update")))
         evaluator.connect(Events.LOSS_COMPUTED(once=2), lambda engine: log.append("loss"))
     evaluator.run(make_data(3))
     second = ["open 2", "close 2"]
@@ -467,7 +468,7 @@ def test_the_weight_of_a_batch_that_is_not_worked_on_is_not_given_to_the_next(lo
 def test_an_error_of_an_evaluation_closes_its_regions_and_says_where_it_came(where: str) -> None:
     evaluator = raising_engine(where, trains=False)
     log: list[str] = []
-    evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
+    evaluator.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.regions.enter(region(log, "update")))
     with pytest.raises(ArithmeticError) as caught:
         evaluator.run(make_data(3))
     assert log == ["open update", "close update by ArithmeticError"]
@@ -480,7 +481,9 @@ def test_an_error_of_an_evaluation_closes_its_regions_and_says_where_it_came(whe
 def test_autocast_entered_at_the_forward_covers_the_loss_and_not_the_backward() -> None:
     trainer = make_trainer()
     seen: dict[str, bool] = {}
-    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(torch.autocast("cpu", dtype=torch.bfloat16)))
+    trainer.connect(
+        Events.FORWARD_STARTED, lambda engine: engine.regions.enter(torch.autocast("cpu", dtype=torch.bfloat16))
+    )
     for event in (Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED, Events.BACKWARD_STARTED, Events.UPDATE_COMPLETED):
         trainer.connect(event, lambda engine, e=event: seen.update({e.name: torch.is_autocast_enabled("cpu")}))
     trainer.run(make_data(1), max_epochs=1)
@@ -495,8 +498,8 @@ def test_autocast_entered_at_the_forward_covers_the_loss_and_not_the_backward() 
 def test_a_region_of_the_run_closes_after_ended() -> None:
     trainer = make_trainer()
     log: list[str] = []
-    trainer.connect(Events.STARTED, lambda engine: engine.enter(region(log, "run")))
-    trainer.connect(Events.EPOCH_STARTED, lambda engine: engine.enter(region(log, "epoch")))
+    trainer.connect(Events.STARTED, lambda engine: engine.regions.enter(region(log, "run")))
+    trainer.connect(Events.EPOCH_STARTED, lambda engine: engine.regions.enter(region(log, "epoch")))
     trainer.connect(Events.ENDED, lambda engine: log.append("ENDED"))
     trainer.run(make_data(1), max_epochs=1)
     assert log == ["open run", "open epoch", "ENDED", "close epoch", "close run"]
@@ -505,11 +508,11 @@ def test_a_region_of_the_run_closes_after_ended() -> None:
 def test_enter_gives_what_the_region_gives_and_refuses_where_none_is_open() -> None:
     trainer = make_trainer()
     given: list[str] = []
-    trainer.connect(Events.STARTED, lambda engine: given.append(engine.enter(contextlib.nullcontext("value"))))
+    trainer.connect(Events.STARTED, lambda engine: given.append(engine.regions.enter(contextlib.nullcontext("value"))))
     trainer.run(make_data(1), max_epochs=1)
     assert given == ["value"]
     with pytest.raises(RuntimeError, match="no region is open outside a run"):
-        trainer.enter(contextlib.nullcontext())
+        trainer.regions.enter(contextlib.nullcontext())
 
 
 def raising_engine(where: str, *, trains: bool = True) -> Engine:
@@ -543,7 +546,7 @@ def test_regions_close_also_when_the_forward_or_the_loss_or_a_receiver_raises(wh
         (Events.FORWARD_STARTED(once=2), "forward 1"),
         (Events.FORWARD_STARTED(once=2), "forward 2"),
     ):
-        trainer.connect(event, lambda engine, name=name: engine.enter(region(log, name)))
+        trainer.connect(event, lambda engine, name=name: engine.regions.enter(region(log, name)))
     trainer.connect(Events.EXCEPTION_RAISED, lambda engine: log.append("EXCEPTION_RAISED"))
     with pytest.raises(ArithmeticError, match="on purpose"):
         trainer.run(make_data(3), max_epochs=1)
@@ -560,8 +563,8 @@ def test_regions_close_also_when_the_forward_or_the_loss_or_a_receiver_raises(wh
 def test_a_region_of_the_update_closes_when_a_later_receiver_raises(where: str) -> None:
     trainer = raising_engine(where)
     log: list[str] = []
-    trainer.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.enter(region(log, "update")))
-    trainer.connect(Events.FORWARD_STARTED(once=2), lambda engine: engine.enter(region(log, "forward")))
+    trainer.connect(Events.UPDATE_STARTED(once=2), lambda engine: engine.regions.enter(region(log, "update")))
+    trainer.connect(Events.FORWARD_STARTED(once=2), lambda engine: engine.regions.enter(region(log, "forward")))
     with pytest.raises(ArithmeticError):
         trainer.run(make_data(3), max_epochs=1)
     assert log == ["open update", "open forward", "close forward", "close update by ArithmeticError"]
@@ -569,7 +572,7 @@ def test_a_region_of_the_update_closes_when_a_later_receiver_raises(where: str) 
 
 def test_a_region_that_swallows_errors_does_not_keep_one_from_leaving() -> None:
     trainer = raising_engine("forward")
-    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(contextlib.suppress(ArithmeticError)))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(contextlib.suppress(ArithmeticError)))
     with pytest.raises(ArithmeticError, match="on purpose"):
         trainer.run(make_data(3), max_epochs=1)
 
@@ -582,9 +585,9 @@ def test_all_regions_close_when_closing_one_raises() -> None:
         def __exit__(self, *details: object) -> None:
             raise OSError("it does not close")
 
-    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(region(log, "outer")))
-    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(Stubborn()))
-    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.enter(region(log, "inner")))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(region(log, "outer")))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(Stubborn()))
+    trainer.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(region(log, "inner")))
     with pytest.raises(OSError, match="it does not close"):
         trainer.run(make_data(1), max_epochs=1)
     assert log == ["open outer", "open inner", "close inner", "close outer by OSError"]
@@ -747,7 +750,7 @@ class HalvedGradients(Handler):
     calls = 0
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("gradients", self.halve, by=self)
+        engine.overrides.replace(Override.GRADIENTS, self.halve, by=self)
 
     def halve(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         self.calls += 1
@@ -763,7 +766,7 @@ class DoubleStep(Handler):
     calls = 0
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("step", self.twice, by=self)
+        engine.overrides.replace(Override.STEP, self.twice, by=self)
 
     def twice(self, engine: Engine, update: UpdateState, step: Callable[[], None]) -> None:
         self.calls += 1
@@ -819,7 +822,9 @@ def test_a_second_replacer_is_an_error_that_names_both_and_changes_nothing(
     data, first, second = make_data(), kind(name="first"), kind(name="second")
     trainer = make_trainer()
     trainer.attach(first)
-    with pytest.raises(ValueError, match=r"both 'first' and 'second' .* the act '(step|gradients)'"):
+    with pytest.raises(
+        ValueError, match=r"both 'first' and 'second' .* (the optimizer step|the computation of gradients)"
+    ):
         trainer.attach(second)
     assert list(trainer.handlers) == ["first"]
     assert second.engine is None
@@ -869,10 +874,10 @@ def test_a_replaced_step_is_not_made_when_it_is_skipped() -> None:
 def test_an_act_that_does_not_exist_is_not_replaced() -> None:
     class Wrong(Handler):
         def attached(self, engine: Engine) -> None:
-            engine.replace("backward", print, by=self)
+            engine.overrides.replace(Override.SEEDING, print, by=self)
 
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="'backward'; it has to be one of window, gradients, step"):
+    with pytest.raises(ValueError, match=r"expected one of Override\.WINDOW, Override\.GRADIENTS"):
         trainer.attach(Wrong())
     assert trainer.handlers == {}
 
@@ -880,10 +885,10 @@ def test_an_act_that_does_not_exist_is_not_replaced() -> None:
 def test_the_gradients_of_an_engine_that_computes_none_are_not_replaced() -> None:
     class Wrong(Handler):
         def attached(self, engine: Engine) -> None:
-            engine.replace("gradients", lambda engine, update, compute: compute(), by=self)
+            engine.overrides.replace(Override.GRADIENTS, lambda engine, update, compute: compute(), by=self)
 
     evaluator = make_evaluator()
-    with pytest.raises(ValueError, match="replaces 'gradients', but this engine only evaluates"):
+    with pytest.raises(ValueError, match="replaces the computation of gradients, but this engine only evaluates"):
         evaluator.attach(Wrong())
     assert evaluator.handlers == {}
 
@@ -1119,18 +1124,18 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({}, "give either forward= .* or function="),
-        ({"forward": forward, "function": forward}, "give either forward= .* or function="),
-        ({"function": forward, "loss": loss_of}, "leave out loss="),
+        ({}, "pass either forward= .* or function="),
+        ({"forward": forward, "function": forward}, "pass either forward= .* or function="),
+        ({"function": forward, "loss": loss_of}, "omit loss="),
         ({"forward": 3}, "forward=3 is not callable"),
         ({"forward": forward, "loss": "mse"}, "loss='mse' is not callable"),
         ({"forward": forward, "loss": loss_of, "optimizer": 0.1}, "optimizer=0.1 is not callable"),
         ({"function": forward, "optimizer": SGD, "parameters": []}, r"parameters=\[\] is not callable"),
         ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
-        ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "this one is built already"),
-        ({"forward": lambda batch: None}, r"forward=.* has to accept two arguments"),
-        ({"function": lambda: None}, r"function=.* has to accept two arguments"),
-        ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* has to accept \(engine, output, batch\)"),
+        ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "optimizer= is already built"),
+        ({"forward": lambda batch: None}, r"forward=.* must accept two arguments"),
+        ({"function": lambda: None}, r"function=.* must accept two arguments"),
+        ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* must accept \(engine, output, batch\)"),
         ({"function": coroutine}, "function=.* is a coroutine function"),
     ],
     ids=[
@@ -1155,23 +1160,23 @@ def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments:
 
 
 def test_a_supervised_loss_takes_two_arguments() -> None:
-    with pytest.raises(TypeError, match=r"Update 'main': loss=.*has to accept two arguments"):
+    with pytest.raises(TypeError, match=r"Update 'main': loss=.*must accept two arguments"):
         Update.supervised(loss_of)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("update", [None, [], forward, "main", [Update.prediction(), forward]])
 def test_an_engine_takes_updates_only(update: Any) -> None:
-    with pytest.raises(TypeError, match="has to be an Update or a sequence of them"):
+    with pytest.raises(TypeError, match="is not an Update or a sequence of them"):
         Engine(update)
 
 
 def test_updates_of_one_engine_have_different_names() -> None:
-    with pytest.raises(ValueError, match=r"the updates' names \['main', 'main'\] have to differ"):
+    with pytest.raises(ValueError, match=r"two updates have the same name in \['main', 'main'\]"):
         Engine([Update.prediction(), Update.prediction()])
 
 
 def test_to_train_every_update_has_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="'judge' has none"):
+    with pytest.raises(ValueError, match="'judge' has no optimizer"):
         Engine([Update.supervised(mse, SGD), Update.prediction(name="judge")], model=make_model())
 
 
@@ -1214,12 +1219,12 @@ def test_a_loss_that_is_no_scalar_is_explained() -> None:
     trainer = make_trainer(Update.supervised(partial(mse, reduction="none"), SGD))
     notes = notes_of(trainer, make_data(), RuntimeError)
     assert "in the backward of update 'main', epoch 1, iteration 1" in notes
-    assert "has shape (4, 2); it has to be a scalar: take its mean" in notes
+    assert "has shape (4, 2); return a scalar, such as its mean" in notes
 
 
 def test_a_loss_that_is_no_tensor_is_explained() -> None:
     trainer = make_trainer(Update.supervised(lambda output, target: 0.5, SGD))  # type: ignore[arg-type, return-value]
-    assert "is 0.5; it has to be a scalar tensor or None" in notes_of(trainer, make_data(), AttributeError)
+    assert "is 0.5; return a scalar tensor or None" in notes_of(trainer, make_data(), AttributeError)
 
 
 def test_a_loss_without_a_gradient_is_explained() -> None:
@@ -1294,7 +1299,7 @@ def test_an_error_discards_the_window_and_leaves_no_gradient() -> None:
     with pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)
     assert all(p.grad is None for p in trainer.model.parameters())
-    assert trainer.updates[0].filled == 0
+    assert trainer.updates[0].window.filled == 0
 
 
 # ---- reading flags from a device ----------------------------------------------------------------------------------
@@ -1311,22 +1316,22 @@ def test_flags_are_read_together_and_told_in_the_order_of_asking(monkeypatch: py
     monkeypatch.setattr(Tensor, "tolist", counted)
     update = make_trainer().updates[0]
     told: list[tuple[Any, ...]] = []
-    update.ask(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
-    update.ask(lambda *values: told.append(("none", *values)))
-    update.ask(lambda *values: told.append(("another", *values)), torch.tensor(True))
+    update.read_later(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
+    update.read_later(lambda *values: told.append(("none", *values)))
+    update.read_later(lambda *values: told.append(("another", *values)), torch.tensor(True))
     assert told == []
-    update.look()
+    update.read_flags()
     assert told == [("one", False, True), ("none",), ("another", True)]
     assert reads == [3]
-    update.look()
+    update.read_flags()
     assert len(told) == 3, "each question is answered once"
 
 
 def test_who_asked_without_a_flag_is_told_without_reading() -> None:
     update = make_trainer().updates[0]
     told: list[str] = []
-    update.ask(lambda: told.append("done"))
-    update.look()
+    update.read_later(lambda: told.append("done"))
+    update.read_flags()
     assert told == ["done"]
 
 
@@ -1337,7 +1342,7 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
     @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE)
     def ask(engine: Engine) -> None:
         iteration = engine.state.iteration
-        engine.state.update.ask(lambda flag: told.append(iteration), torch.tensor(1))
+        engine.state.update.read_later(lambda flag: told.append(iteration), torch.tensor(1))
 
     def fail(engine: Engine) -> None:
         raise ArithmeticError("on purpose")
@@ -1346,7 +1351,7 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
 
     @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=1)
     def look(engine: Engine) -> None:
-        engine.state.update.look()
+        engine.state.update.read_flags()
 
     with pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -320,7 +320,10 @@ def test_what_is_written_at_once_is_what_a_copy_of_the_state_is(tmp_path: Path) 
     engine.attach(handler, EMA(0.9), GradientAccumulation(3), Metrics(loss=Average()))
     copies: list[dict[str, Any]] = []
     engine.connect(
-        Events.ITERATION_COMPLETED, lambda engine: copies.append(engine.snapshot()), phase=Phase.PERSIST, rank=10**6
+        Events.ITERATION_COMPLETED,
+        lambda engine: copies.append(engine.snapshots.take()),
+        phase=Phase.PERSIST,
+        rank=10**6,
     )
     engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=1)
     written = sorted(tmp_path.iterdir())
@@ -1137,7 +1140,7 @@ def test_once_the_run_has_ended_no_thread_is_left(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="no folder"):
+    with pytest.raises(NotADirectoryError, match="not a folder"):
         Checkpoint(tmp_path / "file")
     engine = engine_of(Checkpoint(tmp_path / "file" / "below"))
     with pytest.raises(NotADirectoryError):
@@ -1266,7 +1269,7 @@ def test_one_from_which_three_runs_failed_is_passed_over(tmp_path: Path) -> None
     engine = restarted(tmp_path)
     first: list[int] = []
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: first.append(engine.state.iteration))
-    with pytest.warns(RuntimeWarning, match=r"3 runs that went on from checkpoint-epoch0001-iter00000006 failed"):
+    with pytest.warns(RuntimeWarning, match=r"3 runs that resumed from checkpoint-epoch0001-iter00000006 failed"):
         engine.run(few_batches(), max_iters=9)
     assert first == [4]
     assert not (tmp_path / ".checkpoint.failures").exists(), "it has got further, and begins to count anew"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
+from signalfire.acts import Override
 from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
@@ -154,7 +155,7 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> None:
     class Pieces(Handler):
         def attached(self, engine: Engine) -> None:
-            engine.replace("gradients", lambda engine, update, compute: compute(), by=self)
+            engine.overrides.replace(Override.GRADIENTS, lambda engine, update, compute: compute(), by=self)
 
     engine = build()
     engine.attach(CutMix(), Pieces())
@@ -167,14 +168,14 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
     def replace(engine: Engine) -> None:
         engine.state.batch = (engine.state.batch[0], engine.state.batch[1].clone())
 
-    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets are not those that were mixed"):
+    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets were replaced after mixing"):
         engine.run(batches((6, 7)), max_epochs=1)
 
 
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"inputs of shape \(4, 2\)"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
         ((torch.zeros(4, 2, 3), None), r"tuple\) has no tensor at 1.*CutMix\(target=\)"),
     ],
@@ -187,7 +188,7 @@ def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -
 
 
 def test_only_one_handler_mixes_samples() -> None:
-    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' would be in charge of the mixing of samples"):
+    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' override the mixing of samples"):
         build().attach(CutMix(), MixUp())
 
 

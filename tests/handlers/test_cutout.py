@@ -144,7 +144,7 @@ def test_it_keeps_the_promises_of_a_handler() -> None:
 
 
 def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' would be in charge of cutting parts out of samples"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' override cutting parts out of samples"):
         build().attach(Cutout(3, name="one"), Cutout(3, name="two"))
     with pytest.raises(ValueError, match="cutout"):
         Engine(Update.supervised(F.cross_entropy), model=network((6, 7))).attach(Cutout(3))
@@ -153,9 +153,9 @@ def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\), that is 0 spatial dimensions"),
-        ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\), that is 0 spatial dimensions"),
-        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"that is 1 spatial dimensions.*length=\(3, 3\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\) have 0 spatial dimensions"),
+        ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\) have 0 spatial dimensions"),
+        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"have 1 spatial dimensions.*length=\(3, 3\)"),
         (["cat", 1], r"list\) has no tensor at 0.*Cutout\(input=\)"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from signalfire import Engine, Events, Update
+from signalfire.evaluation import prepare_batch
 from signalfire.handlers import DeviceTransfer
 
 META = torch.device("meta")  # a second device that every machine has: it shows what moved
@@ -241,7 +242,7 @@ def test_prefetch_without_a_cuda_device_changes_nothing() -> None:
 
 
 def test_prefetch_of_copies_that_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="overlaps with nothing"):
+    with pytest.raises(ValueError, match="needs non-blocking copies"):
         DeviceTransfer("cpu", prefetch=True, non_blocking=False)
     with pytest.raises(TypeError, match="prefetch=1"):
         DeviceTransfer("cpu", prefetch=1)  # type: ignore[arg-type]
@@ -279,7 +280,7 @@ def test_a_batch_can_be_prepared_outside_of_the_loop() -> None:
     counted: list[int] = []
     engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: counted.append(1))
     engine.state.batch = "as it was"
-    prepared = engine.prepared({"x": torch.ones(2)})
+    prepared = prepare_batch(engine, {"x": torch.ones(2)})
     assert prepared["x"].device == META
     assert engine.state.batch == "as it was"
     assert counted == [], "only what prepares batches is asked"

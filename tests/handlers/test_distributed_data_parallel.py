@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric
 
 from signalfire import CombinedData, Engine, Events, Handler, Phase, Update, on
 from signalfire.batches import tensors_in
-from signalfire.distributed import ALONE, together
+from signalfire.distributed import SINGLE_PROCESS, process_group
 from signalfire.handlers import (
     Accuracy,
     Average,
@@ -170,7 +170,7 @@ def by_hand(
     epochs: int = 2,
 ) -> Weights:
     """The loop that people write with torch's DDP."""
-    processes = together(timeout=TIMEOUT)
+    processes = process_group(timeout=TIMEOUT)
     model = make_model(norm=norm)
     wrapped = TorchDDP(OrNothing(model))
     if settled:
@@ -180,7 +180,7 @@ def by_hand(
     optimizer = optimizer(model.parameters())
     scheduler = None if schedule is None else schedule(optimizer)
     for _ in range(epochs):
-        own = data[processes.rank :: processes.size]
+        own = data[processes.rank :: processes.world_size]
         for start in range(0, len(own), window):
             hand = own[start : start + window]
             for place, (x, y) in enumerate(hand, 1):
@@ -199,7 +199,7 @@ STEP = partial(StepLR, step_size=3, gamma=0.5)
 
 
 def _against_torch(settled: bool) -> dict[str, tuple[Weights, Weights]]:
-    data = batches(*[4] * 12 * together(timeout=TIMEOUT).size)[: 10 * together().size]
+    data = batches(*[4] * 12 * process_group(timeout=TIMEOUT).world_size)[: 10 * process_group().world_size]
     clip, schedule = GradientClipping(max_norm=0.3), LRScheduling(STEP, every="1st")
     hand = partial(by_hand, data, settled=settled)
     return {
@@ -334,7 +334,7 @@ def test_where_nothing_rounds_it_is_one_process_bit_for_bit() -> None:
 
 def _count_reductions() -> tuple[list[int], int]:
     told: list[int] = []
-    together(timeout=TIMEOUT)
+    process_group(timeout=TIMEOUT)
     world = dist.group.WORLD
     assert world is not None
     large = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 2))
@@ -346,7 +346,7 @@ def _count_reductions() -> tuple[list[int], int]:
     engine = make_engine(GradientAccumulation(4), model=large, with_ddp=ddp(compression=(told, hook), bucket_cap_mb=1))
     after: list[int] = []
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: after.append(len(told)))
-    engine.run(batches(*[4] * (10 * engine.processes.size - 1)), max_epochs=1)
+    engine.run(batches(*[4] * (10 * engine.processes.world_size - 1)), max_epochs=1)
     return after, len(set(told))
 
 
@@ -388,10 +388,10 @@ def _asked_for() -> dict[str, Any]:
                 skipped.append((engine.state.iteration, reason)) if (reason := engine.state.update.skipped) else None
             ),
         )
-        engine.connect(Events.PREEMPTED, lambda engine: preempted.append(engine.state.update.held))
-        for one in range(engine.processes.size) if rank < 0 else [rank]:
+        engine.connect(Events.PREEMPTED, lambda engine: preempted.append(engine.state.update.window.held))
+        for one in range(engine.processes.world_size) if rank < 0 else [rank]:
             on_rank(one, engine, event, act)
-        engine.run(batches(*[4] * TURNS * engine.processes.size), **({"max_epochs": 3} | bounds))
+        engine.run(batches(*[4] * TURNS * engine.processes.world_size), **({"max_epochs": 3} | bounds))
         told[name] = ended(engine) | {"skipped": skipped, "preempted": preempted}
 
     def skip(engine: Engine) -> None:
@@ -427,11 +427,16 @@ def _asked_for() -> dict[str, Any]:
         GradientAccumulation(4),
     )
     go("end the epoch as it begins", Events.EPOCH_STARTED(once=2), lambda engine: engine.terminate_epoch("on"))
-    go("preempt", Events.LOSS_COMPUTED(once=4), lambda engine: engine.preempt("moved"), GradientAccumulation(3))
+    go(
+        "preempt",
+        Events.LOSS_COMPUTED(once=4),
+        lambda engine: engine.boundary.preempt("moved"),
+        GradientAccumulation(3),
+    )
     go(
         "preempt at the epoch's end",
         Events.EPOCH_COMPLETED(once=1),
-        lambda engine: engine.preempt("moved"),
+        lambda engine: engine.boundary.preempt("moved"),
         min_epochs=2,
     )
     return told
@@ -472,7 +477,7 @@ def _alarmed() -> dict[str, Any]:
     engine = make_engine()
 
     def set_alarm(engine: Engine) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: engine.preempt("alarm"))
+        signal.signal(signal.SIGALRM, lambda *_: engine.boundary.preempt("alarm"))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
 
     on_rank(1, engine, Events.ITERATION_COMPLETED(once=4), set_alarm)
@@ -623,7 +628,7 @@ def seen_of(
     """The numbers in each batch of each epoch; None without one."""
     seen: list[list[Any]] = []
     model = nn.Linear(1, 1)
-    torch.manual_seed(7 + together(timeout=TIMEOUT).rank)
+    torch.manual_seed(7 + process_group(timeout=TIMEOUT).rank)
 
     def learn(engine: Engine, batch: Any) -> Tensor:
         if engine.processes.rank > 0:
@@ -656,8 +661,8 @@ def _dealt() -> dict[str, Any]:
         data, handlers, bounds = named_data(name)
         told[name] = seen_of(data, *handlers, **bounds)
     for name, make in READ.items():
-        told[name] = seen_of(make(), with_ddp=ddp(shares="deal"))
-    told["windows"] = seen_of(READ["unsized"](), GradientAccumulation(2), with_ddp=ddp(shares="deal"))
+        told[name] = seen_of(make(), with_ddp=ddp(shard_policy="round_robin"))
+    told["windows"] = seen_of(READ["unsized"](), GradientAccumulation(2), with_ddp=ddp(shard_policy="round_robin"))
     return told
 
 
@@ -682,9 +687,9 @@ def test_batches_are_dealt_in_the_order_that_rank_0_draws(size: int) -> None:
 
 
 def _own_data() -> dict[str, Any]:
-    processes = together(timeout=TIMEOUT)
+    processes = process_group(timeout=TIMEOUT)
     told: dict[str, Any] = {}
-    lengths = [2, 5, 3][: processes.size]
+    lengths = [2, 5, 3][: processes.world_size]
     own = [torch.tensor([100 * processes.rank + number]) for number in range(lengths[processes.rank])]
 
     def anew() -> Iterator[Tensor]:
@@ -694,10 +699,10 @@ def _own_data() -> dict[str, Any]:
         def __iter__(self) -> Iterator[Tensor]:
             return anew()
 
-    told["lists"] = seen_of(own, with_ddp=ddp(shares="own"))
-    told["unsized"] = seen_of(Anew(), with_ddp=ddp(shares="own"))
-    told["windows"] = seen_of(Anew(), GradientAccumulation(2), with_ddp=ddp(shares="own"))
-    told["limited"] = seen_of(own, LimitBatches(train=3), with_ddp=ddp(shares="own"))
+    told["lists"] = seen_of(own, with_ddp=ddp(shard_policy="own"))
+    told["unsized"] = seen_of(Anew(), with_ddp=ddp(shard_policy="own"))
+    told["windows"] = seen_of(Anew(), GradientAccumulation(2), with_ddp=ddp(shard_policy="own"))
+    told["limited"] = seen_of(own, LimitBatches(train=3), with_ddp=ddp(shard_policy="own"))
     sampler: Any = DistributedSampler(numbers())
     told["sampler"] = seen_of(DataLoader(numbers(), batch_size=3, sampler=sampler))
     try:
@@ -722,8 +727,8 @@ def test_each_process_may_have_data_of_its_own() -> None:
         assert len(numbers_seen) == 24  # the sampler repeats two, so that all processes have as many
         assert set(numbers_seen) == set(range(22))
     assert first != second  # it was told the epoch
-    assert "shares='own'" in found[0]["refused"]
-    assert "shares='deal'" in found[0]["refused"]
+    assert "shard_policy='own'" in found[0]["refused"]
+    assert "shard_policy='round_robin'" in found[0]["refused"]
 
 
 def _validated(with_validation: bool) -> Weights:
@@ -809,7 +814,7 @@ def validated(with_ddp: bool = True) -> dict[str, float]:
 
 
 def _measured() -> dict[str, Any]:
-    together(timeout=TIMEOUT)  # which DistributedSampler wants to be there
+    process_group(timeout=TIMEOUT)  # which DistributedSampler wants to be there
     data = batches(*[4] * 6, 2)
     whole = loader_of(data)
     sampled: Any = DataLoader(whole.dataset, batch_size=4, sampler=DistributedSampler(whole.dataset, shuffle=False))
@@ -930,7 +935,7 @@ def runs_of_many(size: int) -> dict[str, Weights]:
     runs["frozen"] = train(
         Freezing({"0": 2, "3.bias": None}), data=data, model=make(), optimizer=ADAM, with_ddp=not alone
     )
-    temperature = nn.Parameter(torch.full((), 2.0 + (0 if alone else together().rank), dtype=DOUBLE))
+    temperature = nn.Parameter(torch.full((), 2.0 + (0 if alone else process_group().rank), dtype=DOUBLE))
 
     def tempered(engine: Engine, batch: Batch) -> Tensor:
         return F.cross_entropy(engine.model(batch[0]) / temperature, batch[1])
@@ -1034,7 +1039,7 @@ class Hungry(nn.Module):
     def __init__(self, most: int, rank: int) -> None:
         super().__init__()
         self.model = make_model(dtype=DOUBLE)
-        self.most = most if together(timeout=TIMEOUT).rank == rank else 1000
+        self.most = most if process_group(timeout=TIMEOUT).rank == rank else 1000
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > self.most:
@@ -1103,7 +1108,7 @@ def powersgd() -> tuple[Any, Any]:
 
 
 def _compressed() -> dict[str, tuple[Weights, Weights]]:
-    together(timeout=TIMEOUT)
+    process_group(timeout=TIMEOUT)
     data = batches(*[4] * 12)
     sgd = ddp(compression="powersgd", powersgd_start=3)
     half = None, default_hooks.fp16_compress_hook
@@ -1127,7 +1132,7 @@ def test_compressed_gradients_are_those_of_torchs_hooks() -> None:
 
 def _resumed() -> list[tuple[int, list[str]]]:
     """PowerSGD goes on with its memory, also where a part was frozen in the beginning."""
-    together(timeout=TIMEOUT)
+    process_group(timeout=TIMEOUT)
     data = batches(*[4] * 8)
 
     def build() -> Engine:
@@ -1207,7 +1212,7 @@ def _refusals() -> dict[str, str]:
     data = batches(*[4] * 4)
     refused("bf16", lambda: train(data=data, with_ddp=ddp(compression="bf16")))
     refused("norms", lambda: train(data=data, model=make_model(norm=True), with_ddp=ddp(sync_batch_norm=True)))
-    rank = together().rank
+    rank = process_group().rank
     other = nn.Sequential(nn.Linear(3, 8 + rank), nn.ReLU(), nn.Linear(8 + rank, 2))
     refused("models", lambda: train(data=data, model=other))
 
@@ -1234,7 +1239,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "told"),
     [
-        ({"shares": "some"}, ValueError, "shares='some'"),
+        ({"shard_policy": "some"}, ValueError, "shard_policy='some'"),
         ({"backend": 3}, TypeError, "backend=3"),
         ({"timeout": 0}, ValueError, "timeout=0"),
         ({"sync_batch_norm": 1}, TypeError, "sync_batch_norm=1"),
@@ -1260,14 +1265,14 @@ def test_launched_alone_it_changes_nothing() -> None:
     data = batches(4, 4, 3)
     handler = DistributedDataParallel()
     assert not differing(train(data=data, with_ddp=handler), train(data=data, with_ddp=False))
-    assert handler.processes is ALONE
+    assert handler.processes is SINGLE_PROCESS
     model = make_model()
     engine = make_engine(model=model)
     seen: list[Any] = []
     engine.connect(Events.FORWARD_STARTED, lambda engine: seen.append(engine.model))
     engine.run(data, max_epochs=1)
     assert all(one is model for one in seen)
-    assert engine.replaced_reduction is None
+    assert engine.overrides.reduction is None
     check_handler(
         lambda: make_engine(with_ddp=False), DistributedDataParallel, data, changes_training=False, max_epochs=2
     )
@@ -1275,7 +1280,7 @@ def test_launched_alone_it_changes_nothing() -> None:
 
 def _afterwards() -> dict[str, Any]:
     told: dict[str, Any] = {}
-    processes = together(timeout=TIMEOUT)
+    processes = process_group(timeout=TIMEOUT)
     data = batches(*[4] * 6)
     model = make_model(norm=True)
     wrapped: list[Any] = []
@@ -1288,7 +1293,7 @@ def _afterwards() -> dict[str, Any]:
     engine.run(data, max_epochs=2)
     told["again"] = weights_of(engine)
     told["whole"] = train(data=data, model=make_model(norm=True), optimizer=ADAM)
-    if processes.first:  # no other process takes part: a hook that was left would wait for them
+    if processes.is_rank_zero:  # no other process takes part: a hook that was left would wait for them
         F.cross_entropy(model(data[0][0]), data[0][1]).backward()
         engine.detach("distributed_data_parallel")
         engine.run(data, max_epochs=3)
@@ -1354,7 +1359,7 @@ def test_buffers_are_those_of_rank_0_or_each_processs_own() -> None:
 
 
 def _once(folder: Path) -> dict[str, Any]:
-    processes = together(timeout=TIMEOUT)
+    processes = process_group(timeout=TIMEOUT)
     engine = make_engine(CSVLogger(folder / f"{processes.rank}.csv"), Metrics(loss=Average()), Seeding())
     drawn: list[float] = []
     engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: drawn.append(float(torch.rand(()))))

@@ -298,8 +298,8 @@ def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
 @pytest.mark.parametrize(
     ("scores", "told"),
     [
-        ([2.0, 0.5], ["score", "0.5", "threshold of 0.75"]),
-        ([2.0, 9.0], ["score", "9.0", "divergence of 8.0"]),
+        ([2.0, 0.5], ["score", "0.5", "threshold=0.75"]),
+        ([2.0, 9.0], ["score", "9.0", "divergence=8.0"]),
         ([2.0, math.nan], ["score", "nan", "not finite"]),
         ([2.0, 3.0, 3.0], ["score", "2.0", "2 values"]),
     ],

@@ -395,7 +395,7 @@ def test_averages_of_another_model_are_refused_by_name() -> None:
     handler = EMA(0.9)
     engine = trainer_of(network(), handler)
     handler.load_state_dict({"count": 1, "averages": {"model.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match=r"'ema': its averages do not fit.*model\.0\.bias.*model\.weight"):
+    with pytest.raises(ValueError, match=r"'ema': the saved averages do not match.*model\.0\.bias.*model\.weight"):
         run(engine)
     assert engine.state.iteration == 0
 
@@ -453,7 +453,7 @@ def test_after_a_run_it_does_not_keep_the_model_alive() -> None:
 
 def test_two_averages_refuse_each_other() -> None:
     engine = trainer_of(network(), EMA(0.9, name="one"))
-    with pytest.raises(ValueError, match="both 'one' and 'two' would be in charge of the weights used for evaluation"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' override the weights used for evaluation"):
         engine.attach(EMA(0.9, name="two"))
     with pytest.raises(KeyError, match="'c'"):
         trainer_of(network(), EMA(update="c"))

@@ -289,8 +289,8 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_batch(patter
     engine = trainer_of(model := Network(), Freezing({"head": None, pattern: 2}))
     with pytest.raises(ValueError, match="matches no parameter") as caught:
         run(engine)
-    assert f"'freezing': {pattern!r} matches no parameter; there are: 'backbone.0.weight'" in str(caught.value)
-    assert "(10 in all)" in str(caught.value)
+    assert f"'freezing': {pattern!r} matches no parameter; the parameters are: 'backbone.0.weight'" in str(caught.value)
+    assert "(10 in total)" in str(caught.value)
     assert all(p.requires_grad for p in model.parameters())
     assert engine.state.iteration == 0
 
@@ -332,11 +332,11 @@ def test_with_everything_frozen_the_engine_says_so() -> None:
     engine = trainer_of(Network(), Freezing(["backbone", "backbone10", "head"]))
     with pytest.raises(RuntimeError) as caught:
         run(engine)
-    assert any("none of the parameters of update 'main' requires a gradient" in note for note in caught.value.__notes__)
+    assert any("no parameter of update 'main' requires a gradient" in note for note in caught.value.__notes__)
 
 
 def test_two_of_them_refuse_each_other() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' would be in charge of which parameters are frozen"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' override which parameters are frozen"):
         trainer_of(Network(), Freezing("head", name="one"), Freezing("backbone", name="two"))
 
 
@@ -410,7 +410,7 @@ def test_training_with_rates_by_part_equals_a_loop_by_hand() -> None:
 
 def test_bad_rates_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; there are: 'backbone"
+        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; the parameters are: 'backbone"
     ):
         discriminative_rates(Network(), {"haed": 0.1})
     with pytest.raises(ValueError, match=r"discriminative_rates\(rates\['head'\]=-1\)"):

@@ -160,7 +160,7 @@ def trained(
     seed = int(os.environ.get("RANK", 0)) if seeds else 0
     engine = make(*handlers(), sharding, seed=seed)
     engine.run(loader(size, samples), **bounds)
-    if engine.processes.several:
+    if engine.processes.distributed:
         assert all(is_sharded(p) for p in engine.model.parameters())
         assert all(is_sharded(p) for p in engine.updates[0].parameters)
     return full(engine), dict(engine.state.metrics), engine.updates[0].steps
@@ -363,7 +363,7 @@ def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path)
     (newest / "__1_0.distcp").write_bytes(content)
     with pytest.raises(ValueError, match=r"__1_0\.distcp is not what was written: its sha256 differs"):
         Checkpoint.load(newest)
-    with pytest.warns(RuntimeWarning, match="is damaged and passed over"):
+    with pytest.warns(RuntimeWarning, match="is damaged and skipped"):
         assert Checkpoint.load(tmp_path)["engine"]["epoch"] == 1
     (newest / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata is missing"):
@@ -511,14 +511,14 @@ def interrupted(folder: Path) -> Any:
     def interrupt(path: Path) -> str:
         raise KeyboardInterrupt
 
-    if engine.processes.first:
+    if engine.processes.is_rank_zero:
         sharded.sha256_of = interrupt
     began = time.monotonic()
     try:
         engine.run(loader(6), max_epochs=2)
     except BaseException as error:
         seconds = time.monotonic() - began
-        if engine.processes.first:
+        if engine.processes.is_rank_zero:
             time.sleep(5)  # it has the store, and lives on, as a notebook does
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), seconds
     return None
@@ -853,7 +853,7 @@ def unsharding() -> Any:
 
 def test_a_sharded_model_becomes_a_plain_one() -> None:
     for refusal, hooks, expected, found in together(2, unsharding):
-        assert "sharded over processes" in refusal
+        assert "sharded over ranks" in refusal
         assert "unshard(engine)" in refusal
         assert hooks == []
         assert all(torch.equal(expected[key], found[key]) for key in expected)
@@ -916,8 +916,8 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "micro_batching" in told["pieces"]
     assert "units='blcks.*' matches no module; there are: first, blocks" in told["units"]
     assert "'blocks' is a ModuleList, which is never called" in told["list"]
-    assert "on_exception=True cannot write a sharded model" in told["exception"]
-    assert "the processes have [1, 0] batches" in told["sam"]
+    assert "on_exception=True cannot save a sharded model" in told["exception"]
+    assert "the ranks have [1, 0] batches" in told["sam"]
     assert "drop_last=True" in told["sam"]
     assert told["chosen"] == ", blocks.0, blocks.1, first, last"
 
@@ -933,11 +933,11 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
     ("options", "told"),
     [
         ({"units": 3}, "units=3"),
-        ({"units": [int]}, "path of a module or a class"),
+        ({"units": [int]}, "neither the path of a module nor a module class"),
         ({"param_dtype": "int8"}, "param_dtype='int8'"),
         ({"reduce_dtype": torch.float16}, "reduce_dtype="),
         ({"timeout": 0}, "timeout=0"),
-        ({"shares": "all"}, "shares='all'"),
+        ({"shard_policy": "all"}, "shard_policy='all'"),
         ({"reduce_every_batch": 1}, "reduce_every_batch=1"),
     ],
 )
@@ -954,6 +954,6 @@ def test_alone_it_does_nothing() -> None:
     for one in (engine, without):
         one.run(loader(4), max_epochs=2)
     assert all(torch.equal(full(engine)[key], value) for key, value in full(without).items())
-    assert not engine.processes.several
+    assert not engine.processes.distributed
     assert type(engine.model) is Model
     check_handler(partial(make), FullyShardedDataParallel, list(loader(4)), changes_training=False, max_epochs=2)

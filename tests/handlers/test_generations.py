@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from signalfire import Engine, Events
-from signalfire.checkpoints.store import Files, Ownership, Taken, clean, commit, encode, lives, owner, read_manifest
+from signalfire.checkpoints import Files, Ownership, Taken, clean, commit, encode, read_manifest
+from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
 from tests.kit import build, linear, quick
 
@@ -623,7 +624,7 @@ def test_one_that_is_written_again_is_never_missing(folder: Path) -> None:
 
 
 def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(folder: Path) -> None:
-    machine, _, _ = owner().split("~")
+    machine, _, _ = identity().split("~")
 
     def began(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -634,7 +635,7 @@ def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(folde
     goes = [
         f".b.{machine}~{parent}~{began(parent) - 1}~0.new",  # an earlier process with the same id
         f".b.{machine}~{2**22 + 1}~5~0.old",
-        f".b.{owner()}~99999.new",  # one that this process could not remove
+        f".b.{identity()}~99999.new",  # one that this process could not remove
         f".c.{'f' * 8}~1~1~0.new",  # of another machine, two days ago
     ]
     for name in stays + goes:
@@ -643,7 +644,7 @@ def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(folde
     os.utime(folder / goes[-1], (time.time() - 2 * 86400,) * 2)
     trained(folder)
     assert hidden(folder) == sorted(stays)
-    assert lives(owner()) is True
+    assert is_alive(identity()) is True
 
 
 def test_a_run_leaves_what_another_wrote_alone_and_takes_other_names(folder: Path) -> None:
@@ -732,13 +733,13 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
 
 
 def test_what_a_living_process_wrote_is_nobody_elses_though_it_goes_on_from_there() -> None:
-    manifest = {"name": "a", "handler": "checkpoint", "run": "before", "writer": owner(), "iteration": 1}
+    manifest = {"name": "a", "handler": "checkpoint", "run": "before", "writer": identity(), "iteration": 1}
     after = Ownership("checkpoint", "after", frozenset({"before"}))
     assert after.owns("a", manifest), "this process wrote both"
     parent = os.getppid()
     began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    assert not after.owns("a", {**manifest, "writer": f"{owner().split('~')[0]}~{parent}~{began}"})
-    assert after.owns("a", {**manifest, "writer": f"{owner().split('~')[0]}~{parent}~1"}), "it has ended"
+    assert not after.owns("a", {**manifest, "writer": f"{identity().split('~')[0]}~{parent}~{began}"})
+    assert after.owns("a", {**manifest, "writer": f"{identity().split('~')[0]}~{parent}~1"}), "it has ended"
     assert not after.owns("a", {**manifest, "handler": "best"})
     assert not after.owns("a", {**manifest, "run": "another"})
     assert not after.owns("b", manifest), "a copy"

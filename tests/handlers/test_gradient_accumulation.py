@@ -353,7 +353,7 @@ def test_a_stop_inside_a_window_discards_it() -> None:
     assert gradients == [2.5]
     assert engine.model.weight.item() == -2.5
     assert engine.model.weight.grad is None
-    assert engine.updates[0].filled == 0
+    assert engine.updates[0].window.filled == 0
 
 
 def test_an_epoch_ended_inside_a_window_discards_it() -> None:

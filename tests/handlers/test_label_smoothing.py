@@ -163,7 +163,7 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 @pytest.mark.parametrize(
     ("output", "told"),
     [
-        (lambda x: (x, x), "tuple; it has to be a tensor of logits"),
+        (lambda x: (x, x), "tuple; expected a tensor of logits"),
         (lambda x: x.sum(2).sum(1), r"of shape \(5,\)"),
         (lambda x: x[:, :1], r"of shape \(5, 1, 3\)"),
     ],
@@ -179,7 +179,7 @@ def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, told: str) 
 
 
 def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' would be in charge of smoothing the labels of update"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' override label smoothing of update"):
         build().attach(LabelSmoothing(name="one"), LabelSmoothing(name="two"))
     with pytest.raises(ValueError, match="label_smoothing"):
         Engine(Update(forward, loss), model=network()).attach(LabelSmoothing())

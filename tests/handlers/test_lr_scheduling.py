@@ -352,7 +352,7 @@ def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
 def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> None:
     engine, rates = engine_of(network(), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(batches(), max_epochs=2)
-    with pytest.raises(ValueError, match=r"built for 12 steps.*goes up to 18.*reset\(\)"):
+    with pytest.raises(ValueError, match=r"built for 12 steps.*extends to 18.*reset\(\)"):
         engine.run(batches(), max_epochs=3)
     assert len(rates) == 12
     engine.reset()
@@ -470,8 +470,8 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 
 def test_a_monitor_goes_with_plateau_only() -> None:
     for handler, told in (
-        (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= goes with ReduceLROnPlateau"),
-        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give monitor="),
+        (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= is only for ReduceLROnPlateau"),
+        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
     ):
         engine, rates = engine_of(network(), handler)
         with pytest.raises(ValueError, match=told):
@@ -583,11 +583,11 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match=r"simulate\(epochs=0\)"):
         epochs.simulate(4, lr=0.1, epochs=0)
     for count in (None, 3):
-        with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule follows epochs"):
+        with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule is stepped after epochs"):
             epochs.simulate(4, lr=0.1, epochs=count)
     with pytest.raises(ValueError, match=r"give metric_values="):
         plateau.simulate(4, lr=0.1)
-    with pytest.raises(ValueError, match=r"metric_values=\[1\.0\].*follows no metric"):
+    with pytest.raises(ValueError, match=r"metric_values=\[1\.0\].*uses no metric"):
         steps.simulate(4, lr=0.1, metric_values=[1.0])
 
 

@@ -388,13 +388,13 @@ def test_a_state_is_a_copy() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Metrics()
-    with pytest.raises(TypeError, match=r"give an instance: Accuracy\(\)"):
+    with pytest.raises(TypeError, match=r"expected an instance; write Accuracy\(\)"):
         Metrics(accuracy=Accuracy)
     with pytest.raises(TypeError, match="accuracy=3"):
         Metrics(accuracy=3)
     with pytest.raises(TypeError, match="Average"):
         Average(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Accuracy\(threshold='half'\): it has to be a finite number"):
+    with pytest.raises(TypeError, match=r"Accuracy\(threshold='half'\): expected a finite number"):
         Accuracy(threshold="half")  # type: ignore[arg-type]
 
 

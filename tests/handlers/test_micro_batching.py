@@ -152,7 +152,7 @@ def test_the_whole_batch_counts_exactly_once() -> None:
 
     def watch(engine: Engine) -> None:
         def note(engine: Engine) -> None:
-            held.append((engine.state.update.held, engine.state.update.extra_weight))
+            held.append((engine.state.update.window.held, engine.state.update.window.extra_weight))
 
         engine.connect(Events.GRADIENTS_READY, note)
 
@@ -348,7 +348,9 @@ def test_a_split_of_ones_own() -> None:
     engine = trained(MicroBatching(3, split=split, samples=len), data=as_lists, update=update)
     assert_close(engine.model, trained(data=data).model)
     assert asked == 2 * [(8, 3), (7, 3), (8, 3), (5, 2)]
-    with pytest.raises(ValueError, match=r"'micro_batching': split= cut a batch of 8 samples into pieces of \[3, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"'micro_batching': split= divided a batch of 8 samples into pieces of \[3, 3\]"
+    ):
         trained(MicroBatching(3, split=lambda batch, n: split(batch, n)[:2], samples=len), data=as_lists, update=update)
 
 
@@ -381,7 +383,7 @@ def test_a_hidden_state_over_time_chunks_is_refused() -> None:
         return engine.state.update.hidden
 
     update = Update(forward, lambda e, o, b: cross_entropy(o, b[1]), SGD)
-    with pytest.raises(RuntimeError, match=r"'micro_batching': the forward of update 'main' carries update\.hidden"):
+    with pytest.raises(RuntimeError, match=r"'micro_batching': the forward of update 'main' sets update\.hidden"):
         trained(MicroBatching(3), update=update)
 
 
@@ -609,7 +611,7 @@ def test_a_split_that_does_not_get_smaller_is_an_error() -> None:
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run_out(3, MicroBatching(split=split))
-    assert "split= gave no smaller pieces" in "\n".join(caught.value.__notes__)
+    assert "split= returned no smaller pieces" in "\n".join(caught.value.__notes__)
 
 
 def test_another_error_is_not_retried() -> None:
@@ -672,7 +674,7 @@ def test_it_keeps_its_promises(limit: int) -> None:
 def test_two_of_them_refuse_each_other() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=make_model(), seed=0)
     engine.attach(MicroBatching(4))
-    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* 'gradients'"):
+    with pytest.raises(ValueError, match=r"both 'micro_batching' and 'other' .* the computation of gradients"):
         engine.attach(MicroBatching(2, name="other"))
 
 
@@ -687,7 +689,7 @@ def test_two_of_them_refuse_each_other() -> None:
         ({"size": 2, "pieces": 2}, ValueError, r"MicroBatching\(size=2, pieces=2\): give one of the two"),
         ({"split": 3}, TypeError, r"MicroBatching\(split=3\)"),
         ({"split": len, "samples": 3}, TypeError, r"MicroBatching\(samples=3\)"),
-        ({"samples": len}, ValueError, "it goes with split="),
+        ({"samples": len}, ValueError, "samples= requires split="),
         ({"halve_on_oom": 1}, TypeError, r"MicroBatching\(halve_on_oom=1\)"),
         ({"halve_on_oom": False}, ValueError, "give size or pieces"),
     ],

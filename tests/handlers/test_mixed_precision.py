@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Update
+from signalfire.acts import Override
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
 from tests import kit
 from tests.kit import assert_same, average_gradients, build, mlp, windows
@@ -79,7 +80,7 @@ def note_scales(engine: Engine, handler: MixedPrecision) -> list[float]:
 
     @engine.on(Events.UPDATE_COMPLETED)
     def note(engine: Engine) -> None:
-        if engine.state.update.filled == 0:
+        if engine.state.update.window.filled == 0:
             scales.append(handler.scalers["main"].get_scale())
 
     return scales
@@ -420,7 +421,7 @@ class Again(Handler):
     """Computes the gradients of every step twice."""
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("step", self.step, by=self, again=True)
+        engine.overrides.replace(Override.STEP, self.step, by=self, again=True)
 
     def step(self, engine: Engine, update: Any, step: Any) -> None:
         update.again()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
+from signalfire.acts import Override
 from signalfire.handlers import (
     Accuracy,
     CutMix,
@@ -299,7 +300,7 @@ class Halves(Handler):
     """Computes gradients from two halves of the batch."""
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("gradients", self.compute, by=self)
+        engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
 
     def compute(self, engine: Engine, update: Any, compute: Any) -> None:
         whole = engine.state.batch
@@ -327,7 +328,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
         x, y = engine.state.batch
         engine.state.batch = (x[:4], y[:4])
 
-    with pytest.raises(RuntimeError, match="'mixup': the batch's targets are not those that were mixed"):
+    with pytest.raises(RuntimeError, match="'mixup': the batch's targets were replaced after mixing"):
         engine.run(batches(), max_epochs=1)
 
 
@@ -350,7 +351,7 @@ def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: d
 
 
 def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> None:
-    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' would be in charge of the mixing of samples"):
+    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' override the mixing of samples"):
         build().attach(MixUp(), CutMix())
     with pytest.raises(ValueError, match="mixup"):
         Engine(Update.supervised(F.cross_entropy), model=network()).attach(MixUp())

@@ -255,7 +255,7 @@ def test_a_rate_schedule_that_cycles_the_same_field_is_refused(first: bool) -> N
         return [ParameterScheduling("momentum", {0: 0.5}), LRScheduling(partial(OneCycleLR, max_lr=0.1, **options))]
 
     engine, seen = trainer_of(network(), *(pair() if first else reversed(pair())))
-    with pytest.raises(ValueError, match=r"'parameter_scheduling': .*cycles 'momentum'.*cycle_momentum=False"):
+    with pytest.raises(ValueError, match=r"'parameter_scheduling': .*also sets 'momentum'.*cycle_momentum=False"):
         engine.run(batches(), max_epochs=1)
     assert seen == []
     engine, _ = trainer_of(network(), *pair(cycle_momentum=False))
@@ -279,12 +279,12 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
         (
             lambda: ParameterScheduling("weight_decoy", {0: 1.0}),
             ValueError,
-            "no field 'weight_decoy'; there are: lr, mome",
+            "no field 'weight_decoy'; its fields are: lr, mome",
         ),
         (
             lambda: ParameterScheduling("momentum", {0: 0.9}, index=1),
             ValueError,
-            "index=1, but 'momentum' is one value",
+            "index=1, but 'momentum' is a single value",
         ),
         (lambda: ParameterScheduling("momentum", {0: "high"}), TypeError, "gives 'high' for 'momentum', which is 0.9"),
         (lambda: ParameterScheduling("momentum", lambda n: None), TypeError, "gives None for 'momentum'"),
@@ -310,7 +310,7 @@ def test_what_does_not_fit_a_field_of_several_values_is_refused(index: int | Non
 def test_two_schedules_of_one_field_refuse_each_other() -> None:
     engine, _ = trainer_of(network(), ParameterScheduling("momentum", {0: 0.5}, name="one"))
     engine.attach(ParameterScheduling("weight_decay", {0: 0.5}, name="other_field"))
-    with pytest.raises(ValueError, match="both 'one' and 'two' would be in charge of 'momentum' of update 'main'"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' override the parameter group field 'momentum' of"):
         engine.attach(ParameterScheduling("momentum", {0: 0.5}, name="two"))
 
 
@@ -323,7 +323,7 @@ def test_two_schedules_of_one_field_refuse_each_other() -> None:
         ({"schedule": 0.5}, TypeError, "schedule=0.5"),
         ({"schedule": {}}, ValueError, r"schedule=\{\}"),
         ({"schedule": {5: 0.5}}, ValueError, r"schedule=\{5: 0.5\}"),
-        ({"schedule": {0: 0.5, 1.5: 0.1}}, ValueError, "1.5 is no number of steps"),
+        ({"schedule": {0: 0.5, 1.5: 0.1}}, ValueError, "1.5 is not a number of steps"),
         ({"every": "10it"}, ValueError, "every='10it'"),
         ({"every": Events.STARTED}, TypeError, "every=Events.STARTED"),
         ({"index": -1}, ValueError, "index=-1"),

@@ -78,7 +78,7 @@ def test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory(tmp_pat
         assert torch.equal(found["outputs"], output)
         assert torch.equal(found["targets"], targets)
     assert handler._collected == {"outputs": [], "targets": []}
-    with pytest.raises(RuntimeError, match=r"'predictions': the outputs are in the files"):
+    with pytest.raises(RuntimeError, match=r"'predictions': the outputs are on disk"):
         _ = handler.outputs
 
 
@@ -202,7 +202,7 @@ def test_what_was_not_collected_is_an_error_that_says_what_to_do() -> None:
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"Predictions\(inputs=3\)"):
         Predictions(inputs=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Predictions\(folder=3\): it has to be a path"):
+    with pytest.raises(TypeError, match=r"Predictions\(folder=3\): expected a path"):
         Predictions(3)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match=r"Predictions\(folder="):

@@ -402,7 +402,7 @@ def test_outside_of_the_main_thread_a_run_is_refused(tmp_path: Path) -> None:
     thread = threading.Thread(target=run, name="worker")
     thread.start()
     thread.join()
-    assert "main thread only, and this run is in 'worker'" in str(errors[0])
+    assert "main thread only, but this run is in 'worker'" in str(errors[0])
     assert engine.state.iteration == 0
 
 
@@ -412,11 +412,11 @@ def test_a_run_that_nothing_saves_says_so() -> None:
     )
     engine.attach(Preemption(exit_status=None))
     kill_at(Events.FORWARD_STARTED(once=2), signal.SIGTERM)(engine)
-    with pytest.warns(UserWarning, match="stopped by SIGTERM, and nothing saved it"):
+    with pytest.warns(UserWarning, match="stopped by SIGTERM, but nothing saved it"):
         engine.run(loader(), max_epochs=1)
     saved: list[int] = []
     engine.reset()
-    engine.connect(Events.PREEMPTED, lambda engine: saved.append(engine.snapshot()["engine"]["iteration"]))
+    engine.connect(Events.PREEMPTED, lambda engine: saved.append(engine.snapshots.take()["engine"]["iteration"]))
     engine.run(loader(), max_epochs=1)
     assert saved == [2]
 
@@ -432,12 +432,12 @@ def test_without_a_signal_it_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"Preemption\(signals='SIGTERM'\): give the names of signals in a list"):
+    with pytest.raises(TypeError, match=r"Preemption\(signals='SIGTERM'\): expected a list of names"):
         Preemption("SIGTERM")
     for wrong in ("TERM", "SIGNOTHING"):
-        with pytest.raises(ValueError, match=f"'{wrong}' is no signal here"):
+        with pytest.raises(ValueError, match=f"'{wrong}' is not a signal"):
             Preemption([wrong])
-    with pytest.raises(ValueError, match="SIGKILL cannot be caught"):
+    with pytest.raises(ValueError, match="no process can catch SIGKILL"):
         Preemption(["SIGKILL"])
     with pytest.raises(TypeError, match=r"signals=\(\)"):
         Preemption(())

@@ -254,15 +254,15 @@ def test_torchs_profiler_has_the_operators_within_the_acts(tmp_path: Path) -> No
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Profiler\(torch_profiler=True\): give a folder"):
+    with pytest.raises(ValueError, match=r"Profiler\(torch_profiler=True\): the trace needs a folder"):
         Profiler(torch_profiler=True)
     with pytest.raises((TypeError, ValueError), match="trace_iterations=0"):
         Profiler(trace_iterations=0)
     with pytest.raises((TypeError, ValueError), match="trace_after=-1"):
         Profiler(trace_after=-1)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="it exists and is no folder"):
+    with pytest.raises(NotADirectoryError, match="exists and is not a folder"):
         Profiler(tmp_path / "file")
     engine = make(Profiler(file=io.StringIO()))
-    with pytest.raises(ValueError, match="both 'profiler' and 'second' would be in charge of how receivers are called"):
+    with pytest.raises(ValueError, match="both 'profiler' and 'second' override how receivers are called"):
         engine.attach(Profiler(file=io.StringIO(), name="second"))

@@ -425,7 +425,7 @@ def test_scaling_for_float16_is_refused(first: bool) -> None:
 
 class Once(Handler):
     def attached(self, engine: Engine) -> None:
-        engine.compute_gradients_once(by=self)
+        engine.overrides.compute_gradients_once(by=self)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -352,7 +352,7 @@ def test_it_keeps_the_promises_of_a_handler(options: dict[str, Any]) -> None:
 
 
 def test_what_depends_on_an_order_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="both 'ema' and 'swa' would be in charge of the weights used for evaluation"):
+    with pytest.raises(ValueError, match="both 'ema' and 'swa' override the weights used for evaluation"):
         trainer_of(network(), EMA(), SWA(2))
     with pytest.raises(ValueError, match=r"both 'swa' and 'lr_scheduling' .* the learning rate of update 'main'"):
         trainer_of(network(), SWA(2, lr=0.1), LRScheduling(partial(StepLR, step_size=1)))
@@ -365,7 +365,7 @@ def test_batch_norm_without_data_is_refused_before_the_first_batch() -> None:
         run(engine)
     assert engine.state.iteration == 0
     run(trainer_of(nn.Linear(5, 1), SWA(2)))
-    with pytest.raises(ValueError, match="bn_data gave no batch"):
+    with pytest.raises(ValueError, match="bn_data yielded no batch"):
         run(trainer_of(network(), SWA(2, bn_data=[])))
 
 

@@ -246,7 +246,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="TensorBoardLogger"):
             TensorBoardLogger(tmp_path, every=every)
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="no folder"):
+    with pytest.raises(NotADirectoryError, match="not a folder"):
         TensorBoardLogger(tmp_path / "file")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from signalfire import Engine, Events, Phase, Update
-from signalfire.checkpoints.store import Files
+from signalfire.checkpoints import Files
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -410,7 +410,7 @@ def test_it_keeps_every_handlers_promises(kind: Logger, tmp_path: Path) -> None:
 
 
 def test_two_loggers_of_one_file_are_refused(kind: Logger, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="in charge of the file"):
+    with pytest.raises(ValueError, match="override the file"):
         engine_of(kind(tmp_path / "log", name="one"), kind(tmp_path / "." / "log", name="two"))
 
 
@@ -430,7 +430,7 @@ def test_bad_arguments_are_refused(kind: Logger, tmp_path: Path) -> None:
             kind(tmp_path / "log", every=every)
     with pytest.raises(TypeError, match=rf"{name}\(time='yes'\)"):
         kind(tmp_path / "log", time="yes")
-    with pytest.raises(IsADirectoryError, match=rf"{name}\(path=.*it is a folder"):
+    with pytest.raises(IsADirectoryError, match=rf"{name}\(path=.*this is a folder"):
         kind(tmp_path)
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.acts import Override
 from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
@@ -24,6 +25,7 @@ from signalfire.handlers import (
     MixedPrecision,
     TruncatedBPTT,
 )
+from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
 from tests.kit import quick
 
@@ -648,7 +650,7 @@ def test_a_schedule_that_needs_the_number_of_steps_is_told_that_nobody_knows_it(
     with pytest.raises(ValueError, match=r"total_steps.*not known"):
         trainer.run(make_data(), max_epochs=2)
     trainer.detach("truncated_bptt")
-    assert trainer.steps_to_come(trainer.updates[0]) == 6
+    assert steps_to_come(trainer, trainer.updates[0]) == 6
 
 
 def test_two_updates_take_their_chunks_one_after_the_other_each_with_its_own_hidden_state() -> None:
@@ -761,7 +763,7 @@ def test_a_resumed_run_in_a_window_over_two_batches_equals_one_by_hand() -> None
     data = make_data()
     first = make_trainer(Recurrent(), TruncatedBPTT(STEPS), GradientAccumulation(4))
     first.run(data, max_iters=2)  # six chunks: two in an open window
-    assert first.updates[0].filled == 2
+    assert first.updates[0].window.filled == 2
     buffer = io.BytesIO()
     torch.save(first.state_dict(), buffer)
     model, hand = Recurrent(), Recurrent()
@@ -806,7 +808,7 @@ class Twice(Handler):
     """As SAM: computes the gradients again inside the step."""
 
     def attached(self, engine: Engine) -> None:
-        engine.replace("step", self.step, by=self, again=True)
+        engine.overrides.replace(Override.STEP, self.step, by=self, again=True)
 
     def step(self, engine: Engine, update: Any, step: Callable[[], None]) -> None:
         update.again()

@@ -20,6 +20,7 @@ from signalfire.handlers import (
     TruncatedBPTT,
     UpdateFrequency,
 )
+from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
 from tests.kit import quick
 
@@ -185,7 +186,7 @@ def test_windows_count_how_often_the_update_is_made_and_none_is_lost_at_the_end_
     assert equal(trainer.modules, hand)
     first = len([turn for turn in turns if turn <= 8])
     assert trainer.updates[1].steps == -(-first // window) + -(-(len(turns) - first) // window)
-    assert trainer.updates[1].window == window
+    assert trainer.updates[1].window.length == window
 
 
 def test_windows_of_the_update_that_is_made_always_are_not_touched() -> None:
@@ -240,7 +241,7 @@ def test_a_schedule_follows_the_steps_that_are_made_and_is_told_that_their_numbe
     with pytest.raises(ValueError, match=r"total_steps.*not known"):
         trainer.run(make_data(), max_epochs=2)
     trainer.detach("update_frequency")
-    assert trainer.steps_to_come(trainer.updates[1]) == 16
+    assert steps_to_come(trainer, trainer.updates[1]) == 16
 
 
 class Recurrent(nn.Module):
@@ -358,7 +359,7 @@ def test_an_error_inside_the_last_window_leaves_its_length() -> None:
     with trainer.connect(Events.BACKWARD_STARTED(once=5), fail), pytest.raises(ArithmeticError):
         trainer.run(make_data(), max_epochs=1)
     windows: list[int] = []
-    trainer.connect(Events.EPOCH_COMPLETED, lambda engine: windows.append(engine.updates[1].window))
+    trainer.connect(Events.EPOCH_COMPLETED, lambda engine: windows.append(engine.updates[1].window.length))
     trainer.run(make_data(), max_epochs=2)
     assert set(windows) == {2}
 
@@ -380,13 +381,13 @@ def test_an_unknown_update_is_refused_when_it_is_attached() -> None:
     ],
 )
 def test_frequencies_that_leave_an_iteration_without_an_update_are_refused(handler: Any, iteration: int) -> None:
-    with pytest.raises(ValueError, match=f"in iteration {iteration} no update would be made"):
+    with pytest.raises(ValueError, match=f"no update would run in iteration {iteration}"):
         make_trainer(handler())
 
 
 def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_without_an_update() -> None:
     trainer = make_trainer(UpdateFrequency(generator=2))
-    with pytest.raises(ValueError, match=r"both 'update_frequency' and 'second'.*how often each update is made"):
+    with pytest.raises(ValueError, match=r"both 'update_frequency' and 'second'.*how often each update runs"):
         trainer.attach(UpdateFrequency(critic=2, name="second"))
 
 

@@ -292,17 +292,17 @@ def test_bad_arguments_are_refused() -> None:
         Validation(model, batches(3))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="iterable"):
         Validation(evaluator_of(model), 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="iterator is used up"):
+    with pytest.raises(TypeError, match="iterator is exhausted"):
         Validation(evaluator_of(model), iter(batches(3)))
     with pytest.raises(ValueError, match=r"Validation\(every='often'\)"):
         Validation(evaluator_of(model), batches(3), every="often")
     with pytest.raises(ValueError, match=r"Validation\(data=\{\}\)"):
         Validation(evaluator_of(model), {})
-    with pytest.raises(TypeError, match=r"'late'.*iterator is used up"):
+    with pytest.raises(TypeError, match=r"'late'.*iterator is exhausted"):
         Validation(evaluator_of(model), {"early": batches(3), "late": iter(batches(3))})
     with pytest.raises(TypeError, match=r"'late'.*iterable"):
         Validation(evaluator_of(model), {"early": batches(3), "late": 3})
-    with pytest.raises(TypeError, match=r"\[1\] have to be strings"):
+    with pytest.raises(TypeError, match=r"\[1\] must be non-empty strings"):
         Validation(evaluator_of(model), {1: batches(3)})
     for sanity in (-1, True, 0.5):
         kind = ValueError if type(sanity) is int else TypeError
@@ -421,7 +421,7 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_batch() -> None:
     engine = trainer_of(model, Validation(evaluator_of(model), [(torch.ones(2, 6), torch.ones(2, 1))], sanity=1))
     with pytest.raises(RuntimeError, match="shape") as caught:
         engine.run(batches(), max_epochs=1)
-    assert "in the sanity run of 'validation'" in caught.value.__notes__
+    assert "in the sanity check of 'validation'" in caught.value.__notes__
     assert engine.state.iteration == 0
     assert dict(engine.state.metrics) == {}
 

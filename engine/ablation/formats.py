@@ -1,0 +1,138 @@
+"""Numbers, lists and tables of a report as text."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics as plain
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "WIDTH",
+    "aligned",
+    "count",
+    "decimals",
+    "escaped_latex",
+    "escaped_markdown",
+    "latex_number",
+    "listed",
+    "number_text",
+    "p_text",
+    "seeds_in_words",
+    "short_text",
+    "size_text",
+    "without_nan",
+]
+
+WIDTH = 120
+"""Columns of a terminal that a table may take."""
+
+
+def count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def seeds_in_words(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
+
+
+def listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def decimals(spreads: Sequence[float], values: Sequence[float]) -> int | None:
+    """How many decimals show two digits of what is uncertain; None: the numbers are too small or too large for any."""
+    largest = max((abs(value) for value in values), default=0.0)
+    positive = [spread for spread in spreads if spread > 0 and math.isfinite(spread)]
+    unit = plain.median(positive) if positive else largest / 100
+    digits = 1 - math.floor(math.log10(unit)) if unit > 0 else 1
+    return max(0, digits) if digits <= 6 and largest < 1e5 else None
+
+
+def number_text(number: float, digits: int | None) -> str:
+    if math.isnan(number):
+        return "-"
+    if digits is None or abs(number) >= 1e6:
+        return f"{number:.3g}"
+    text = f"{number:.{digits}f}"
+    return text.lstrip("-") if float(text) == 0 else text  # no "-0.00"
+
+
+def p_text(p: float | None, equals: str = "") -> str:
+    if p is None:
+        return "-"
+    if p >= 0.001:
+        return f"{equals}{p:.3f}"
+    return "< 0.001" if equals else "<0.001"
+
+
+def short_text(number: float, *, whole: bool = False) -> str:
+    if math.isnan(number):
+        return "-"
+    if number >= 1e7:
+        return f"{number:.2e}"
+    return f"{number:.0f}" if whole or number >= 100 else f"{number:.1f}"
+
+
+def size_text(memory: int) -> str:
+    if not memory:
+        return "-"
+    return f"{memory / 1e6:.0f} MB" if memory < 1e10 else f"{memory / 1e9:.1f} GB"
+
+
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """The table in columns, at most 120 wide: long names are wrapped, and what does not fit goes into a second part below."""
+    widths = [max(len(line[column]) for line in table) for column in range(1, len(table[0]))]
+    longest = max(len(line[0]) for line in table)
+    for split in (len(widths), 5, 3, 1):  # how many columns stand beside each other at most
+        parts = [range(start, min(start + split, len(widths))) for start in range(0, len(widths), split)]
+        room = WIDTH - max(sum(widths[column] + 2 for column in part) for part in parts)
+        if room >= min(longest, 16):
+            break
+    first = max(min(longest, room), 8)
+    said = []
+    for part in parts:
+        for number, line in enumerate(table):
+            names = textwrap.wrap(line[0], first) or [""]
+            cells = "".join(f"  {line[column + 1]:>{widths[column]}}" for column in part)
+            said.append(f"{names[0]:<{first}}{cells}"[:WIDTH].rstrip())
+            said += [f"  {more}" if len(more) < first else more for more in names[1:]]
+            if number == 0:
+                said.append("-" * min(WIDTH, first + sum(widths[column] + 2 for column in part)))
+        said.append("")
+    return "\n".join(said).rstrip()
+
+
+def escaped_markdown(text: str) -> str:
+    return re.sub(r"([\\|`*_<>\[\]])", r"\\\1", " ".join(text.split()))
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": "$<$",
+    ">": "$>$",
+    "|": "$|$",
+}
+_LATEX |= {character: f"\\{character}" for character in "&%$#_{}"}
+
+
+def escaped_latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def latex_number(cell: str) -> str:
+    if cell == "-":
+        return "--"
+    return re.sub(r"-(?=[\d.])", "$-$", escaped_latex(cell))
+
+
+def without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

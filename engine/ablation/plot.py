@@ -1,0 +1,62 @@
+"""The picture of a report."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from os import PathLike
+
+from .formats import p_text
+from .rows import Findings
+
+__all__ = ["draw"]
+
+
+def draw(report: Findings, path: str | PathLike[str]) -> None:
+    """Draws every seed's difference as a dot, their mean and interval, and the line of no difference.
+
+    The dots of a variant lie in the order of the seeds, from top to bottom.
+
+    Args:
+        path: of the picture; its ending says of what kind it is, such as .png, .pdf or .svg.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture of a study needs Matplotlib: pip install 'signalfire[ablation]'") from error
+    compared = [(row, row.comparison) for row in report.rows if row.comparison is not None]
+    figure = Figure(figsize=(8, 1.6 + 0.62 * max(1, len(compared))), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, color="0.45", linewidth=1, linestyle="--", zorder=1)
+    labels = []
+    for place, (row, comparison) in enumerate(compared):
+        for number, seed in enumerate(report.seeds):
+            if seed in row.differences:
+                height = place + 0.05 + 0.3 * (number / max(1, len(report.seeds) - 1))
+                axes.plot(
+                    row.differences[seed], height, "o", color="#0072B2", alpha=0.6, markersize=5, markeredgewidth=0
+                )
+        if comparison.n:
+            if not math.isnan(comparison.low):
+                ends = [comparison.low, comparison.high]
+                axes.plot(ends, [place - 0.15] * 2, color="black", linewidth=1.8, solid_capstyle="butt", zorder=3)
+            axes.plot(comparison.mean, place - 0.15, "D", color="black", markersize=5.5, zorder=4)
+        name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
+        pairs = f"{comparison.n}/{row.planned} pairs"
+        shown = "" if comparison.n < 2 else f", p {p_text(row.adjusted, '= ')}"
+        labels.append(f"{name}\n{pairs}{shown}")
+    axes.set_yticks(range(len(compared)), labels)
+    axes.set_ylim(max(1, len(compared)) - 0.5, -0.5)
+    for edge in range(1, len(compared)):
+        axes.axhline(edge - 0.5, color="0.92", linewidth=0.8, zorder=0)
+    side = "right" if report.mode == "max" else "left"
+    axes.set_xlabel(f"difference in {report.metric} to {report.baseline} (better to the {side})".replace("$", r"\$"))
+    axes.set_title(
+        f"dots: seeds; diamond and line: mean and {100 * report.level:g} % interval; "
+        f"p: sign-flip test{', Holm-adjusted' if report.comparisons > 1 else ''}",
+        fontsize="small",
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.06)
+    figure.savefig(path, dpi=150)

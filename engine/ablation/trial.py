@@ -1,0 +1,127 @@
+"""Trying out the variants of a study: each is started, and none is trained, to find those that cannot work."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from signalfire import Engine, Events, Handler, Phase
+from signalfire.acts import Override
+from signalfire.monitor import Monitor
+
+from .results import Variant
+from .runs import Run, exchange, writes_or_shows
+
+__all__ = ["candidates", "close_match", "start", "try_out"]
+
+_CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
+
+
+class _Started(BaseException):
+    """Ends a run that was only to be started; no code that catches errors is to take it for one."""
+
+
+def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
+    """Run the engine up to STARTED, without files; returns which handler announces each metric."""
+    announced: dict[str, str] = {}
+
+    def stop(engine: Engine) -> None:
+        announced.update(engine.state.metrics.owners)
+        raise _Started
+
+    was_dry, engine.dry_run = engine.dry_run, True
+    try:
+        with engine.connect(Events.STARTED, stop, phase=Phase.PERSIST, rank=sys.maxsize):
+            run(engine)
+    except _Started:
+        return announced
+    except Exception as error:
+        error.add_note(f"when {what} was tried out, up to STARTED")
+        raise
+    finally:
+        engine.dry_run = was_dry
+        engine.reset()
+    raise RuntimeError(f"{run!r} did not run the engine that build({engine.seed}) returned")
+
+
+def try_out(
+    engine: Engine,
+    run: Run,
+    variant: Variant,
+    factories: Mapping[tuple[str, str], Callable[[], Handler]],
+    reference: Mapping[str, str],
+    metric: str,
+) -> list[str]:
+    """Start a variant; returns the names of the handlers that take part in it.
+
+    Args:
+        engine, run: the composition.
+        variant: what is switched off or exchanged in it; afterwards the engine is as it was.
+        factories: of the alternatives, by the names of the handler and the alternative.
+        reference: what `start` returned for the composition as it was built.
+        metric: that the study compares.
+
+    Raises:
+        ValueError: if it cannot work.
+    """
+    for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
+        _check_attached(engine, name)
+        if not engine.handlers[name].enabled:
+            who = "a study, unless it is given files=True" if writes_or_shows(engine.handlers[name]) else "build"
+            raise ValueError(f"the handler {name!r} is switched off already, by {who}")
+    originals = [engine.handlers[name] for name, _ in variant.swapped]
+    others: list[Handler] = []
+    try:
+        with engine.without(*sorted(variant.off)):
+            for swap in variant.swapped:
+                others.append(exchange(engine, swap[0], factories[swap]))
+            announced = start(engine, run, f"the variant {variant.name!r}")
+            on = [handler for handler in engine.handlers.values() if handler.enabled]
+            monitored = {
+                one.metric: f"{handler.name!r} monitors"
+                for handler in on
+                for one in vars(handler).values()
+                if isinstance(one, Monitor)
+            }
+            for needed, why in {**monitored, metric: "the study compares"}.items():
+                if needed in reference and needed not in announced:
+                    raise ValueError(f"the metric {needed!r}, which {why}, is measured by {reference[needed]!r}")
+            return sorted(handler.name for handler in on)
+    finally:
+        for handler in others:
+            engine.detach(handler)
+        for handler in originals:
+            if handler.engine is None:
+                engine.attach(handler)
+
+
+def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[str] | None) -> list[str]:
+    """The names of the handlers that designs switch: ``handlers``, or by default those that take part in the training."""
+    if handlers is not None:
+        for name in handlers:
+            _check_attached(engine, name)
+        return list(handlers)
+    measuring = set(announced.values())
+    found = []
+    for name, handler in engine.handlers.items():
+        phases = {subscription.phase for subscription in handler.subscriptions}
+        sets_up = engine.has(name, Events.MODEL_SETUP)
+        overrides = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
+        left_out = writes_or_shows(handler) or sets_up or name in measuring
+        if handler.enabled and not left_out and (overrides or not phases.isdisjoint(_CHANGING)):
+            found.append(name)
+    return found
+
+
+def _check_attached(engine: Engine, name: str) -> None:
+    if name not in engine.handlers:
+        raise ValueError(
+            f"no handler {name!r} is attached to what build returns; there are: {', '.join(engine.handlers) or 'none'}"
+            f"{close_match(name, list(engine.handlers))}"
+        )
+
+
+def close_match(name: str, there: list[str]) -> str:
+    close = difflib.get_close_matches(name, there, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,184 @@
+"""What a handler may override, exclusively: functions of the training step, and resources that two would fight over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from .part import Part
+from .update import needs_closure
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .handler import Handler
+    from .update import UpdateState
+
+__all__ = ["Override", "Overrides"]
+
+
+class Override(Enum):
+    """What one handler at a time may override. The values complete the sentence "both override ...".
+
+    The first five are functions of the loop, which `Overrides.replace` replaces; see there for their signatures. The others
+    are claimed alone, with `Overrides.claim`. A handler of your own may claim members of an enum of its own.
+    """
+
+    WINDOW = "the length of the accumulation window"
+    GRADIENTS = "the computation of gradients"
+    STEP = "the optimizer step"
+    DATA = "the data that is iterated"
+    REDUCTION = "the reduction of gradients over ranks"
+
+    ADAPTIVE_CLIPPING = "adaptive gradient clipping"
+    CLIPPING = "gradient clipping"
+    CUTOUT = "cutting parts out of samples"
+    DEVICE = "the device"
+    EVALUATED_WEIGHTS = "the weights used for evaluation"
+    FILE = "the file"
+    FINAL_WEIGHTS = "the weights at the end of the run"
+    FREEZING = "which parameters are frozen"
+    GRADIENTS_PER_STEP = "how often a step computes its gradients"
+    LABEL_SMOOTHING = "label smoothing"
+    LEARNING_RATE = "the learning rate"
+    MIXING = "the mixing of samples"
+    NOISE = "gradient noise"
+    NON_FINITE = "what happens to non-finite losses and gradients"
+    PARAMETER_GROUP = "the parameter group field"
+    PRECISION = "the precision"
+    PROCESS_GROUP = "how the model is distributed over processes"
+    RECEIVER_CALLS = "how receivers are called"
+    SEEDING = "seeding"
+    TIME_CHUNKS = "the time chunks"
+    UPDATE_FREQUENCY = "how often each update runs"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the handler does a part of the loop's work."""
+        return self in _FUNCTIONS
+
+
+_FUNCTIONS = (Override.WINDOW, Override.GRADIENTS, Override.STEP, Override.DATA, Override.REDUCTION)
+
+
+class Overrides(Part):
+    """Who overrides what, and the functions that replace those of the loop.
+
+    Attributes:
+        gradients, step, data, reduction: the function of a handler in place of the loop's; None without one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.gradients: Callable[..., None] | None = None
+        self.step: Callable[..., None] | None = None
+        self.data: Callable[[Engine, Any], Any] | None = None
+        self.reduction: Callable[[Engine, UpdateState], None] | None = None
+        self._owners: dict[tuple[Enum, str | None], str] = {}
+
+    def claim(self, what: Enum, *, by: Handler, target: str | None = None) -> None:
+        """Let one handler alone override this, until it is detached: if two did it, the result would depend on their order.
+
+        Args:
+            what: a member of `Override`, or of an enum of your own whose values are noun phrases.
+            by: the handler.
+            target: which of several it is; it completes the noun phrase, as ``"of update 'main'"`` does.
+
+        Raises:
+            ValueError: if another handler has claimed it, naming both.
+        """
+        other = self._owners.setdefault((what, target), by.name)
+        if other != by.name:
+            noun = what.value if target is None else f"{what.value} {target}"
+            raise ValueError(f"both {other!r} and {by.name!r} override {noun}; detach one of the two")
+
+    def replace(
+        self,
+        what: Override,
+        function: Callable[..., Any],
+        *,
+        by: Handler,
+        update: str | None = None,
+        again: bool = False,
+    ) -> None:
+        """Let a function of a handler do a part of the loop's work, until the handler is detached.
+
+        - ``WINDOW``: ``function(epoch) -> int``, the number of micro-steps over which gradients are accumulated;
+        - ``GRADIENTS``: ``function(engine, update, compute)``, where ``compute()`` is what it replaces: forward, loss and
+          backward of ``state.batch``, which adds to the gradients that the window holds;
+        - ``STEP``: ``function(engine, update, step)``, where ``step()`` is the optimizer's;
+        - ``DATA``: ``function(engine, data) -> data``, what this engine, or an evaluator that it runs, iterates instead;
+        - ``REDUCTION``: ``function(engine, update)``, with several ranks only, called once the gradients of a complete window are
+          there. It makes them the mean over the ranks, also where this rank had no batch, so that its backward reduced nothing.
+
+        Args:
+            what: what is replaced.
+            function: the replacement.
+            by: the handler.
+            update: for ``WINDOW``, the name of the update; all by default.
+            again: for ``STEP``, whether the function calls ``update.again()``, which recomputes the gradients of the whole window
+                at the current weights and returns its mean loss. The window's batches are kept for it.
+
+        Raises:
+            ValueError: if another handler replaces the same, naming both; for the gradients of an engine that computes none.
+        """
+        engine = self.engine
+        if what not in _FUNCTIONS:
+            raise ValueError(f"{by!r} replaces {what!r}: expected one of {', '.join(map(str, _FUNCTIONS))}")
+        if what is Override.GRADIENTS and not engine.training:
+            raise ValueError(
+                f"{by!r} replaces the computation of gradients, but this engine only evaluates: it computes none"
+            )
+        if what is Override.WINDOW:
+            for target in engine.updates if update is None else (engine.find_update(update),):
+                self.claim(what, by=by, target=f"of update {target.name!r}")
+                target.window.length_of = function
+                if engine.running and engine.state.epoch:
+                    target.window.length = function(engine.state.epoch)
+            return
+        self.claim(what, by=by)
+        if again:
+            self.compute_gradients_once(by=by)
+            for target in engine.updates:
+                target.window.kept = []
+        setattr(self, what.name.lower(), function)
+
+    def compute_gradients_once(self, *, by: Handler) -> None:
+        """Refuse steps that compute their gradients several times, as closures and SAM do.
+
+        Raises:
+            ValueError: if another handler needs such steps, naming both. Optimizers with a closure raise at the next run.
+        """
+        self.claim(Override.GRADIENTS_PER_STEP, by=by)
+
+    def owned_by(self, handler: Handler | str) -> set[Enum]:
+        """What a handler overrides."""
+        name = handler if isinstance(handler, str) else handler.name
+        return {what for (what, _), owner in self._owners.items() if owner == name}
+
+    def replaced(self) -> dict[str, Callable[..., Any]]:
+        """The functions that handlers have put in place, by what they replace."""
+        functions = {what.name.lower(): getattr(self, what.name.lower()) for what in _FUNCTIONS[1:]}
+        functions |= {f"window of {update.name}": update.window.length_of for update in self.engine.updates}
+        return {name: function for name, function in functions.items() if function is not None}
+
+    def release(self, handler: Handler) -> None:
+        """Give back what a handler that takes no part any more has overridden."""
+        engine = self.engine
+        released = {key for key, owner in self._owners.items() if owner == handler.name}
+        for key in released:
+            del self._owners[key]
+        for what, target in released:
+            if what is Override.WINDOW:
+                for update in engine.updates:
+                    if target == f"of update {update.name!r}":
+                        update.window.length_of = None
+                        update.window.length = 1
+            elif what in _FUNCTIONS:
+                setattr(self, what.name.lower(), None)
+            elif what is Override.PROCESS_GROUP:
+                engine.group.leave()
+            elif what is Override.GRADIENTS_PER_STEP:
+                for update in engine.updates:
+                    closure = update.optimizer is not None and needs_closure(update.optimizer)
+                    update.window.kept = [] if closure else None

@@ -1,0 +1,249 @@
+"""Everything that waits for the end of an iteration: stops, preemption, toggles, the time limit, a rewind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .events import Events
+from .part import Part
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .signals import Signal
+
+__all__ = ["Boundary"]
+
+
+class Boundary(Part):
+    """What was asked for inside an iteration and takes effect at its end.
+
+    Whoever asks calls `wake`, at any moment, also from a signal handler; the loop calls `attend` once ITERATION_COMPLETED was
+    emitted. An iteration in which nobody asks for anything pays nothing.
+
+    Attributes:
+        stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.
+        epoch_stop: why the epoch ends early; None if it does not.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.stops: dict[str, str] = {}
+        self.epoch_stop: str | None = None
+        self._signal: Signal = engine.signal(Events.ITERATION_COMPLETED)
+        self._agreed: dict[str, str] = {}  # with several ranks: the stops that all know of
+        self._preemption: str | None = None
+        self._deadline: float | None = None
+        self._rewind: Mapping[str, Any] | None = None
+        self._stopped_bounds: list[int | None] | None = None  # the bounds of the run that was stopped
+
+    # ---- waiting for the boundary ---------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have `attend` called at the end of this iteration."""
+        if not self._signal.awaited:
+            self._signal.wait(True)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether something is to be attended to."""
+        return self._signal.awaited
+
+    def attend(self) -> bool:
+        """Do what had to wait for the end of the iteration; True if the epoch does not continue.
+
+        It is called at the end of an iteration, and wherever a stop may take effect besides: after STARTED, EPOCH_STARTED,
+        GET_BATCH_STARTED and EPOCH_COMPLETED.
+        """
+        engine = self.engine
+        for update in engine.updates:
+            update.skipped = None
+        engine.snapshots.drop()
+        self._sleep_if_nothing_recurs()
+        preemption = self._agree() if engine.processes.distributed else self._preemption
+        if preemption is not None:
+            engine.signals.emit(
+                engine, Events.PREEMPTED
+            )  # the state holds no stop yet, and an open window is still open
+            self._stop(preemption)
+            return True
+        if self._rewind is not None:
+            saved, self._rewind = self._rewind, None
+            engine.snapshots.put_back_in_place(saved)
+            return True
+        if not engine.handlers.is_settled:
+            if any(update.window.filled for update in engine.updates):
+                self.wake()  # once the window is closed
+            else:
+                engine.handlers.settle()
+        if stops := self._agreed if engine.processes.distributed else self.stops:
+            if self._may_stop():
+                self._stop(stops[min(stops)])
+                return True
+            self.wake()
+        if self.epoch_stop is not None:
+            discard_windows(engine)
+            return True
+        return self.limit_reached()
+
+    def _sleep_if_nothing_recurs(self) -> None:
+        recurring = (
+            self._deadline is not None or self.engine.state.max_steps is not None or self.engine.processes.distributed
+        )
+        if recurring is not self._signal.awaited:
+            self._signal.wait(recurring)
+
+    def _agree(self) -> str | None:
+        """Let what one rank asks for be what all ranks do; returns why they are preempted."""
+        # Read once: what a signal asks for while the ranks agree waits for the next boundary.
+        own = dict(self.stops), self.epoch_stop, self._preemption
+        asked = bool(own[0]) or own[1] is not None or own[2] is not None
+        self._agreed = {}
+        preemption: str | None = None
+        for rank, (stops, epoch_stop, preempted) in enumerate(self.engine.group.agree(asked, own)):
+            for by, reason in stops.items():
+                # What all ask for needs no rank; what one asks for is its own.
+                self._agreed.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
+            self.epoch_stop = self.epoch_stop if self.epoch_stop is not None else epoch_stop
+            preemption = preemption if preemption is not None else preempted
+        return preemption
+
+    # ---- asking ---------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str, *, by: str) -> None:
+        """Stop the run once all receivers of this event have run; see `Engine.terminate`.
+
+        Inside an iteration, a step that was not made yet is skipped, and updates that have not begun are omitted; an iteration
+        of which no update has begun is not made at all. With several ranks one may ask: then all stop, at the end of the
+        iteration, whose other updates are made. ``min_epochs`` and ``min_iters`` delay a stop; until it takes effect `withdraw`
+        cancels it.
+        """
+        engine = self.engine
+        if not engine.running:
+            raise RuntimeError(f"terminate({reason!r}): the engine is not running")
+        if not isinstance(reason, str) or not reason:
+            raise TypeError(f"terminate({reason!r}): give the reason in a few words")
+        self.stops.setdefault(by, reason)
+        self.wake()
+        loop = engine.loop
+        if loop is not None and loop.in_updates and self._may_stop():
+            engine.state.update.skip(f"the run is stopped: {reason}")
+
+    def withdraw(self, *, by: str = "user") -> None:
+        """Cancel a stop that has not taken effect. A step that was skipped for it, or an update omitted, stays so."""
+        self.stops.pop(by, None)
+
+    def end_epoch(self, reason: str) -> None:
+        """End the epoch at the next boundary; see `Engine.terminate_epoch`."""
+        if not self.engine.running or not self.engine.state.epoch_open:
+            raise RuntimeError(f"terminate_epoch({reason!r}): no epoch is under way")
+        self.epoch_stop = reason
+        self.wake()
+
+    def preempt(self, reason: str) -> None:
+        """Save and stop the run at the next iteration boundary, so that another process can resume it exactly.
+
+        Unlike with `Engine.terminate`, the iteration under way is finished, ``min_epochs`` and ``min_iters`` do not delay the
+        stop, and PREEMPTED is emitted before an open window is discarded: the snapshot that its receivers take is that of a run
+        which continues. TERMINATED, COMPLETED and ENDED follow. A signal handler may call it at any moment.
+
+        Args:
+            reason: stored in ``state.stop_reason``.
+        """
+        if not self.engine.running:
+            raise RuntimeError(f"preempt({reason!r}): the engine is not running")
+        self._preemption = reason  # in this order: an `attend` in between sees it at the next boundary
+        self.wake()
+
+    def rewind(self, saved: Mapping[str, Any]) -> None:
+        """Put a state back in place at the end of this iteration; see `Snapshots.restore`."""
+        self._rewind = saved
+        self.wake()
+
+    # ---- what the loop asks ---------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Begin a run under the bounds that the state has."""
+        seconds = self.engine.state.max_seconds
+        self._deadline = None if seconds is None else self.engine.group.now() + seconds
+        self.stops.clear()
+        self._agreed = {}
+        self._preemption = self._rewind = None
+        self._sleep_if_nothing_recurs()
+
+    def end_run(self) -> None:
+        """End a run: nobody attends any more."""
+        if self._signal.awaited:
+            self._signal.wait(False)
+
+    def limit_reached(self) -> bool:
+        """Whether the run has reached one of its bounds, or was stopped."""
+        state = self.engine.state
+        return (
+            state.stop_reason is not None
+            or (state.max_epochs is not None and state.epoch - state.epoch_open >= state.max_epochs)
+            or (state.max_iters is not None and state.iteration >= state.max_iters)
+            or (state.max_steps is not None and self.engine.updates[0].steps >= state.max_steps)
+            or (self._deadline is not None and self.engine.group.now() >= self._deadline)
+        )
+
+    def stops_now(self) -> bool:
+        """Whether a stop takes effect inside an iteration. With several ranks it does not: others may not have asked for it."""
+        return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()
+
+    def take_epoch_stop(self) -> bool:
+        """Whether the epoch was ended early, which is asked once."""
+        reason, self.epoch_stop = self.epoch_stop, None
+        return reason is not None
+
+    def _may_stop(self) -> bool:
+        """Whether the minimum bounds let a stop take effect."""
+        state = self.engine.state
+        return state.epoch - state.epoch_open >= state.min_epochs and state.completed >= state.min_iters
+
+    def _stop(self, reason: str) -> None:
+        state = self.engine.state
+        state.stop_reason = reason
+        self._stopped_bounds = [state.max_epochs, state.max_iters, state.max_steps]
+        self.stops.clear()
+        self._preemption = None
+        discard_windows(self.engine)
+
+    def reconsider_stop(self) -> None:
+        """Let a stopped run continue if it is given larger bounds than those under which it was stopped."""
+        state = self.engine.state
+        if state.stop_reason is None:
+            return
+        now = [state.max_epochs, state.max_iters, state.max_steps]
+        before = self._stopped_bounds or now
+        larger = [old is not None and (new is None or new > old) for new, old in zip(now, before, strict=True)]
+        if any(larger) or before == [None] * 3:  # stopped under a time limit, which every run has anew
+            state.stop_reason = None
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "stops": dict(self.stops),  # asked for, and still to take effect
+            "epoch_stop": self.epoch_stop,
+            "stopped_bounds": self._stopped_bounds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; stops that were asked for since the run began stay."""
+        self._stopped_bounds = state["stopped_bounds"]
+        for by, reason in state["stops"].items():
+            self.stops.setdefault(by, reason)
+        self.epoch_stop = state["epoch_stop"]
+        if state["stops"] or self.epoch_stop is not None:
+            self.wake()
+
+    def reset(self) -> None:
+        """Forget the bounds under which a run was stopped."""
+        self._stopped_bounds = None
+
+
+def discard_windows(engine: Engine) -> None:
+    """Forget the gradients and the questions of all open windows."""
+    for update in engine.updates:
+        update.abandon()

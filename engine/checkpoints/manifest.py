@@ -1,0 +1,219 @@
+"""What a checkpoint version consists of: a folder with a state and a manifest, and how both are verified.
+
+The manifest stores the size and the sha256 of the state, computed from memory before it is written, and a sha256 of itself:
+`torch.load` would load a flipped bit without noticing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import warnings
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..distributed.sharded import sha256_of
+from .files import Files
+
+__all__ = [
+    "MANIFEST",
+    "STATE",
+    "Damaged",
+    "check_json",
+    "encode",
+    "environment",
+    "file_entry",
+    "read_manifest",
+    "read_manifest_or_none",
+    "read_state",
+    "seal_manifest",
+    "serialize",
+    "warn_if_environment_changed",
+]
+
+FORMAT = 1
+STATE, MANIFEST = "state.pt", "manifest.json"
+
+_ENTRIES = {"name": str, "handler": str, "kind": str, "run": str, "lineage": list, "writer": str, "epoch": int,
+            "iteration": int, "epoch_open": bool, "environment": dict, "files": dict}  # fmt: skip
+_json = json.JSONEncoder(sort_keys=True).encode
+
+
+class Damaged(ValueError):
+    """A version that is not as it was written."""
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def serialize(state: Mapping[str, Any]) -> memoryview:
+    """Encode a state in memory: torch.save to a file would turn a full disk, or Ctrl-C, into a RuntimeError."""
+    content = BytesIO()
+    torch.save(dict(state), content)
+    return content.getbuffer()
+
+
+def file_entry(content: bytes | memoryview) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def seal_manifest(about: Mapping[str, Any], *, name: str, writer: str, files: Mapping[str, Any]) -> bytes:
+    """Encode a manifest that is complete: with the format, the version's name, its writer and its files."""
+    return encode({**about, "format": FORMAT, "name": name, "writer": writer, "files": files})
+
+
+def encode(manifest: Mapping[str, Any]) -> bytes:
+    """Encode a manifest: one line per entry, first the sha256 of the other lines. Equal manifests give equal bytes."""
+    lines = [f" {_json(key)}: {_json(manifest[key])}" for key in sorted(manifest.keys() - {"sha256"})]
+    content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return content[:2] + _seal(content) + content[2:]
+
+
+def _seal(content: bytes) -> bytes:
+    """The line with the sha256 of all other lines."""
+    return f' "sha256": "{hashlib.sha256(content).hexdigest()}",\n'.encode()
+
+
+def environment(device: torch.device, processes: int) -> dict[str, Any]:
+    """What the bits of a run depend on besides its state."""
+    return {
+        "processes": processes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": str(np.__version__),
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def warn_if_environment_changed(origin: Mapping[str, Any] | None, device: torch.device, processes: int) -> None:
+    """Warn if a run is resumed in another environment than the one that wrote its origin; None is no origin."""
+    if origin is None:
+        return
+    then, now = {"processes": 1} | origin["manifest"]["environment"], environment(device, processes)
+    changes = [f"{key}: {then.get(key)} then, {value} now" for key, value in now.items() if then.get(key) != value]
+    if changes:
+        warnings.warn(
+            f"the run resumes from {origin['path']!r} in another environment ({', '.join(changes)}): it may not be bit-exact",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def check_json(where: str, value: Any) -> Any:
+    """Check that JSON stores a value as it is.
+
+    Raises:
+        TypeError: naming the part that JSON does not have.
+    """
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise TypeError(f"{where}={value!r}: it has to be a finite number, since JSON has no other")
+        return value
+    if isinstance(value, list):
+        return [check_json(f"{where}[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{where}={value!r}: the key {wrong[0]!r} has to be a str")
+        return {key: check_json(f"{where}[{key!r}]", item) for key, item in value.items()}
+    raise TypeError(
+        f"{where}={value!r}: it has to be a value of JSON: a str, a number, True, False, None, or a list or mapping of these"
+    )
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path, files: Files) -> dict[str, Any]:
+    """Read the manifest of a version.
+
+    Raises:
+        Damaged: if it is missing, or not as it was written.
+    """
+    try:
+        content = files.read(path / MANIFEST)
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except NotADirectoryError:
+        raise Damaged("it is no folder") from None
+    begin = content.find(b'\n "sha256": ') + 1
+    end = content.find(b"\n", begin) + 1
+    sealed = content[begin:end] == _seal(content[:begin] + content[end:])
+    try:
+        manifest = json.loads(content) if sealed else None
+    except (ValueError, RecursionError):  # the sha256 is right, but this program did not write it
+        manifest = None
+    if not isinstance(manifest, dict):
+        raise Damaged(f"{MANIFEST} is not what was written: its sha256 differs")
+    if manifest.get("format") != FORMAT:
+        raise Damaged(f"{MANIFEST} has the format {manifest.get('format')!r}, which this version does not read")
+    wrong = [key for key, kind in _ENTRIES.items() if not isinstance(manifest.get(key), kind)]
+    if (
+        wrong
+        or not isinstance(manifest["files"].get(STATE), dict)
+        or manifest["files"][STATE].keys() < {"size", "sha256"}
+    ):
+        raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong) or 'files'}")
+    return manifest
+
+
+def read_manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
+    """Read the manifest of a version; None if that is not possible."""
+    try:
+        return read_manifest(path, files)
+    except (Damaged, OSError):
+        return None
+
+
+def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    """Read the state of a version, after comparing every file with the manifest.
+
+    Raises:
+        Damaged: naming the file and what is wrong with it.
+    """
+    entry = manifest["files"][STATE]
+    try:
+        content = files.read(path / STATE)
+    except FileNotFoundError:
+        raise Damaged(f"{STATE} is missing") from None
+    if len(content) != entry["size"]:
+        raise Damaged(f"{STATE} has {len(content)} bytes and not the {entry['size']} that were written")
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise Damaged(f"{STATE} is not what was written: its sha256 differs")
+    for file, shard in manifest["files"].items():
+        if file != STATE:
+            _verify_shard(path, file, shard)
+    try:
+        state = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise Damaged(f"{STATE} cannot be loaded: {type(error).__name__}: {error}") from error
+    if manifest["kind"] == "state":
+        position = state["engine"]
+        for key in ("epoch", "iteration"):
+            if position[key] != manifest[key]:
+                raise Damaged(f"{MANIFEST} says {key} {manifest[key]}, but {STATE} holds {key} {position[key]}")
+    return dict(state)
+
+
+def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
+    """Compare a file that is not read here with the manifest."""
+    try:
+        if Path(file).name != file:
+            raise Damaged(f"{MANIFEST} lists {file!r}, which is no file of the checkpoint")
+        if (size := (path / file).stat().st_size) != entry["size"]:
+            raise Damaged(f"{file} has {size} bytes and not the {entry['size']} that were written")
+        if sha256_of(path / file) != entry["sha256"]:
+            raise Damaged(f"{file} is not what was written: its sha256 differs")
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None

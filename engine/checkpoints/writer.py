@@ -1,0 +1,178 @@
+"""One save of a checkpoint version, in this thread or another; it changes nothing but the disk and itself."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..distributed import Processes, ShardFiles
+from .files import Files
+from .manifest import serialize
+from .names import numbered
+from .ownership import Ownership
+from .retention import Entry
+from .store import Taken, commit, prune
+
+__all__ = ["Write"]
+
+
+@dataclass
+class Write:
+    """Writes one version and then removes those that it supersedes: `run` or `start` it, `join`, `share`, and read the outcome.
+
+    Rank 0 writes the version; if there are shards, every process writes its part of them.
+
+    Args:
+        folder: where.
+        files: the operations to use.
+        entry: what is written.
+        state: of which rank 0 writes the whole.
+        about: the manifest's entries.
+        ownership: which versions it may replace and remove.
+        planned: the entries that are kept with it; None if it does not count among those.
+        superseded: names of versions that are removed once it is written.
+        avoid: names that it must not take.
+        shards: tensors of which each process writes its part.
+        shard_files: writes them; None without shards.
+        is_rank_zero: whether this is the process of rank 0.
+        sync: whether to wait for the disk.
+
+    Attributes:
+        name: on the disk, once it is there; None if it could not be written.
+        tried: the names under which it was tried.
+        left: those of ``superseded`` that could not be removed.
+        problems: why they could not.
+        error: of the write.
+    """
+
+    folder: Path
+    files: Files
+    entry: Entry
+    state: Mapping[str, Any]
+    about: Mapping[str, Any]
+    ownership: Ownership
+    planned: list[Entry] | None
+    superseded: list[str]
+    avoid: frozenset[str]
+    shards: Mapping[str, Any]
+    shard_files: ShardFiles | None
+    is_rank_zero: bool
+    sync: bool
+    name: str | None = None
+    tried: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    problems: list[OSError] = field(default_factory=list)
+    error: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether its thread still runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this process writes anything."""
+        return self.is_rank_zero or bool(self.shards)
+
+    def start(self) -> None:
+        """Run it in a thread."""
+        self.thread = threading.Thread(target=self.run, name="signalfire checkpoint")
+        self.thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread, if there is one."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def warn_about_leftovers(self) -> None:
+        """Warn about superseded versions that could not be removed."""
+        for problem in self.problems:
+            warnings.warn(
+                f"{self.about['handler']!r}: a version that {self.name!r} supersedes could not be removed: {problem}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def share(self, processes: Processes) -> None:
+        """Give every process rank 0's outcome; each keeps its own error. All processes call it together.
+
+        Raises:
+            BaseException: what is no Exception, such as Ctrl-C, in this process alone: the others cannot be asked any more.
+        """
+        if self._interrupted:
+            assert self.error is not None
+            raise self.error
+        problems = [str(problem) for problem in self.problems]
+        error = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        self.tried, self.name, self.left, problems, error = processes.broadcast(
+            (self.tried, self.name, self.left, problems, error)
+        )
+        self.problems = [OSError(problem) for problem in problems]
+        if error is not None and self.error is None:
+            self.error = RuntimeError(f"rank 0 could not write the checkpoint {self.entry.base!r}: {error}")
+
+    @property
+    def _interrupted(self) -> bool:
+        return self.error is not None and not isinstance(self.error, Exception)
+
+    def run(self) -> None:
+        """Write it here; an error is kept in `error`."""
+        try:
+            if not self.shards:
+                self._write_version()
+                return
+            assert self.shard_files is not None
+            if self.is_rank_zero:
+                self._write_version()
+                if not self._interrupted:
+                    self.shard_files.done(None)
+            else:
+                self.shard_files.assist(self.shards)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _write_version(self) -> None:
+        try:
+            self.left = self.superseded
+            self.name = self._commit()
+            superseded = [name for name in self.superseded if name != self.name]
+            self.left, self.problems = prune(
+                self.folder, superseded, self.ownership.may_remove, self.files, sync=self.sync
+            )
+        except BaseException as error:
+            self.error = error
+
+    def _commit(self) -> str:
+        """Write the version under the first free name, or that of an earlier version of the same iteration."""
+        content = serialize(self.state)
+        for name in numbered(self.entry.base):
+            path = self.folder / name
+            if name in self.avoid or (self.files.exists(path) and not self._may_replace(path)):
+                continue
+            self.tried.append(name)
+            with suppress(Taken):  # another process was faster
+                commit(
+                    self.folder,
+                    name,
+                    content,
+                    self.about,
+                    files=self.files,
+                    may_replace=self._may_replace,
+                    sync=self.sync,
+                    write_more=self._write_shards if self.shards else None,
+                )
+                return name
+        raise AssertionError("the numbers do not end")
+
+    def _write_shards(self, folder: Path) -> dict[str, dict[str, Any]]:
+        assert self.shard_files is not None
+        return self.shard_files.write(folder, self.shards)
+
+    def _may_replace(self, path: Path) -> bool:
+        return self.ownership.may_replace(path, self.entry.iteration, self.files)

@@ -1,0 +1,55 @@
+"""What torch's errors mean inside a training step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .batches import tensors_in
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .update import UpdateState
+
+__all__ = ["note_error"]
+
+
+def note_error(error: BaseException, part: str, engine: Engine, update: UpdateState) -> None:
+    """Add to the notes of an error where it was raised, and what it means there.
+
+    Args:
+        error: the error.
+        part: the part of the micro-step: "forward", "loss" or "backward".
+        engine: the engine.
+        update: the update.
+    """
+    state = engine.state
+    error.add_note(f"in the {part} of update {update.name!r}, epoch {state.epoch}, iteration {state.iteration}")
+    if not isinstance(error, Exception):
+        return
+    if part == "backward" and (meaning := _meaning_in_backward(update)) is not None:
+        error.add_note(meaning)
+    devices = {str(t.device) for t in tensors_in(engine.state.batch)}
+    places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
+    if devices and places and devices != places:
+        error.add_note(
+            f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
+            "attach DeviceTransfer() to bring them together"
+        )
+
+
+def _meaning_in_backward(update: UpdateState) -> str | None:
+    loss, weight = update.backward_loss, update.window.extra_weight
+    if not isinstance(loss, Tensor):
+        return f"the loss of update {update.name!r} is {loss!r}; return a scalar tensor or None"
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        shape = tuple(weight.shape)
+        return f"the weight of update {update.name!r} has shape {shape}; set one number, such as the sum of its tokens"
+    if loss.dim() > 0 and loss.numel() != 1:
+        return f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; return a scalar, such as its mean"
+    if not any(p.requires_grad for p in update.parameters):
+        return f"no parameter of update {update.name!r} requires a gradient; unfreeze one of them"
+    if not loss.requires_grad:
+        return f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient"
+    return None

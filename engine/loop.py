@@ -1,0 +1,303 @@
+"""One run: set-up, the loop, and cleaning up. `Loop.iterate` is the whole loop.
+
+A batch on its way through the engine passes these stations, none of them twice:
+
+1. `data/loading.py`: the DataLoader's twin fetches it, at any index of the epoch;
+2. `data/source.py`: one pass over the data hands it on, sharded over the ranks by `data/sharding.py`;
+3. `data/feed.py`: the iterator of the epoch, which knows where the epoch ends;
+4. `loop.py`, `Loop.iterate`: ``state.batch = batch``;
+5. `bus.py`, `Signal.emit`: GET_BATCH_COMPLETED, where handlers move and transform ``state.batch``;
+6. `step.py`, `Step.train`: one micro-step with it, and `Step.compute_loss`: forward and loss, which the user wrote;
+7. `window.py`: its gradients are added to the open accumulation window;
+8. `step.py`, `Step.close_window`: GRADIENTS_READY, then the optimizer's step;
+9. `boundary.py`: the iteration is complete; what had to wait for that is done.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .boundary import discard_windows
+from .data.source import END, Source
+from .events import Events
+from .regions import note_problems
+from .restore import Modes
+from .setup import build_optimizers, check_modules, check_windows
+from .step import Perform, performer
+from .streams import begin_stream
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .update import UpdateState
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """One run of an engine.
+
+    Args:
+        engine: the engine; its state has the bounds.
+        data: the batches, or None.
+        epoch_length: iterations in an epoch; None for the data's own length.
+
+    Attributes:
+        running: whether handlers take part; False again once ENDED was emitted.
+    """
+
+    def __init__(self, engine: Engine, data: Any, epoch_length: int | None) -> None:
+        run_id, engine.seed = engine.group.begin_run(engine.snapshots.run_id, engine.seed)
+        engine.snapshots.begin_lineage(engine.snapshots.origin, run_id)
+        self.engine = engine
+        self.source: Source = engine.feed.open(
+            data,
+            epoch_length,
+            seed=engine.seed,
+            processes=engine.group.processes,
+            shard_policy=engine.group.shard_policy,
+            training=engine.training,
+            reseed=partial(begin_stream, engine, "batch") if engine.streams == "separate" else None,
+        )
+        self.running = False
+        self._updates_begun = True
+
+    def run(self) -> None:
+        """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
+        engine = self.engine
+        engine.boundary.begin_run()
+        engine.snapshots.drop()
+        if not engine.training:
+            engine.state.restart()
+        modes = Modes(engine.modules.values())
+        error: BaseException | None = None
+        self.running = True
+        engine.regions.open()
+        try:
+            with torch.set_grad_enabled(engine.training):
+                self.set_up()
+                self.iterate()
+                self.finish()
+        except BaseException as caught:
+            error = caught
+            self.report(caught)
+            raise
+        finally:
+            try:
+                problems = self.clean_up(error, modes)
+            finally:
+                self.running = False
+                engine.boundary.end_run()
+            note_problems(problems, error)
+            del error, problems
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def iterate(self) -> None:
+        """The loop. A signal's ``due`` is the next count at which a receiver may run, and one comparison with that of the group
+        serves for all events of an iteration up to its completion: a receiver that is connected in an iteration without
+        receivers is first called in the next."""
+        engine = self.engine
+        state, updates, boundary, feed = engine.state, engine.updates, engine.boundary, engine.feed
+        signals, completed = engine.iteration_signals, engine.signal(Events.ITERATION_COMPLETED)
+        perform, stops = performer(engine), boundary.stops
+        first, usual = updates[0], updates if len(updates) == 1 else []
+        while not boundary.limit_reached() or feed.only_its_end_is_missing():
+            batches, last = self.begin_epoch()
+            for iteration in range(state.iteration + 1, last + 1):
+                plan: Sequence[UpdateState] = updates
+                listened = signals.due <= iteration
+                if listened and signals.batch_started.due <= iteration:
+                    signals.batch_started.emit(engine, iteration)
+                    if (
+                        stops and boundary.stops_now() and boundary.attend()
+                    ):  # before a batch is read that would be lost
+                        break
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    batches, batch = self.next_pass(batches)
+                    if batch is END:
+                        break
+                state.iteration, state.batch = iteration, batch
+                if listened:
+                    plan = self.emit_batch(iteration)
+                if plan is usual and not stops:
+                    perform(first, batch, iteration, listened)
+                elif not self.perform_plan(plan, perform, iteration, listened):
+                    break
+                state.completed = iteration
+                if completed.due <= iteration:
+                    completed.emit(engine, iteration)
+                    if completed.awaited and boundary.attend():
+                        break
+            self.end_epoch()
+
+    def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
+        """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
+        engine = self.engine
+        signals, state = engine.iteration_signals, engine.state
+        self._updates_begun = False
+        if signals.batch_completed.due <= iteration:
+            signals.batch_completed.emit(engine, iteration)
+        plan: Sequence[UpdateState] = engine.updates
+        if signals.iteration_started.due <= iteration:
+            state.plan = engine.updates
+            signals.iteration_started.emit(engine, iteration)
+            plan = state.plan
+        self._updates_begun = True
+        return plan
+
+    def perform_plan(self, plan: Sequence[UpdateState], perform: Perform, iteration: int, listened: bool) -> bool:
+        """Perform the updates of an iteration, unless a stop omits some; False if the epoch does not continue."""
+        engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
+        if boundary.stops_now():  # before any update: this iteration is not made
+            state.iteration = state.completed
+            if boundary.attend():
+                return False
+            state.iteration = iteration
+        for update in engine.updates:
+            update.omitted_in = iteration
+        for update in plan:
+            if boundary.stops_now():
+                break
+            state.update, update.omitted_in = update, 0
+            perform(update, state.batch, iteration, listened)
+        return True
+
+    @property
+    def in_updates(self) -> bool:
+        """Whether the updates of an iteration are under way, so that a stop skips the current one.
+
+        With several ranks this begins with the batch: a stop waits until all know of it, and the iteration is made.
+        """
+        state = self.engine.state
+        return state.completed != state.iteration and (self._updates_begun or self.engine.processes.distributed)
+
+    # ---- the parts of the loop ------------------------------------------------------------------------------------
+
+    def set_up(self) -> None:
+        """Emit what comes before the first epoch, build the optimizers, and put a loaded state in place."""
+        engine, state = self.engine, self.engine.state
+        engine.feed.begin_run(self.source, training=engine.training)
+        for root in engine.modules.values():
+            root.train(engine.training)
+        engine.signals.rewind(engine)
+        with engine.snapshots.accepting():
+            engine.signals.emit(engine, Events.MODEL_SETUP)
+        engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
+        build_optimizers(engine)
+        check_modules(engine)
+        for update in engine.updates:
+            update.omitted_in = 0
+            if update.window.filled == 0:
+                update.discard()
+        engine.signals.emit(engine, Events.STARTED)
+        was_loaded = engine.snapshots.put_in_place()
+        engine.handlers.give_held_states()
+        engine.boundary.reconsider_stop()
+        if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
+            why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
+            warnings.warn(
+                f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
+                "Give larger bounds to continue, or call engine.reset() to begin anew",
+                stacklevel=4,
+            )
+        if was_loaded:
+            engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
+        if engine.boundary.is_awake:
+            engine.boundary.attend()
+
+    def begin_epoch(self) -> tuple[Iterator[Any], int]:
+        """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
+        engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
+        resumed = state.epoch_open
+        if not resumed:
+            boundary.take_epoch_stop()
+            state.epoch += 1
+            state.epoch_start = state.iteration
+            state.epoch_open = True
+        for update in engine.updates:
+            update.window.begin_epoch(state.epoch)
+        check_windows(engine)
+        if not resumed:
+            engine.feed.announce_epoch()
+        engine.feed.find_epoch_end()
+        if not resumed:
+            engine.signals.emit(engine, Events.EPOCH_STARTED)
+        ahead = any(update.window.length > 1 for update in engine.updates)
+        before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
+        batches = engine.feed.batches(resumed=resumed, ahead=ahead, before_pass=before_pass)
+        if (boundary.is_awake and boundary.attend()) or boundary.epoch_stop is not None or boundary.limit_reached():
+            return batches, state.iteration  # only the epoch's end is left, if that
+        ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]
+        return batches, min(ends, default=sys.maxsize - 1)
+
+    def next_pass(self, batches: Iterator[Any]) -> tuple[Iterator[Any], Any]:
+        """What follows once the data gave no more batches: another pass with its first batch, or `END` where the epoch ends."""
+        engine, state = self.engine, self.engine.state
+        while engine.feed.starts_again():
+            engine.signals.emit(engine, Events.DATA_EXHAUSTED)
+            begin_stream(engine, "data", state.epoch, state.epoch_iteration)
+            batches = engine.feed.begin_again()
+            batch = next(batches, END)
+            if batch is not END:
+                return batches, batch
+        return batches, END
+
+    def end_epoch(self) -> None:
+        """Emit EPOCH_COMPLETED, unless the epoch was cut short, or a state was put back in place."""
+        engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
+        if state.stop_reason is not None or engine.feed.position is not None:
+            return
+        if not (boundary.take_epoch_stop() or engine.feed.epoch_ended()):
+            return
+        state.epoch_open = False
+        if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
+            discard_windows(engine)
+        engine.signals.emit(engine, Events.EPOCH_COMPLETED)
+        if boundary.is_awake:
+            boundary.attend()
+
+    def finish(self) -> None:
+        """Emit what comes after the last epoch."""
+        engine = self.engine
+        if engine.state.stop_reason is not None:
+            engine.signals.emit(engine, Events.TERMINATED)
+        engine.signals.emit(engine, Events.COMPLETED)
+
+    def report(self, error: BaseException) -> None:
+        """Emit EXCEPTION_RAISED or INTERRUPTED to all of its receivers, also if one of them fails."""
+        engine, state = self.engine, self.engine.state
+        discard_windows(engine)
+        if not getattr(error, "__notes__", None):
+            begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"
+            error.add_note(begun if state.epoch else "before the first epoch")
+        state.exception = error
+        event = Events.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Events.EXCEPTION_RAISED
+        note_problems(engine.signal(event).emit_to_all(engine), error)
+
+    def clean_up(self, error: BaseException | None, modes: Modes) -> list[BaseException]:
+        """Put everything back; returns what goes wrong meanwhile, so that nothing is omitted."""
+        engine, state = self.engine, self.engine.state
+        problems = engine.signal(Events.ENDED).emit_to_all(engine)
+        modes.put_back()
+        self.running = False
+        for act in (partial(engine.regions.close_all, error), engine.handlers.settle):
+            try:
+                act()
+            except BaseException as problem:
+                problems.append(problem)
+        if engine.training:
+            state.iteration = state.completed  # an iteration that an error cut short was not made
+        state.completed = state.iteration
+        state.exception = state.batch = None
+        engine.snapshots.drop()
+        for update in engine.updates:
+            update.end_run(failed=error is not None)
+        return problems

@@ -1,0 +1,26 @@
+"""The base class of an engine's parts: each provides one service and is the only writer of its fields."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Part"]
+
+
+class Part:
+    """One service of an engine. It holds the engine weakly, so that both are freed together, without the garbage collector."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that this is a part of."""
+        engine = self._engine()
+        if engine is None:
+            raise ReferenceError(f"the engine of this {type(self).__name__} does not exist any more")
+        return engine

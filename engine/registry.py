@@ -1,0 +1,361 @@
+"""The handlers attached to an engine: who they are, and when their subscriptions are connected."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .connection import Connection
+from .events import EventEnum, Events, check_receiver, resolve
+from .handler import Handler, bind
+from .interval import event_of
+from .part import Part
+from .regions import note_problems
+from .signals import Signal
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Attachment", "Registry"]
+
+H = TypeVar("H", bound=Handler)
+
+_SETUP = (Events.MODEL_SETUP, Events.OPTIMIZER_SETUP)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What an engine knows of one attached handler.
+
+    It is *on* while its subscriptions are connected, *leaving* once it was detached inside a run, and *waiting* otherwise:
+    disabled, not on this rank, or about to join at the next boundary.
+    """
+
+    handler: Handler
+    initial: dict[str, Any]  # its state when it was attached, for `reset`
+    connections: list[tuple[Signal, Connection]] | None = None  # None unless it is on
+    leaving: bool = False
+    held: Mapping[str, Any] | None = None  # a state that was loaded while it was not on
+
+    @property
+    def is_on(self) -> bool:
+        return self.connections is not None
+
+
+class Registry(Mapping[str, Handler], Part):
+    """The attached handlers by name, in the order in which they were attached.
+
+    Outside a run everything takes effect at once. Inside one, a handler joins or leaves at the next iteration boundary without
+    an open accumulation window, all of its subscriptions together: the boundary then calls `settle`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._records: dict[str, _Record] = {}
+        self._pending: list[Handler] = []  # attached, detached or toggled since the last `settle`
+
+    def __getitem__(self, name: str) -> Handler:
+        return self._records[name].handler
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{name!r}: {record.handler!r}' for name, record in self._records.items())}}}"
+
+    # ---- what users ask for, through the engine -------------------------------------------------------------------
+
+    def attach(self, handlers: Iterable[Handler]) -> Attachment:
+        """Attach all of these handlers, or none; see `Engine.attach`."""
+        done: list[Handler] = []
+        try:
+            for handler in handlers:
+                self._attach(handler)
+                done.append(handler)
+        except BaseException:
+            for handler in done:
+                self.detach(handler)
+            raise
+        engine = self.engine
+
+        def detach() -> None:
+            for handler in done:
+                if handler.engine is engine:
+                    engine.handlers.detach(handler)
+
+        return Attachment(detach)
+
+    def _attach(self, handler: Handler) -> None:
+        if not isinstance(handler, Handler):
+            hint = (
+                f"give an instance: {handler.__name__}(...)"
+                if isinstance(handler, type)
+                else ("for a plain function use engine.on(event) or engine.connect(event, function)")
+            )
+            raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
+        other = self.get(handler.name)
+        if other is handler:
+            raise ValueError(f"{handler!r} is attached already")
+        if other is not None:
+            raise ValueError(
+                f"{handler!r}: the name is taken by {other!r}; give it another: "
+                f"{type(handler).__name__}(..., name='...')"
+            )
+        if handler.engine is not None:
+            raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
+        if handler.trains and not self.engine.training:
+            raise ValueError(
+                f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
+            )
+        if self.engine.running:
+            self._refuse_setup(handler)
+        try:
+            self._records[handler.name] = _Record(handler, copy.deepcopy(handler.state_dict()))
+            bind(handler, self.engine)
+            self._settle_later(handler)
+        except BaseException:
+            self._forget(handler)
+            raise
+
+    def detach(self, handler: Handler | str) -> None:
+        """Detach a handler, by itself or by name."""
+        record = self._find(handler)
+        if self.engine.running:
+            self._refuse_setup(record.handler)
+        record.leaving = True
+        self._settle_later(record.handler)
+
+    def toggle(self, handler: Handler) -> None:
+        """Make what is connected agree with ``handler.enabled``."""
+        if self.engine.running:
+            self._refuse_setup(handler)
+        self._settle_later(handler)
+
+    def has(self, handler: Handler | str, event: EventEnum | None = None) -> bool:
+        """Whether a handler, by itself or by name, is attached, and connected to this event if one is given."""
+        record = self._records.get(handler if isinstance(handler, str) else handler.name)
+        if record is None or (isinstance(handler, Handler) and record.handler is not handler):
+            return False
+        return event is None or any(signal.event is event for signal, _ in record.connections or ())
+
+    @contextmanager
+    def without(self, names: Iterable[str]) -> Iterator[None]:
+        """Disable the handlers with these names inside the ``with`` block; see `Engine.without`."""
+        if self.engine.running:
+            raise RuntimeError(
+                f"without({', '.join(map(repr, names))}) was called during a run, where a disabled handler stays disabled until "
+                "the next iteration boundary at least; set handler.enabled instead"
+            )
+        found = [self._find(name).handler for name in names]
+        with ExitStack() as stack:
+            for handler in [handler for handler in found if handler.enabled]:
+                handler.enabled = False
+                stack.callback(setattr, handler, "enabled", True)
+            yield
+
+    def writers(self) -> list[str]:
+        """The names of the enabled handlers that write files or send something away."""
+        return [name for name, handler in self.items() if handler.writes and handler.enabled]
+
+    def of_class(self, kind: type[H]) -> H:
+        """The one attached handler of a class; see `Engine.find`."""
+        found = [handler for handler in self.values() if isinstance(handler, kind)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(f"{name} ({type(handler).__name__})" for name, handler in self.items()) or "none"
+        if not found:
+            raise KeyError(f"find({kind.__name__}): no handler of this class is attached; there are: {there}")
+        names = ", ".join(repr(handler.name) for handler in found)
+        raise KeyError(f"find({kind.__name__}): {len(found)} handlers of this class are attached: {names}; "
+                       "choose one by its name: engine.handlers[name]")  # fmt: skip
+
+    def _find(self, handler: Handler | str) -> _Record:
+        name = handler if isinstance(handler, str) else handler.name
+        record = self._records.get(name)
+        if record is None or (isinstance(handler, Handler) and record.handler is not handler):
+            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self) or 'none'}")
+        return record
+
+    def _refuse_setup(self, handler: Handler) -> None:
+        for subscription in handler.subscriptions:
+            if not isinstance(subscription.event, str) and any(
+                event in _SETUP for event, _ in resolve(subscription.event)
+            ):
+                raise RuntimeError(
+                    f"{handler!r} sets up the model or the optimizers before a run, and cannot join or leave one that is "
+                    "running; attach, detach or toggle it between two runs"
+                )
+
+    # ---- joining and leaving --------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing waits for `settle`."""
+        return not self._pending
+
+    def _settle_later(self, handler: Handler) -> None:
+        self._pending.append(handler)
+        if self.engine.running:
+            self.engine.boundary.wake()
+        else:
+            self.settle()
+
+    def settle_rank_zero_only(self) -> None:
+        """Connect and disconnect the handlers that take part on rank 0 only, after the rank has changed."""
+        self._pending += [handler for handler in self.values() if handler.rank_zero_only]
+        self.settle()
+
+    def settle(self) -> None:
+        """Connect and disconnect what was attached, detached or toggled; the first error leaves once all of it is done."""
+        pending, self._pending = list(dict.fromkeys(self._pending)), []
+        problems: list[BaseException] = []
+        for handler in pending:
+            record = self._records.get(handler.name)
+            if record is None or record.handler is not handler:
+                continue
+            wanted = handler.enabled and not record.leaving and self._takes_part(handler)
+            try:
+                if wanted and not record.is_on:
+                    self._join(record)
+                elif not wanted and record.is_on:
+                    self._leave(record)
+            except BaseException as problem:
+                problems.append(problem)
+                if wanted and self.engine.running:  # attached or enabled inside the run, and it cannot be
+                    record.leaving = True
+            if record.leaving:
+                self._forget(handler)
+        note_problems(problems, None)
+
+    def _takes_part(self, handler: Handler) -> bool:
+        return not handler.rank_zero_only or self.engine.processes.is_rank_zero
+
+    def _join(self, record: _Record) -> None:
+        engine, handler = self.engine, record.handler
+        try:
+            handler.attached(engine)
+            connections = list(self._connections_of(handler))
+        except BaseException:
+            self._release(handler)
+            raise
+        record.connections = connections
+        for signal, connection in connections:
+            signal.add(connection)
+            connection.restart(engine)
+        if engine.running:
+            self._emit_to(handler, Events.STARTED)
+            self.give_held_states()
+            if engine.state.epoch_open:
+                self._emit_to(handler, Events.EPOCH_STARTED)
+
+    def _connections_of(self, handler: Handler) -> Iterator[tuple[Signal, Connection]]:
+        kind = type(handler).__name__
+        for subscription in handler.subscriptions:
+            method = getattr(handler, subscription.method)
+            event = subscription.event
+            if isinstance(event, str):
+                if not hasattr(handler, event):
+                    raise AttributeError(
+                        f"{kind}.{subscription.method} is declared with @on({event!r}), but the handler has no such attribute; "
+                        "it holds an event or an interval, or None"
+                    )
+                if (every := getattr(handler, event)) is None:
+                    continue
+                event = event_of(every)
+            check_receiver(method, f"{kind}.{subscription.method} at {event}")
+            for one, chosen in resolve(event):
+                yield (
+                    self.engine.signal(one),
+                    Connection(method, subscription.phase, subscription.rank, chosen, handler.name),
+                )
+
+    def _leave(self, record: _Record) -> None:
+        engine, handler = self.engine, record.handler
+        try:
+            if engine.running:
+                self._emit_to(handler, Events.ENDED)
+        finally:
+            connections, record.connections = record.connections or [], None
+            for signal, connection in connections:
+                signal.remove(connection)
+            self._release(handler)
+            handler.detached(engine)
+
+    def _emit_to(self, handler: Handler, event: EventEnum) -> None:
+        signal = self.engine.signal(event)
+        signal.emit(self.engine, signal.count(self.engine), owner=handler.name)
+
+    def _release(self, handler: Handler) -> None:
+        """Give back all that a handler has asked of the engine's parts."""
+        engine = self.engine
+        engine.boundary.withdraw(by=handler.name)
+        engine.state.metrics.withdraw(handler.name)
+        engine.overrides.release(handler)
+
+    def _forget(self, handler: Handler) -> None:
+        self._records.pop(handler.name, None)
+        bind(handler, None)
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all handlers by name; of one that was loaded while it was disabled, what was loaded."""
+        return {
+            name: self._records[name].held or self._records[name].handler.state_dict() for name in sorted(self._records)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give each handler its state; one that is disabled gets it once it takes part."""
+        for name, record in self._records.items():
+            if name not in states:
+                continue
+            if record.handler.enabled:
+                record.handler.load_state_dict(states[name])
+            else:
+                record.held = states[name]
+
+    def give_held_states(self) -> None:
+        """Give the states that were loaded for handlers while they were disabled to those that take part now."""
+        for record in list(self._records.values()):
+            if record.is_on and record.held is not None:
+                state, record.held = record.held, None
+                record.handler.load_state_dict(state)
+
+    def drop_held_states(self) -> None:
+        """Forget states that were loaded for handlers that have not taken part since."""
+        for record in self._records.values():
+            record.held = None
+
+    def reset(self) -> None:
+        """Put every handler back to the state in which it was attached."""
+        self.drop_held_states()
+        for record in self._records.values():
+            record.handler.load_state_dict(copy.deepcopy(record.initial))
+
+
+class Attachment:
+    """What `Engine.attach` and `Engine.connect` return: detaches by call, or at the end of a ``with`` block."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo: Callable[[], object] | None = undo
+
+    def detach(self) -> None:
+        """Detach what was attached; a second call does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()

@@ -1,0 +1,101 @@
+"""Putting back what a computation changed: buffers, train and eval modes, and all that a failed attempt at gradients leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .events import Events
+from .randomness import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .update import UpdateState
+
+__all__ = ["Buffers", "Modes", "attempt"]
+
+
+def _modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
+
+class Buffers:
+    """The buffers of some modules, such as BatchNorm's running statistics, to be put back as they were.
+
+    Args:
+        roots: the modules; their submodules are included.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
+        self._places = [(module._buffers, key) for module in _modules(roots) for key in module._buffers]
+
+    def copies(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Each buffer with a copy of its values; None in place of a buffer that is None."""
+        return [None if (buffer := own[key]) is None else (buffer, buffer.clone()) for own, key in self._places]
+
+    def put_back(self, copies: list[tuple[Tensor, Tensor] | None]) -> None:
+        """Put the values back, and the tensors themselves: a forward may have put others in their place."""
+        with torch.no_grad():
+            for (own, key), copy in zip(self._places, copies, strict=True):
+                own[key] = None if copy is None else copy[0].copy_(copy[1])
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whatever happens inside, the buffers are afterwards what they were."""
+        copies = self.copies()
+        try:
+            yield
+        finally:
+            self.put_back(copies)
+
+
+class Modes:
+    """Which of some modules are in training mode, to be put back as it was.
+
+    Args:
+        roots: the modules; their submodules are included.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._modes = [(module, module.training) for module in _modules(roots)]
+
+    def put_back(self) -> None:
+        for module, mode in self._modes:
+            module.training = mode
+
+
+def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) -> bool:
+    """Compute gradients; if the memory runs out, put everything back as it was, emit UPDATE_RETRIED and return False.
+
+    With several ranks, all fail if one does; ``compute`` must not reduce over them (``update.sync_gradients``).
+
+    What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
+    had entered are closed.
+    """
+    state, window = engine.state, update.window
+    batch, held, extra_weight, hidden = state.batch, window.held, window.extra_weight, update.hidden
+    weight = update.weight
+    gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+    buffers = Buffers(engine.modules.values())
+    copies = buffers.copies()
+    random = random_state()
+    failed = False
+    try:
+        compute()
+    except torch.OutOfMemoryError:
+        failed = True  # what the traceback holds has to be freed before anything is tried again
+    if not engine.processes.any(failed):
+        return True
+    state.batch, window.held, window.extra_weight, update.hidden = batch, held, extra_weight, hidden
+    update.weight = weight
+    update.output = update.raw_loss = update.backward_loss = None
+    for parameter, gradient in zip(update.parameters, gradients, strict=True):
+        parameter.grad = gradient
+    buffers.put_back(copies)
+    set_random_state(random)
+    engine.signals.emit(engine, Events.UPDATE_RETRIED)
+    return False

@@ -1,0 +1,230 @@
+"""Taking the whole state of a run, sharing it, loading it, and putting it back in place."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .data.source import DataError
+from .distributed.sharded import read_shards
+from .events import Events
+from .part import Part
+from .saving import FORMAT, copied, gather, put_back, spread_over
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Snapshots"]
+
+
+class _Snapshot(NamedTuple):
+    """A state that was taken at an event, and whether its tensors are copies."""
+
+    iteration: int
+    is_copy: bool
+    state: dict[str, Any]
+
+
+class Snapshots(Part):
+    """The states of an engine: those that it gives, and those that it was given.
+
+    Attributes:
+        run_id: distinguishes this run from every other, also from those that it was resumed from. It is random, and not saved.
+        origin: what the loaded state says, under "origin", about where it came from; None for a run that began anew.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.run_id = ""
+        self.origin: Mapping[str, Any] | None = None
+        self._shared: _Snapshot | None = None  # the one that all receivers of an event share
+        self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
+        self._allowed: frozenset[str] = frozenset()
+        self._accepting = False  # whether a state may be loaded though the run has begun
+        engine.signals.between_events = self.drop
+        self.begin_lineage(None)
+
+    # ---- taking ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, at_once: bool = False) -> dict[str, Any]:
+        """Everything that is needed to resume; see `Engine.state_dict`.
+
+        Args:
+            at_once: whether it is written before anything changes: then its tensors may be the engine's own.
+        """
+        engine = self.engine
+        if engine.state.completed != engine.state.iteration:
+            raise RuntimeError(
+                "state_dict() was called inside an iteration, where half of it would be saved; call it at ITERATION_COMPLETED or "
+                "later"
+            )
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        return gather(engine, at_once=at_once)
+
+    def take(self, *, at_once: bool = False) -> dict[str, Any]:
+        """The `state_dict` of this event, taken once and shared by everybody who asks in Phase.PERSIST of the same event.
+
+        Args:
+            at_once: whether it is written, and released, before the receiver returns: then tensors need not be copied for it.
+        """
+        engine = self.engine
+        if not engine.running:
+            return self.state_dict(at_once=at_once)
+        shared = self._shared
+        # A snapshot of GET_BATCH_STARTED is one iteration older.
+        if shared is None or shared.iteration != engine.state.iteration or not (at_once or shared.is_copy):
+            engine.boundary.wake()  # it is dropped with the event
+            shared = _Snapshot(engine.state.iteration, not at_once, self.state_dict(at_once=at_once))
+            self._shared = shared
+        return shared.state
+
+    def drop(self) -> None:
+        """Forget the shared snapshot: the next event has another."""
+        self._shared = None
+
+    def report_saved(self) -> None:
+        """Emit CHECKPOINT_SAVED, for handlers that have written a checkpoint."""
+        engine, shared = self.engine, self._shared
+        engine.signals.emit(engine, Events.CHECKPOINT_SAVED)
+        if shared is not None and (shared.is_copy or not engine.signal(Events.CHECKPOINT_SAVED).receivers):
+            self._shared = shared  # other handlers may still have to write the state of this event
+
+    # ---- loading --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_loaded_state(self) -> bool:
+        """Whether a state was loaded that is put in place at the next run."""
+        return self._loaded is not None
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
+        """Have a saved state put in place at the next run; see `Engine.load_state_dict`."""
+        if self.engine.running and not self._accepting:
+            raise RuntimeError(
+                "load_state_dict() was called during a run; call it before run(), or from a MODEL_SETUP receiver"
+            )
+        _check_is_state(state, "load_state_dict()")
+        if isinstance(allow, str):
+            raise TypeError(f"load_state_dict(allow={allow!r}): give a list of names: [{allow!r}]")
+        self._loaded = dict(state)
+        self._allowed = frozenset(allow)
+        self.engine.handlers.drop_held_states()
+
+    @contextmanager
+    def accepting(self) -> Iterator[None]:
+        """Let a state be loaded though the run has begun."""
+        self._accepting = True
+        try:
+            yield
+        finally:
+            self._accepting = False
+
+    def put_in_place(self) -> bool:
+        """Put the loaded state in place; False if there is none."""
+        engine, loaded = self.engine, self._loaded
+        others = engine.processes.gather(loaded is not None)
+        if len(set(others)) > 1:
+            raise ValueError(
+                f"a state was loaded by rank {others.index(True)}, and not by rank {others.index(False)}: let all load the same "
+                "checkpoint"
+            )
+        if loaded is None:
+            return False
+        position = put_back(engine, loaded, allowed=self._allowed)
+        if (origin := loaded.get("origin")) is not None:
+            self.begin_lineage(origin)
+            self.run_id = engine.processes.broadcast(self.run_id)
+        self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
+        self._resume_from(position)
+        return True
+
+    def _resume_from(self, position: dict[str, Any] | None) -> None:
+        engine = self.engine
+        engine.feed.load(position, engine.seed)
+        engine.signals.rewind(engine)
+
+    # ---- putting back in place ------------------------------------------------------------------------------------
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put a state of this engine back in place inside the process, at the end of the iteration under way.
+
+        The run continues from there, bit for bit as it did from where the state was taken: modules, optimizers, handlers,
+        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run it does what
+        `load_state_dict` does. With several ranks each has to call it, with its own state.
+
+        Args:
+            state: what `take` or `Engine.state_dict` returned. It is not changed, and can be put back again.
+
+        Raises:
+            ValueError: for what is not such a state.
+            DataError: for data that cannot begin again, such as a generator.
+        """
+        engine = self.engine
+        if not engine.running:
+            self.load_state_dict(state)
+            return
+        _check_is_state(state, "restore()")
+        source = engine.feed.current
+        if isinstance(source.data, Iterator):
+            raise DataError(
+                f"restore(): the data ({type(source.data).__name__}) is an iterator, which cannot go back; give run() an "
+                "iterable, such as a DataLoader or a list"
+            )
+        engine.boundary.rewind(state)
+
+    def put_back_in_place(self, saved: Mapping[str, Any]) -> None:
+        """Do at the boundary what `restore` has asked for."""
+        engine = self.engine
+        engine.boundary.stops.clear()
+        self._resume_from(put_back(engine, saved, allowed=frozenset()))
+        engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Any]:
+        """The states of the modules by name, as they are to be used; see `Engine.weights`."""
+        engine = self.engine
+        with engine.regions.region():
+            engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
+            return {name: copied(root.state_dict()) for name, root in engine.modules.items()}
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Put weights in place, and nothing else; see `Engine.load_weights`."""
+        engine = self.engine
+        parameters = (p for root in engine.modules.values() for p in root.parameters())
+        weights = read_shards(weights, parameters=parameters, device=engine.device)
+        weights = weights.get("modules", weights) if "format" in weights else weights
+        if set(weights) != set(engine.modules):
+            raise ValueError(
+                f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(engine.modules)}"
+            )
+        for name, root in engine.modules.items():
+            own = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, torch.Tensor)}
+            given = {key: value.shape for key, value in weights[name].items() if isinstance(value, torch.Tensor)}
+            if different := sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key)):
+                raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
+        for name, root in engine.modules.items():
+            root.load_state_dict(spread_over(root, weights[name]))
+        engine.signals.emit(engine, Events.WEIGHTS_LOADED)
+
+    # ---- lineage --------------------------------------------------------------------------------------------------
+
+    def begin_lineage(self, origin: Mapping[str, Any] | None, run_id: str | None = None) -> None:
+        """Begin a run with an id of its own, or with the one that the ranks have agreed on."""
+        self.run_id = secrets.token_hex(8) if run_id is None else run_id
+        self.origin = origin
+
+    def reset(self) -> None:
+        """Forget what was loaded."""
+        self._loaded = None
+        self.begin_lineage(None)
+
+
+def _check_is_state(state: object, where: str) -> None:
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError(f"{where}: this is not the state of a Signalfire engine, which Engine.state_dict() gives")

@@ -1,0 +1,68 @@
+"""Separate random streams: how often one handler makes the model draw does not shift any later draw.
+
+With ``Engine(streams="separate")`` the global generators (Python, NumPy, torch) are reseeded from (seed, epoch) before an epoch's
+data is iterated, and from (seed, update's name, iteration) before each update. A handler that changes how often the model draws,
+such as SharpnessAwareMinimization, then shifts no other draw, so that the difference that it makes varies less: for ablations.
+It costs 10 to 25 us an update. ``engine.streams`` may be set between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
+
+from .randomness import cuda_generators, derived_seed, mixed, reseed
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .update import UpdateState
+
+__all__ = ["Streams", "begin_stream", "check_streams", "model_streams"]
+
+Streams = Literal["shared", "separate"]
+
+
+def check_streams(streams: Streams, *, running: bool) -> Streams:
+    """Check what ``engine.streams`` is set to.
+
+    Raises:
+        ValueError: for another word.
+        RuntimeError: during a run.
+    """
+    if streams not in get_args(Streams):
+        raise ValueError(f"Engine(streams={streams!r}): expected {' or '.join(map(repr, get_args(Streams)))}")
+    if running:
+        raise RuntimeError(f"Engine: streams={streams!r} was set during a run; set it between runs")
+    return streams
+
+
+def begin_stream(engine: Engine, *what: object) -> None:
+    """With separate streams, reseed the global generators from the run's seed, the rank and ``what``."""
+    if engine.streams == "separate":
+        devices = {p.device for root in engine.modules.values() for p in root.parameters()}
+        reseed(derived_seed(engine.seed, *what, engine.processes.rank), cuda_generators(devices))
+
+
+def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
+    """A function that begins the stream of a micro-step, or of a further evaluation of it.
+
+    The stream depends on the run's seed, the update's name, the iteration and the rank; then on which micro-step of the update in
+    this iteration it is (time chunks), and on which evaluation. However much one draws, the others stay the same.
+    """
+    keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.processes.rank) for one in engine.updates}
+    places = dict.fromkeys(keys, (0, 0))  # by update: the last iteration, and its last micro-step in it
+    devices = {p.device for module in engine.modules.values() for p in module.parameters()}
+    on_devices = cuda_generators(devices)
+
+    def begin(update: UpdateState, iteration: int) -> None:
+        name = update.name
+        last, place = places[name]
+        if update.evaluation == 0:
+            place = place + 1 if last == iteration else 0
+            places[name] = iteration, place
+        seed = mixed(keys[name], iteration)
+        if place or update.evaluation:
+            seed = mixed(mixed(seed, place), update.evaluation)
+        reseed(seed, on_devices)
+
+    return begin

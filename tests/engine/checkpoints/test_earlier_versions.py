@@ -1,0 +1,131 @@
+"""Checkpoints that earlier versions wrote still load, and the run continues from them.
+
+`version-0.1` was written by version 0.1.0, inside an epoch and inside an accumulation window; `version-0.1.json` says how that
+run ended. Run this file as a script to write such files with the version that is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import Adam
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Update
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    Metrics,
+    NonFiniteGuard,
+    Validation,
+)
+
+FILES = Path(__file__).parent / "files"
+EPOCHS, SAVED_AT = 4, 8  # of 5 batches each, in windows of 2
+
+
+def build(folder: Path) -> tuple[Engine, DataLoader[Any]]:
+    torch.manual_seed(1)
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Tanh(), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers)
+    update = Update.supervised(mse_loss, partial(Adam, lr=1e-2))
+    evaluator = Engine(update.evaluation(), model=model)
+    evaluator.attach(Metrics(error=Average()))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(
+        Validation(evaluator, [(torch.ones(4, 3), torch.zeros(4, 2))]),
+        GradientAccumulation(2),
+        GradientClipping(max_norm=1.0),
+        EMA(0.9),
+        LRScheduling(partial(OneCycleLR, max_lr=0.05)),
+        EarlyStopping("error", mode="min", patience=50),
+        History(),
+        NonFiniteGuard(),
+        Checkpoint(folder, every="1it", keep=100, name="each", hyperparameters={"lr": 0.01}),
+    )
+    inputs, targets = torch.arange(60.0).reshape(20, 3) / 60, torch.arange(40.0).reshape(20, 2) / 40
+    return engine, DataLoader(TensorDataset(inputs, targets), batch_size=4, shuffle=True)
+
+
+def outcome(engine: Engine) -> dict[str, Any]:
+    state = engine.state_dict()
+    return {
+        "epoch": engine.state.epoch,
+        "iteration": engine.state.iteration,
+        "steps": engine.updates[0].steps,
+        "metrics": dict(engine.state.metrics),
+        "patience": state["handlers"]["early_stopping"],
+        "weights": {name: tensor.tolist() for name, tensor in engine.modules["model"].state_dict().items()},
+    }
+
+
+def test_a_run_continues_from_a_checkpoint_of_version_0_1(tmp_path: Path) -> None:
+    (saved,) = FILES.glob("version-0.1/*")
+    engine, data = build(tmp_path)
+    engine.load_state_dict(Checkpoint.load(saved))
+    engine.run(data, max_epochs=EPOCHS)
+    expected = json.loads((FILES / "version-0.1.json").read_text())
+    ended = outcome(engine)
+    for key in ("epoch", "iteration", "steps"):
+        assert ended[key] == expected[key]
+    # Other processors round otherwise; where this was written, all of it is equal bit for bit.
+    assert ended["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert ended["weights"].keys() == expected["weights"].keys()
+    for name, values in expected["weights"].items():
+        torch.testing.assert_close(torch.tensor(ended["weights"][name]), torch.tensor(values), rtol=1e-5, atol=1e-6)
+
+
+def test_what_such_a_checkpoint_holds_is_put_in_place_bit_for_bit(tmp_path: Path) -> None:
+    (path,) = FILES.glob("version-0.1/*")
+    saved = Checkpoint.load(path)
+    assert Checkpoint.hyperparameters(path) == {"lr": 0.01}
+    (window,) = (one["window"] for one in saved["updates"].values())
+    assert window["filled"] == 1, "the checkpoint was written inside an accumulation window"
+    engine, data = build(tmp_path)
+    engine.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        engine.run(data, max_iters=SAVED_AT)
+    put_in_place = engine.state_dict()
+    for part in ("modules", "updates", "handlers"):
+        assert flat(put_in_place[part]) == flat(saved[part]), part
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    return [flat(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write(version: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        engine, data = build(folder)
+        engine.run(data, max_epochs=EPOCHS)
+        (saved,) = folder.glob(f"*iter{SAVED_AT:08d}")
+        target = FILES / f"version-{version}" / saved.name
+        shutil.copytree(saved, target)
+        FILES.joinpath(f"version-{version}.json").write_text(json.dumps(outcome(engine), indent=1))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write(sys.argv[1])

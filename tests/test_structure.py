@@ -1,0 +1,172 @@
+"""The house stays as it was built: sizes, layers, and no module that reaches into another's private names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from signalfire import Engine
+from signalfire.loop import Loop
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([*(ROOT / "engine").rglob("*.py"), *(ROOT / "handlers").rglob("*.py")])
+
+# Which rooms a room may import, also for types only. The top of `engine/` is the base, then the parts, then the loop.
+ROOMS = {
+    "engine/data": {"engine", "engine/distributed"},
+    "engine/distributed": {"engine"},
+    "engine/checkpoints": {"engine", "engine/distributed"},
+    "engine/ablation": {"engine", "engine/data"},
+    "engine": {"engine/data", "engine/distributed"},
+    "handlers/_common": {"engine", "engine/data", "engine/distributed", "engine/checkpoints"},
+    "handlers": {"engine", "engine/data", "engine/distributed", "engine/checkpoints", "handlers/_common"},
+}
+# What the rooms that know nothing of the loop may import from the top of `engine/`.
+BASE = {"batches", "checks", "events", "interval", "randomness", "state"}
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def dotted(file: Path) -> str:
+    """The name of a module: `signalfire.data.feed`, `signalfire.handlers.ema`."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "engine" else parts
+    return ".".join(("signalfire", *parts)).removesuffix(".__init__")
+
+
+MODULES = {dotted(file): file for file in FILES}
+
+
+def room(file: Path) -> str:
+    return file.parent.relative_to(ROOT).as_posix()
+
+
+def imports(file: Path) -> set[Path]:
+    """The modules that a module imports, also for types only; `Engine` for types apart."""
+    found = set()
+    package = dotted(file) if file.name == "__init__.py" else dotted(file).rpartition(".")[0]
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.ImportFrom):
+            base = package.split(".")
+            name = (
+                ".".join([*base[: len(base) - node.level + 1], node.module or ""]).rstrip(".")
+                if node.level
+                else node.module
+            )
+            for alias in node.names:
+                if alias.name == "Engine" and room(file) != "handlers":
+                    continue
+                target = MODULES.get(f"{name}.{alias.name}") or MODULES.get(name or "")
+                if target is not None and target != file:
+                    found.add(target)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=dotted)
+def test_no_module_reaches_into_the_privates_of_another(file: Path) -> None:
+    own = {
+        name
+        for node in ast.walk(tree(file))
+        for name in (
+            [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else [node.attr] if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            else [node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+            else [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign)
+            else []
+        )
+    }  # fmt: skip
+    ours = {
+        node.attr
+        for other in FILES
+        for node in ast.walk(tree(other))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    } | {node.name for other in FILES for node in ast.walk(tree(other)) if isinstance(node, ast.FunctionDef)}
+    reached = []
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in ours and node.attr not in own:
+            reached.append(f"line {node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("signalfire")):
+            reached += [f"line {node.lineno}: import {alias.name}" for alias in node.names if is_private(alias.name)]
+    assert reached == []
+
+
+# Private names of torch and of the standard library that happen to be used here, too.
+FOREIGN = {"_buffers", "_parameters", "_exit"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in FOREIGN
+
+
+def test_no_circle_of_imports() -> None:
+    graph = {file: imports(file) for file in FILES if file.name != "__init__.py"}
+
+    def reachable(start: Path) -> set[Path]:
+        seen: set[Path] = set()
+        stack = [*graph.get(start, ())]
+        while stack:
+            one = stack.pop()
+            if one not in seen:
+                seen.add(one)
+                stack += graph.get(one, ())
+        return seen
+
+    assert [dotted(file) for file in graph if file in reachable(file)] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=dotted)
+def test_a_room_imports_only_the_rooms_below_it(file: Path) -> None:
+    here = room(file)
+    for other in imports(file):
+        if file == ROOT / "engine" / "__init__.py" or room(other) == here:
+            continue
+        assert room(other) in ROOMS[here], f"{dotted(file)} imports {dotted(other)}"
+        if here in ("engine/data", "engine/distributed", "engine/checkpoints") and room(other) == "engine":
+            assert other.stem in BASE, f"{dotted(file)} imports {dotted(other)}"
+
+
+def test_no_handler_imports_another() -> None:
+    handlers = {file for file in FILES if room(file) == "handlers" and file.stem not in ("__init__", "schedules")}
+    for file in handlers:
+        assert not imports(file) & handlers, dotted(file)
+
+
+# A file above 500 lines wants a reason.
+LONG_FILES: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("file", FILES, ids=dotted)
+def test_files_and_functions_are_short_enough_to_read(file: Path) -> None:
+    lines = len(file.read_text().splitlines())
+    assert lines <= 500 or dotted(file) in LONG_FILES, f"{lines} lines"
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 80, node.name
+    assert len(LONG_FILES) <= 3
+
+
+def test_the_engine_is_what_users_call_and_the_loop_fits_on_one_screen() -> None:
+    assert len(inspect.getsource(Engine).splitlines()) <= 320
+    assert Engine.__mro__ == (Engine, object)
+    methods = [name for name, value in vars(Engine).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert len(methods) <= 25
+    assert len(inspect.getsource(Loop.iterate).splitlines()) <= 60
+
+
+def test_every_module_has_a_stub_for_checkers_and_no_stub_is_left_over() -> None:
+    stubs = ROOT / "tests" / "typings" / "signalfire"
+    expected = {}
+    for file in FILES:
+        folder, *rest = file.relative_to(ROOT).with_suffix("").parts
+        place = stubs.joinpath(*(rest if folder == "engine" else ["handlers", *rest])).with_suffix(".pyi")
+        expected[place] = ".".join((folder, *rest)).removesuffix(".__init__")
+    assert set(stubs.rglob("*.pyi")) == set(expected)
+    for place, name in expected.items():
+        assert f"from {name} import *" in place.read_text()
