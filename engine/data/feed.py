@@ -44,7 +44,7 @@ class Feed:
         self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
         reseed: Callable[[int, int], None] | None,
     ) -> Source:  # fmt: skip
-        """Take the data of the next run, which `begin_run` puts to use; what an earlier run had reached stays known.
+        """Build the source of the next run, which `begin_run` installs; the position of an earlier run is kept.
 
         Raises:
             TypeError, ValueError: for data that cannot be iterated, is empty, or cannot be sharded.
@@ -88,7 +88,7 @@ class Feed:
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
     def take_position(self) -> dict[str, Any] | None:
-        """Where an earlier run stood, which is asked once, as an epoch begins."""
+        """Return the position of an earlier run, and clear it."""
         position, self.position = self.position, None
         return position
 
