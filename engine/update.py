@@ -160,8 +160,8 @@ class UpdateState:
         skipped: why the step is skipped; None if it is not.
         steps: the optimizer steps that really happened.
         evaluation: how many times this step's gradients have been recomputed; 0 in the first pass.
-        again: inside a step that a handler overrides with ``again=True``, recomputes the gradients of the whole window and returns
-            its mean loss.
+        again: inside a step that a handler overrides with ``again=True``, recomputes the gradients of the whole window and
+            returns its mean loss.
         hidden: what the forward carries from one time chunk of a batch to the next; None before the first.
         more: whether this iteration has further micro-steps of this update, such as time chunks.
         one_step_per_batch: whether each batch is one micro-step; a handler that changes that sets it to False.
