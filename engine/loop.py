@@ -216,7 +216,7 @@ class Loop:
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        resumed = state.epoch_open
+        position, resumed = engine.feed.take_position(), state.epoch_open
         if not resumed:
             boundary.take_epoch_stop()
             state.epoch += 1
@@ -232,7 +232,7 @@ class Loop:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
-        batches = engine.feed.batches(resumed=resumed, ahead=ahead, before_pass=before_pass)
+        batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
         if (boundary.is_awake and boundary.attend()) or boundary.epoch_stop is not None or boundary.limit_reached():
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]

@@ -87,16 +87,23 @@ class Feed:
         length = self.current.epoch_length
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
-    def batches(self, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]) -> Iterator[Any]:
+    def take_position(self) -> dict[str, Any] | None:
+        """Where an earlier run stood, which is asked once, as an epoch begins."""
+        position, self.position = self.position, None
+        return position
+
+    def batches(
+        self, position: dict[str, Any] | None, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]
+    ) -> Iterator[Any]:
         """The batches that are left of the epoch.
 
         Args:
+            position: what `take_position` returned.
             resumed: whether the epoch began in an earlier run.
             ahead: whether an accumulation window has to know the last batch before it is used.
             before_pass: called before a new pass over the data draws its order.
         """
         state, source = self.state, self.current
-        position, self.position = self.position, None
         if source.iterator is not None and isinstance(source.data, Iterator):
             return source.iterator
         fits = position is not None and source.fits(position, state.epoch, state.epoch_start)
