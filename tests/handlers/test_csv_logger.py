@@ -1,4 +1,4 @@
-"""CSVLogger: what its rows say. What it promises over stops and resumes is in test_text_logs.py."""
+"""CSVLogger: what its rows say. What it promises over stops and resumes is in _common/test_text_logs.py."""
 
 from __future__ import annotations
 

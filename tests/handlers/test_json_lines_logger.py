@@ -1,4 +1,4 @@
-"""JSONLinesLogger: what its records say. What it promises over stops and resumes is in test_text_logs.py."""
+"""JSONLinesLogger: what its records say. What it promises over stops and resumes is in _common/test_text_logs.py."""
 
 from __future__ import annotations
 
