@@ -1,4 +1,36 @@
-"""The base class of handlers: each class is one feature and declares the events that it subscribes to."""
+"""The base class of every handler: one class, one feature, declared subscriptions.
+
+Users call the engine; authors of handlers also use its parts. This is all that they need:
+
+==============================  ==========================================================================================
+``engine.regions.enter``        enter a context manager that is left at the end of the innermost open region
+``engine.overrides.claim``      override something exclusively (`Override`): two handlers that do it are refused
+``engine.overrides.replace``    put a function in place of the window's length, the gradient computation, the optimizer step,
+                                the data, or the reduction over ranks
+``engine.overrides.compute_gradients_once``  refuse steps that compute their gradients several times
+``engine.snapshots.take``       the state of this event, shared by all handlers that save it
+``engine.snapshots.restore``    put a state back in place at the end of this iteration
+``engine.snapshots.report_saved``  emit CHECKPOINT_SAVED
+``engine.snapshots.run_id``     what distinguishes this run from every other; ``origin`` says where a loaded state came from
+``engine.boundary.preempt``     save and stop at the next boundary, also from a signal handler
+``engine.boundary.withdraw``    cancel a stop of `Engine.terminate` that has not taken effect
+``engine.group.join``           train together with other processes; ``now()`` is a clock on which the ranks agree
+``engine.feed.on_last_batch``   whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside it
+``engine.signals.call_through``  call every receiver through a function, as the profiler does
+`planning.steps_to_come`        how many optimizer steps the run will make
+`evaluation.prepare_batch`      a batch that the handler reads itself, moved and converted as in the loop
+`restore.attempt`               compute gradients, and put everything back if the memory runs out
+`restore.Buffers`, `Modes`      buffers, and train and eval modes, to be put back as they were
+`monitor.Monitor`               a metric that a handler decides by
+`interval.check_every`          an interval that a user wrote; `checks` has checks of other arguments
+`batches`                       nested batches: their tensors, their samples, a function of every leaf
+`randomness`                    derived seeds, and random states that are left unchanged
+`distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
+==============================  ==========================================================================================
+
+`signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight
+averages and the mixing of samples.
+"""
 
 from __future__ import annotations
 

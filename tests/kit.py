@@ -1,4 +1,4 @@
-"""What many tests share: values of the quick tier, extras, programs in processes of their own, waiting."""
+"""What many tests share: values of the quick tier, extras, programs in processes of their own; models, data and engines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,43 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-__all__ = ["LIMIT", "finished", "group_ended", "interruptible", "needs", "python", "quick", "spread", "wait_until"]
+from signalfire import Engine, Handler, Update
+from signalfire.handlers import Average, Metrics
+
+__all__ = [
+    "LIMIT",
+    "assert_same",
+    "average_gradients",
+    "batches",
+    "build",
+    "evaluator_of",
+    "finished",
+    "group_ended",
+    "interruptible",
+    "linear",
+    "mlp",
+    "needs",
+    "python",
+    "quick",
+    "same",
+    "spread",
+    "validation_loss",
+    "wait_until",
+    "windows",
+]
+
+Batch = tuple[Tensor, Tensor]
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 LIMIT = 300.0
 """Seconds after which a test gives up on another process: many times what a busy machine takes."""
@@ -103,3 +132,102 @@ def finished(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str
     with python(*arguments, **pipes) as process:
         output, errors = process.communicate(timeout=LIMIT)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def batches(
+    sizes: int | Iterable[int] = 6,
+    inputs: int | tuple[int, ...] = 5,
+    targets: int | tuple[int, ...] = 1,
+    *,
+    classes: int = 0,
+    scale: float = 1.0,
+    seed: int = 11,
+) -> list[Batch]:
+    """The same random batches with every call.
+
+    Args:
+        sizes: how many batches of 4 samples, or the number of samples of each.
+        inputs: shape of a sample.
+        targets: shape of its target; with classes, of so many numbers of classes.
+        scale: of targets without classes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x_shape, y_shape = ((shape,) if isinstance(shape, int) else shape for shape in (inputs, targets))
+    made = []
+    for size in [4] * sizes if isinstance(sizes, int) else sizes:
+        x = torch.randn(size, *x_shape, generator=generator)
+        if classes:
+            made.append((x, torch.randint(classes, (size, *y_shape), generator=generator)))
+        else:
+            made.append((x, scale * torch.randn(size, *y_shape, generator=generator)))
+    return made
+
+
+def mlp(inputs: int, hidden: int, outputs: int, *between: nn.Module, seed: int = 3) -> nn.Sequential:
+    """Two layers, and modules without random weights between them; the same weights with every call."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, hidden), *between, nn.Linear(hidden, outputs))
+
+
+def linear(inputs: int, outputs: int, seed: int = 3) -> nn.Linear:
+    """One layer, with the same weights in every call."""
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs)
+
+
+def build(
+    model: nn.Module,
+    *handlers: Handler,
+    loss: Callable[..., Tensor] = nn.functional.mse_loss,
+    optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+    **options: Any,
+) -> Engine:
+    """An engine that trains the model in the usual way, with these handlers."""
+    engine = Engine(Update.supervised(loss, optimizer), model=model, **{"seed": 0, **options})
+    engine.attach(*handlers)
+    return engine
+
+
+def evaluator_of(model: nn.Module, loss: Callable[..., Tensor] = nn.functional.mse_loss) -> Engine:
+    """An engine that measures the loss of a model."""
+    engine = Engine(Update.supervised(loss), model=model)
+    engine.attach(Metrics(loss=Average()))
+    return engine
+
+
+def validation_loss(model: nn.Module) -> float:
+    """The loss over three batches, without an engine; the modes stay as they are."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    with torch.no_grad():
+        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
+    for module, mode in modes.items():
+        module.training = mode
+    return torch.stack(losses).mean().item()
+
+
+def windows(data: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """For plain loops that accumulate: so many batches at a time, the last ones as many as are left."""
+    for begin in range(0, len(data), size):
+        yield data[begin : begin + size]
+
+
+def average_gradients(model: nn.Module, count: int) -> None:
+    """For plain loops that accumulate: what so many batches have added up, divided once."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.div_(count)
+
+
+def assert_same(one: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> None:
+    """Parameters and buffers, or other tensors by name, are alike bit for bit, and of one type."""
+    ours, theirs = (dict(it.state_dict() if isinstance(it, nn.Module) else it) for it in (one, other))
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype, name
+        assert torch.equal(value, theirs[name]), name
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether parameters and buffers are alike bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))

@@ -42,14 +42,13 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import quick
+from tests.kit import assert_same, mlp, quick
 
 EPOCHS = 2
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    return mlp(4, 8, 3, nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), seed=0)
 
 
 def make_data() -> tuple[DataLoader[Any], list[tuple[Tensor, Tensor]]]:
@@ -185,7 +184,7 @@ def test_supervised_training_without_handlers_is_the_loop_written_by_hand() -> N
             optimizer.zero_grad()
             nn.functional.cross_entropy(by_hand(x), y).backward()
             optimizer.step()
-    same_weights(model, by_hand)
+    assert_same(model, by_hand)
     assert torch.equal(torch.get_rng_state(), torch_state_after(EPOCHS))
 
 
@@ -253,10 +252,5 @@ def test_training_with_all_first_handlers_is_the_loop_written_by_hand(tmp_path: 
         with torch.no_grad():
             sums = [nn.functional.cross_entropy(by_hand(x), y).item() * len(x) for x, y in validation]
         losses.append(sum(sums) / 16)
-    same_weights(model, by_hand)
+    assert_same(model, by_hand)
     assert history["loss"] == losses
-
-
-def same_weights(model: nn.Module, by_hand: nn.Module) -> None:
-    for (name, mine), theirs in zip(model.state_dict().items(), by_hand.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs), name

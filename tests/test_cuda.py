@@ -61,6 +61,8 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers._common.ranks import AFTER_ALL
+from tests import kit
+from tests.kit import assert_same
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -80,19 +82,13 @@ def network() -> nn.Sequential:
 
 
 def batches(*, pinned: bool = False, count: int = LENGTH) -> Batches:
-    generator = torch.Generator().manual_seed(5)
-    data = [
-        (torch.randn(8, 2, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator))
-        for _ in range(count)
-    ]
+    data = kit.batches([8] * count, (2, 6, 6), (), classes=3, seed=5)
     return [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in data] if pinned else data
 
 
 def build(*handlers: Handler, optimizer: Any = None, model: nn.Module | None = None) -> Engine:
     optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-2, fused=True)
-    engine = Engine(Update.supervised(F.cross_entropy, optimizer), model=model or network(), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return kit.build(model or network(), *handlers, loss=F.cross_entropy, optimizer=optimizer)
 
 
 def stack(device: str, folder: Path, *, precision: Any = "bf16") -> list[Handler]:
@@ -374,13 +370,6 @@ def trained_by_hand(
                 schedule.step()
                 optimizer.zero_grad()
     return model
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    values, others = one.state_dict(), other.state_dict()
-    assert list(values) == list(others)
-    for name, value in values.items():
-        assert torch.equal(value, others[name]), name
 
 
 def in_the_same_way(device: str, precision: Any) -> list[Handler]:

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 
 ROWS: dict[str, dict[str, list[str]]] = {
     "E1 the loop over sized, unsized, infinite and no data": {
-        "engine/test_data.py": [
+        "engine/data/test_source.py": [
             "test_every_epoch_iterates_the_data_anew",
             "test_unsized_epochs_are_completed_where_the_data_ends",
             "test_windows_over_unsized_data_end_where_the_data_ends",
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_terminate_lets_the_other_receivers_run_and_ends_with_terminated_and_completed",
             "test_terminate_epoch_ends_the_epoch_and_the_next_begins",
         ],
-        "engine/test_data.py": ["test_a_batch_of_none_is_counted_and_skipped_and_without_data_it_is_not"],
+        "engine/data/test_source.py": ["test_a_batch_of_none_is_counted_and_skipped_and_without_data_it_is_not"],
         "engine/test_update.py": ["test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none"],
     },
     "E5 minimum epochs and steps, maximum time": {
@@ -263,7 +263,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_outputs_inputs_and_targets_are_joined_over_the_batches",
             "test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory",
         ],
-        "test_evaluation.py": ["test_testing_uses_the_best_weights_and_not_the_last"],
+        "engine/test_evaluation.py": ["test_testing_uses_the_best_weights_and_not_the_last"],
     },
     "H1 device placement": {
         "handlers/test_device_transfer.py": [
@@ -281,12 +281,12 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_true_precision.py": ["test_it_equals_a_loop_by_hand"],
     },
     "S3 loaders made anew, samplers told the epoch, several loaders": {
-        "engine/test_combined.py": [
+        "engine/data/test_combined.py": [
             "test_batches_are_those_of_a_loop_by_hand",
             "test_a_run_resumed_anywhere_goes_on_in_every_part",
             "test_data_is_made_anew_every_few_epochs_and_may_change_its_length",
         ],
-        "engine/test_position.py": [
+        "engine/data/test_loading.py": [
             "test_samplers_are_told_the_epoch_also_after_a_resume",
             "test_an_epoch_that_a_user_sets_holds",
         ],
@@ -303,7 +303,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_run_that_an_error_ended_goes_on_bit_for_bit",
             "test_weights_only_are_those_that_are_to_be_used",
         ],
-        "handlers/test_generations.py": [
+        "engine/checkpoints/test_store.py": [
             "test_two_processes_in_one_folder_at_the_same_time",
             "test_the_one_that_a_run_was_resumed_from_stays",
         ],
@@ -315,7 +315,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one",
             "test_a_state_without_this_part_ends_elsewhere",
         ],
-        "engine/test_position.py": [
+        "engine/data/test_loading.py": [
             "test_a_run_resumed_anywhere_skips_to_its_place",
             "test_augmentation_is_the_same_for_any_number_of_workers_and_differs_from_epoch_to_epoch",
             "test_reading_again_says_what_it_costs_and_what_would_not",
@@ -323,11 +323,11 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "test_kills.py": ["test_killed_at_random_moments_it_ends_as_if_it_had_not_been"],
     },
     "C3 atomic, checksummed, asynchronous, the newest good one": {
-        "test_crash_states.py": [
+        "engine/checkpoints/test_crash_states.py": [
             "test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads",
             "test_the_model_finds_what_a_careless_writer_loses",
         ],
-        "handlers/test_generations.py": [
+        "engine/checkpoints/test_store.py": [
             "test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken",
             "test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on",
             "test_a_folder_that_becomes_read_only_is_an_error_and_the_earlier_ones_stay",
@@ -428,14 +428,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "X2 ablation studies": {
-        "ablation/test_designs.py": [
+        "engine/ablation/test_designs.py": [
             "test_leave_one_out_switches_each_candidate_off_once",
             "test_one_at_a_time_starts_from_nothing",
             "test_a_factorial_has_every_combination_once_and_tells_the_levels",
             "test_a_swap_has_one_variant_for_each_alternative",
             "test_a_group_is_switched_together_and_its_handlers_not_alone",
         ],
-        "ablation/test_study.py": [
+        "engine/ablation/test_study.py": [
             "test_one_worker_and_two_leave_the_same_store",
             "test_dasks_executor_leaves_the_same_store",
             "test_killed_at_random_moments_it_ends_with_the_same_store",
@@ -444,20 +444,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_the_plan_says_what_is_to_be_made_and_what_it_costs",
             "test_variants_that_cannot_work_are_refused_together",
         ],
-        "ablation/test_statistics.py": [
+        "engine/ablation/test_statistics.py": [
             "test_the_interval_covers_the_truth_as_often_as_it_says",
             "test_the_test_keeps_its_level_alone_and_in_a_family",
             "test_holm_is_the_closed_test_of_bonferroni",
             "test_p_is_the_share_of_all_sign_patterns",
         ],
-        "ablation/test_report.py": [
+        "engine/ablation/test_report.py": [
             "test_a_failed_run_is_shown_and_named_in_every_form",
             "test_too_few_seeds_are_said_with_how_many_it_takes",
             "test_the_picture_shows_each_seed",
         ],
     },
     "X3 where two runs part": {
-        "ablation/test_divergence.py": [
+        "engine/ablation/test_divergence.py": [
             "test_runs_that_are_built_alike_never_part",
             "test_clipping_parts_the_gradients_when_they_are_ready",
             "test_an_extra_draw_parts_the_random_states",

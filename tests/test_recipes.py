@@ -20,6 +20,8 @@ from signalfire.handlers import (
     MixedPrecision,
     TruncatedBPTT,
 )
+from tests import kit
+from tests.kit import assert_same, mlp
 
 Batch = tuple[Tensor, Tensor]
 
@@ -31,20 +33,11 @@ ONE_CYCLE = partial(OneCycleLR, max_lr=5e-2)
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return mlp(5, 16, 3, nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), seed=4)
 
 
 def make_data() -> list[Batch]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(6, 5, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(BATCHES)
-    ]
-
-
-def assert_same(module: nn.Module, other: nn.Module) -> None:
-    for (name, tensor), expected in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(tensor, expected), name
+    return kit.batches([6] * BATCHES, targets=(), classes=3, seed=5)
 
 
 def accumulate_scale_clip_schedule_and_average_by_hand() -> tuple[nn.Module, nn.Module, list[float], int]:

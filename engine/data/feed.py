@@ -44,7 +44,7 @@ class Feed:
         self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
         reseed: Callable[[int, int], None] | None,
     ) -> Source:  # fmt: skip
-        """Build the source of the next run, for `begin_run`; the position of an earlier run is kept until then.
+        """Build the source of the next run, which `begin_run` installs; the position of an earlier run is kept.
 
         Raises:
             TypeError, ValueError: for data that cannot be iterated, is empty, or cannot be sharded.
@@ -87,16 +87,23 @@ class Feed:
         length = self.current.epoch_length
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
-    def batches(self, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]) -> Iterator[Any]:
+    def take_position(self) -> dict[str, Any] | None:
+        """Return the position of an earlier run, and clear it."""
+        position, self.position = self.position, None
+        return position
+
+    def batches(
+        self, position: dict[str, Any] | None, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]
+    ) -> Iterator[Any]:
         """The remaining batches of the epoch.
 
         Args:
+            position: Return value of `take_position`.
             resumed: Whether the epoch began in an earlier run.
             ahead: Whether to read one batch ahead, because an accumulation window must recognize the last batch.
             before_pass: Called before a new pass over the data draws its order.
         """
         state, source = self.state, self.current
-        position, self.position = self.position, None
         if source.iterator is not None and isinstance(source.data, Iterator):
             return source.iterator
         fits = position is not None and source.fits(position, state.epoch, state.epoch_start)

@@ -17,8 +17,8 @@ A failure is
 
 Controls follow, each broken in its own way, to show that it is noticed: each has to end in a failure.
 
-What this cannot show: power cuts (tests/handlers/test_generations.py enumerates those), several processes, GPUs. With 0 failures
-in n kills the rate is below 3/n with 95 % confidence.
+What this cannot show: power cuts (tests/engine/checkpoints/test_store.py enumerates those), several processes, GPUs. With 0
+failures in n kills the rate is below 3/n with 95 % confidence.
 """
 
 from __future__ import annotations

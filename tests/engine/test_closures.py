@@ -24,7 +24,8 @@ from signalfire.handlers import (
     MixedPrecision,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import quick
+from tests import kit
+from tests.kit import assert_same, mlp, quick
 
 Batch = tuple[Tensor, Tensor]
 cross_entropy = nn.functional.cross_entropy
@@ -33,21 +34,15 @@ SEARCHING = partial(torch.optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="stron
 
 
 def make_data(sizes: Iterable[int] = (8, 8, 8, 8, 5)) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+    return kit.batches(sizes, 4, (), classes=3, seed=0)
 
 
 def make_model(*, dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(6, 3)
-    )
+    return mlp(4, 6, 3, nn.BatchNorm1d(6), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else []), seed=0)
 
 
 def make_trainer(*handlers: Handler, optimizer: Any = LBFGS, dropout: float = 0.0) -> Engine:
-    engine = Engine(Update.supervised(cross_entropy, optimizer), model=make_model(dropout=dropout), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return kit.build(make_model(dropout=dropout), *handlers, loss=cross_entropy, optimizer=optimizer)
 
 
 def trained(*handlers: Handler, epochs: int = 2, **options: Any) -> Engine:
@@ -115,11 +110,6 @@ def by_hand(
         if scheduler is not None:
             scheduler.step()
     return model
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
 
 
 class Heun(torch.optim.Optimizer):

@@ -37,25 +37,18 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
+from tests import kit
+from tests.kit import build, evaluator_of, linear
 
 Batch = tuple[Tensor, Tensor]
 
 
 def make_data(batches: int = 10) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(batches)]
+    return kit.batches(batches, 3, 1, seed=0)
 
 
 def make_engine() -> Engine:
-    torch.manual_seed(0)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    return Engine(update, model=nn.Linear(3, 1), seed=0)
-
-
-def make_evaluator(model: nn.Module) -> Engine:
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
-    return evaluator
+    return build(linear(3, 1, seed=0))
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +91,7 @@ def test_no_file_is_stale_after_an_error_in_its_event(tmp_path: Path) -> None:
 def test_a_snapshot_of_a_nested_event_is_not_that_of_the_event_around_it(tmp_path: Path) -> None:
     engine = make_engine()
     engine.attach(
-        Validation(make_evaluator(engine.model), make_data(2)),
+        Validation(evaluator_of(engine.model), make_data(2)),
         Checkpoint(tmp_path, every=Events.EVALUATION_COMPLETED, name="inner"),
         Checkpoint(tmp_path, every="1ep", name="outer"),
         EarlyStopping("loss", patience=3),
@@ -635,13 +628,13 @@ def test_an_evaluation_is_a_region_also_outside_a_run() -> None:
 
     engine.connect(Events.EVALUATION_STARTED, lambda engine: engine.regions.enter(swapped()))
     engine.connect(Events.EVALUATION_COMPLETED, lambda engine: left.append("completed"))
-    engine.evaluate(make_evaluator(engine.model), make_data(2))
+    engine.evaluate(evaluator_of(engine.model), make_data(2))
     assert left == ["restored", "completed"]
 
 
 def test_an_evaluation_publishes_only_what_it_measured() -> None:
     engine = make_engine()
-    evaluator = make_evaluator(engine.model)
+    evaluator = evaluator_of(engine.model)
     assert set(engine.evaluate(evaluator, make_data(3), prefix="val_")) == {"val_loss"}
     assert engine.evaluate(evaluator, make_data(3), max_iters=2) == {}, "an epoch that was cut short measures nothing"
     assert engine.state.metrics.serials == {"val_loss": 1}

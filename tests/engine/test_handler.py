@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,19 +13,18 @@ from torch import Tensor, nn
 from signalfire import Engine, EventEnum, Events, Handler, Phase, Update, on
 from signalfire.handlers import DeviceTransfer, EarlyStopping, GradientAccumulation, GradientClipping
 from signalfire.testing import fingerprint
+from tests import kit
+from tests.kit import build, linear
 
 Batch = tuple[Tensor, Tensor]
 
 
 def make_data(batches: int = 6) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(batches)]
+    return kit.batches(batches, 3, 2, seed=0)
 
 
 def make_engine() -> Engine:
-    torch.manual_seed(0)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    return Engine(update, model=nn.Linear(3, 2), seed=0)
+    return build(linear(3, 2, seed=0))
 
 
 class Recorder(Handler):

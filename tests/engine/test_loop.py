@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
 from signalfire.handlers import GradientAccumulation
 from signalfire.testing import fingerprint, trace
+from tests import kit
+from tests.kit import build, mlp
 
 Triple = tuple[str, int, int]
 Batch = tuple[Tensor, Tensor]
 
 
 def make_data(batches: int = 3) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(batches)]
+    return kit.batches(batches, 3, 2, seed=0)
 
 
 def make_engine(**options: Any) -> Engine:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=1e-2))
-    return Engine(update, model=model, seed=0, **options)
+    model = mlp(3, 8, 2, nn.ReLU(), nn.Dropout(0.3), seed=0)
+    return build(model, optimizer=partial(torch.optim.Adam, lr=1e-2), **options)
 
 
 def make_noting_engine(updates: int) -> tuple[Engine, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ from torch import nn
 from signalfire import Engine, Events, Handler, Update, on
 from signalfire.handlers import Accuracy, CSVLogger, GradientAccumulation, History, Metrics
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import linear
 
 DATA = [(torch.ones(2, 3), torch.ones(2, 1))] * 3
 
 
 def build() -> Engine:
-    torch.manual_seed(0)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    return Engine(update, model=nn.Linear(3, 1), seed=0)
+    return kit.build(linear(3, 1, seed=0))
 
 
 @pytest.mark.parametrize("batch", [{"x": torch.ones(2, 3)}, torch.ones(2, 3)], ids=["dict", "Tensor"])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, Phase, Update, seed_everything
+from signalfire import Engine, Events, Handler, Phase, seed_everything
 from signalfire.handlers import (
     EMA,
     Average,
@@ -31,21 +31,21 @@ from signalfire.handlers import (
     MixedPrecision,
     ProgressBar,
 )
+from tests import kit
+from tests.kit import build, linear
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def make_data() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(5)]
+    return kit.batches(5, 3, 1, seed=0)
 
 
 DATA = make_data()
 
 
 def make_engine(optimizer: Any = SGD) -> Engine:
-    torch.manual_seed(0)
-    return Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=nn.Linear(3, 1), seed=0)
+    return build(linear(3, 1, seed=0), optimizer=optimizer)
 
 
 # ---- what a saved state holds -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed, mixed
 from signalfire.testing import fingerprint
-from tests.kit import quick, spread
+from tests.kit import build, quick, spread
 
 cross_entropy = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -74,9 +74,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_engine(*handlers: Handler, streams: Streams = "separate", optimizer: Any = SGD) -> Engine:
-    engine = Engine(Update.supervised(cross_entropy, optimizer), model=make_model(), seed=0, streams=streams)
-    engine.attach(*handlers)
-    return engine
+    return build(make_model(), *handlers, loss=cross_entropy, optimizer=optimizer, streams=streams)
 
 
 class Recorded:

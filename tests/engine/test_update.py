@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Phase, Update, UpdateState
 from signalfire.acts import Override
 from signalfire.handlers import GradientAccumulation
+from tests import kit
+from tests.kit import assert_same, mlp
 
 Batch = tuple[Tensor, Tensor]
 mse = nn.functional.mse_loss
@@ -22,13 +24,11 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def make_data(batches: int = 6) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(batches)]
+    return kit.batches(batches, 3, 2, seed=1)
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    return mlp(3, 5, 2, nn.Tanh(), seed=0)
 
 
 def make_trainer(update: Update | None = None) -> Engine:
@@ -49,13 +49,6 @@ def by_hand(windows: Iterable[Sequence[Batch]]) -> nn.Module:
                 p.grad.div_(len(window))
         optimizer.step()
     return model
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    others = other.state_dict()
-    assert one.state_dict().keys() == others.keys()
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, others[name]), name
 
 
 def windows_of(data: Sequence[Batch], *batches: Sequence[int]) -> list[list[Batch]]:

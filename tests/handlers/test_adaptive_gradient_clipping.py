@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Update
 from signalfire.handlers import AdaptiveGradientClipping, GradientAccumulation, GradientClipping, MixedPrecision
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -37,15 +39,11 @@ def network() -> nn.Sequential:
 
 
 def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(4, 2, 4, 4, generator=generator), 5 * torch.randn(4, 2, generator=generator)) for _ in range(count)
-    ]
+    return kit.batches(count, (2, 4, 4), 2, scale=5.0)
 
 
 def trained(model: nn.Module, *handlers: Any, epochs: int = 2) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model, seed=0)
-    engine.attach(*handlers)
+    engine = kit.build(model, *handlers, optimizer=SGD)
     engine.run(batches(), max_epochs=epochs)
     return engine
 
@@ -75,26 +73,18 @@ def trained_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data = batches()
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             change(model)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
     return model
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("clipping", "eps"), [(0.02, 1e-3), (0.2, 1e-3), (0.02, 0.5)])

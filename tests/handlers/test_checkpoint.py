@@ -37,7 +37,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import spread
+from tests.kit import build, spread
 
 
 def network() -> nn.Sequential:
@@ -50,10 +50,7 @@ def dataset(count: int = 44) -> TensorDataset:
 
 
 def engine_of(*handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.02))
-    engine = Engine(update, model=network(), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(network(), *handlers, loss=nn.functional.cross_entropy, optimizer=partial(torch.optim.Adam, lr=0.02))
 
 
 def files(folder: Path) -> list[str]:

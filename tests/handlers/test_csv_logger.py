@@ -1,4 +1,4 @@
-"""CSVLogger: what its rows say. What it promises over stops and resumes is in test_text_logs.py."""
+"""CSVLogger: what its rows say. What it promises over stops and resumes is in _common/test_text_logs.py."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.handlers import Average, CSVLogger, GradientAccumulation, LRScheduling, Metrics
+from tests import kit
+from tests.kit import build, linear
 
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(6)]
+batches = partial(kit.batches, targets=2)
 
 
 def engine_of(*handlers: Any) -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    engine = Engine(update, model=nn.Linear(5, 2), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(linear(5, 2), *handlers)
 
 
 def rows(path: Path) -> list[list[str]]:

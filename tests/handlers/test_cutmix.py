@@ -16,6 +16,8 @@ from signalfire.acts import Override
 from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, same, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SHAPES = [(9,), (6, 7), (4, 5, 3)]
@@ -29,15 +31,11 @@ def network(shape: tuple[int, ...]) -> nn.Sequential:
 
 
 def batches(shape: tuple[int, ...], count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 2, *shape, generator=generator), torch.randint(3, (size,), generator=generator))
-        for size in [8] * (count - 1) + [5]
-    ]
+    return kit.batches([8] * (count - 1) + [5], (2, *shape), (), classes=3)
 
 
 def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, SGD), model=network(shape), seed=7)
+    return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
 def mixed_by_hand(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
@@ -64,8 +62,7 @@ def trained_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, iteration, lams = batches(shape), 0, []
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
                 mixed, lam, perm = mixed_by_hand(x, iteration, alpha)
@@ -76,18 +73,11 @@ def trained_by_hand(
                 if smoothing:
                     loss = (1 - smoothing) * loss + smoothing * -output.float().log_softmax(1).mean()
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
     return model, lams
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,6 +15,8 @@ from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import Cutout, GradientAccumulation, MixedPrecision
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Batches = list[tuple[Tensor, Tensor]]
@@ -28,15 +30,11 @@ def network(shape: tuple[int, ...]) -> nn.Sequential:
 
 
 def batches(shape: tuple[int, ...], count: int = 5) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(6, 2, *shape, generator=generator), torch.randint(3, (6,), generator=generator))
-        for _ in range(count)
-    ]
+    return kit.batches([6] * count, (2, *shape), (), classes=3)
 
 
 def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, SGD), model=network(shape), seed=7)
+    return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
 def cut_by_hand(x: Tensor, iteration: int, lengths: list[int], holes: int, fill: float) -> Tensor:
@@ -80,17 +78,13 @@ def test_weights_equal_a_loop_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, iteration = batches(shape), 0
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = F.cross_entropy(model(cut_by_hand(x, iteration, lengths, holes, fill)), y)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, Update
-from signalfire.handlers import Average, Checkpoint, EarlyStopping, Metrics, Validation
+from signalfire.handlers import Checkpoint, EarlyStopping, Validation
 from signalfire.testing import check_handler
-from tests.kit import spread
+from tests.kit import evaluator_of, spread
 
 BATCHES = [(torch.ones(2, 3), torch.ones(2, 1))] * 2
 
@@ -127,8 +127,7 @@ def test_the_same_number_written_again_is_a_new_value() -> None:
 
 def test_validation_every_second_epoch_counts_once_each() -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = Engine(
         Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=1e-30)), model=model, seed=0
     )  # no step can change a weight: the loss never improves
@@ -158,8 +157,7 @@ def test_a_missing_metric_is_an_error_that_names_those_there_are() -> None:
 
 def test_an_announced_metric_that_comes_later_is_no_error() -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = Engine(Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01)), model=model, seed=0)
     engine.attach(EarlyStopping("loss"), Validation(evaluator, BATCHES, every="3ep"))
     assert engine.run(BATCHES, max_epochs=4).epoch == 4

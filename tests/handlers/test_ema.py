@@ -20,58 +20,39 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from signalfire import Engine, Events, Phase, Update, seed_everything
 from signalfire.handlers import (
     EMA,
-    Average,
     EarlyStopping,
     GradientAccumulation,
     LRScheduling,
-    Metrics,
     MixedPrecision,
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import spread
+from tests.kit import (
+    assert_same,
+    average_gradients,
+    batches,
+    build,
+    evaluator_of,
+    mlp,
+    spread,
+    validation_loss,
+    windows,
+)
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.2))
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
-
-
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
-
-
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
 
 
 def run(engine: Engine, **bounds: Any) -> Engine:
     seed_everything(1)
     engine.run(batches(), **({"max_epochs": 3} | bounds))
     return engine
-
-
-def measured(model: nn.Module) -> float:
-    """The validation loss, by hand."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    with torch.no_grad():
-        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
-    for module, mode in modes.items():
-        module.training = mode
-    return torch.stack(losses).mean().item()
 
 
 def trained_by_hand(
@@ -85,14 +66,10 @@ def trained_by_hand(
     seed_everything(1)
     data = batches()
     for _ in range(3):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -101,15 +78,8 @@ def trained_by_hand(
                 if not isinstance(decay, float):
                     averaged.multi_avg_fn = get_ema_multi_avg_fn(decay(int(averaged.n_averaged)))
                 averaged.update_parameters(model)
-        losses.append(measured(averaged.module))
+        losses.append(validation_loss(averaged.module))
     return model, averaged.module, losses
-
-
-def assert_states_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert list(one) == list(other)
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
@@ -131,10 +101,10 @@ def test_averages_and_weights_equal_a_loop_by_hand(case: str, ema_first: bool) -
     model = network()
     engine = run(trainer_of(model, *(handlers if ema_first else reversed(handlers))))
     hand, average, _ = trained_by_hand(**by_hand)
-    assert_states_equal(model.state_dict(), hand.state_dict())
-    assert_states_equal(engine.weights()["model"], average.state_dict())
+    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(engine.weights()["model"], average.state_dict())
     assert not torch.equal(engine.weights()["model"]["0.weight"], model.state_dict()["0.weight"])
-    assert_states_equal(model.state_dict(), hand.state_dict())  # `weights` left them as they were
+    assert_same(model.state_dict(), hand.state_dict())  # `weights` left them as they were
 
 
 @pytest.mark.parametrize("ema_first", [True, False])
@@ -146,8 +116,8 @@ def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_fir
     run(engine)
     hand, _, expected = trained_by_hand()
     assert losses == expected
-    assert losses[-1] != measured(model)
-    assert_states_equal(model.state_dict(), hand.state_dict())
+    assert losses[-1] != validation_loss(model)
+    assert_same(model.state_dict(), hand.state_dict())
     plain = run(trainer_of(network()))
     assert fingerprint(plain, handlers=False)["updates.main"] == fingerprint(engine, handlers=False)["updates.main"]
 
@@ -186,8 +156,8 @@ def test_a_step_that_overflows_under_fp16_does_not_move_it() -> None:
                 averaged.update_parameters(hand)
     assert 0 < skipped < 18
     assert engine.updates[0].steps == int(averaged.n_averaged) == 18 - skipped
-    assert_states_equal(model.state_dict(), hand.state_dict())
-    assert_states_equal(engine.weights()["model"], averaged.module.state_dict())
+    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(engine.weights()["model"], averaged.module.state_dict())
 
 
 @pytest.mark.parametrize("buffers", ["copy", "average"])
@@ -228,7 +198,7 @@ def test_the_state_to_resume_from_holds_the_weights_and_the_averages() -> None:
     engine = run(trainer_of(model, EMA(0.9)))
     hand, average, _ = trained_by_hand()
     state = engine.state_dict()
-    assert_states_equal(state["modules"]["model"], hand.state_dict())
+    assert_same(state["modules"]["model"], hand.state_dict())
     assert state["handlers"]["ema"]["count"] == 18
     for name, value in average.state_dict().items():
         assert torch.equal(state["handlers"]["ema"]["averages"][f"model.{name}"], value), name
@@ -238,22 +208,22 @@ def test_averages_can_become_the_weights_after_training() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
     engine.load_weights(engine.weights())
-    assert_states_equal(model.state_dict(), trained_by_hand()[1].state_dict())
+    assert_same(model.state_dict(), trained_by_hand()[1].state_dict())
 
 
 def test_an_evaluation_after_the_run_sees_the_averages_too() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
     assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == trained_by_hand()[2][-1]
-    assert_states_equal(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
 
 
 def test_before_the_first_average_the_weights_themselves_are_used() -> None:
     model = network()
     engine = trainer_of(model, EMA(0.9, start=1000))
-    assert_states_equal(engine.weights()["model"], network().state_dict())
+    assert_same(engine.weights()["model"], network().state_dict())
     run(engine)
-    assert_states_equal(engine.weights()["model"], model.state_dict())
+    assert_same(engine.weights()["model"], model.state_dict())
 
 
 def test_the_weights_come_back_after_an_error_inside_a_validation() -> None:
@@ -270,7 +240,7 @@ def test_the_weights_come_back_after_an_error_inside_a_validation() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         run(engine)
     hand = run(trainer_of(network()), max_iters=8)
-    assert_states_equal(model.state_dict(), hand.model.state_dict())
+    assert_same(model.state_dict(), hand.model.state_dict())
     assert not torch.equal(inside[0], model.state_dict()["0.weight"])  # it was the average that was being measured
 
 
@@ -283,11 +253,11 @@ def test_nested_evaluations_and_exports_swap_once() -> None:
     @outer.on(Events.ITERATION_COMPLETED)
     def nest(outer: Engine) -> None:
         engine.evaluate(inner, batches(1), prefix="inner_")
-        assert_states_equal(engine.weights()["model"], averages)
-        assert_states_equal(model.state_dict(), averages)
+        assert_same(engine.weights()["model"], averages)
+        assert_same(model.state_dict(), averages)
 
     engine.evaluate(outer, batches(3))
-    assert_states_equal(model.state_dict(), raw)
+    assert_same(model.state_dict(), raw)
 
 
 def test_an_evaluation_between_forward_and_backward_leaves_the_gradients_right() -> None:
@@ -296,7 +266,7 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_gradients_right()
     engine = trainer_of(model, EMA(0.9))
     engine.connect(Events.LOSS_COMPUTED(every=2), lambda engine: engine.evaluate(evaluator, batches(1)))
     run(engine)
-    assert_states_equal(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
 
 
 class Reassigning(nn.Module):
@@ -322,7 +292,7 @@ def test_buffers_that_are_replaced_by_new_tensors_are_followed() -> None:
     run(engine)
     torch.manual_seed(0)
     plain = run(trainer_of(Reassigning()))
-    assert_states_equal(model.state_dict(), plain.model.state_dict())
+    assert_same(model.state_dict(), plain.model.state_dict())
     assert torch.equal(engine.weights()["model"]["mean"], model.mean)
 
 
@@ -418,7 +388,7 @@ def test_a_saved_run_goes_on_bit_for_bit() -> None:
     other.load_state_dict(torch.load(io.BytesIO(files[0]), weights_only=True))
     run(other)
     assert fingerprint(other) == fingerprint(engine)
-    assert_states_equal(other.weights()["model"], engine.weights()["model"])
+    assert_same(other.weights()["model"], engine.weights()["model"])
 
 
 def test_averages_of_another_model_are_refused_by_name() -> None:
@@ -437,13 +407,13 @@ def test_reset_begins_with_a_new_average() -> None:
     assert handler.count == 0
     model.load_state_dict(network().state_dict())
     run(engine)
-    assert_states_equal(engine.weights()["model"], trained_by_hand()[1].state_dict())
+    assert_same(engine.weights()["model"], trained_by_hand()[1].state_dict())
 
 
 def test_a_run_that_continues_goes_on_with_the_average() -> None:
     engine = run(trainer_of(network(), EMA(0.9)), max_iters=8)
     engine.run(batches(), max_epochs=3)
-    assert_states_equal(engine.weights()["model"], trained_by_hand()[1].state_dict())
+    assert_same(engine.weights()["model"], trained_by_hand()[1].state_dict())
 
 
 @pytest.mark.parametrize(
@@ -459,8 +429,8 @@ def test_switched_off_evaluation_sees_the_weights() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
     with engine.without("ema"):
-        assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == measured(model)
-        assert_states_equal(engine.weights()["model"], model.state_dict())
+        assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == validation_loss(model)
+        assert_same(engine.weights()["model"], model.state_dict())
 
 
 def test_a_copy_of_it_holds_nothing_of_the_model() -> None:
@@ -526,14 +496,14 @@ def test_weights_that_are_put_in_place_are_used_until_the_next_average() -> None
         for name, tensor in model.state_dict().items()
     }
     engine.load_weights({"model": best})
-    assert_states_equal(engine.weights()["model"], best)
+    assert_same(engine.weights()["model"], best)
     resumed = trainer_of(network(), EMA(0.5))
     resumed.load_state_dict(engine.state_dict())
     engine.run(batches(), max_epochs=2)
     assert not torch.equal(engine.weights()["model"]["0.weight"], model.state_dict()["0.weight"]), "averages again"
     assert not torch.equal(engine.weights()["model"]["0.weight"], averages["0.weight"])
     resumed.run(batches(), max_epochs=2)
-    assert_states_equal(resumed.weights()["model"], engine.weights()["model"])
+    assert_same(resumed.weights()["model"], engine.weights()["model"])
 
 
 def test_the_best_weights_that_early_stopping_restores_are_those_that_are_evaluated() -> None:
@@ -548,5 +518,5 @@ def test_the_best_weights_that_early_stopping_restores_are_those_that_are_evalua
 
     engine.run(batches(), max_epochs=9)
     assert engine.state.epoch == 4
-    assert_states_equal(model.state_dict(), kept[2])
-    assert_states_equal(engine.weights()["model"], kept[2])
+    assert_same(model.state_dict(), kept[2])
+    assert_same(engine.weights()["model"], kept[2])

@@ -29,11 +29,11 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from tests.kit import build, mlp
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8))
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -46,11 +46,7 @@ def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
     return list(loader())[:count]
 
 
-def engine_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+engine_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
 def whole(folder: Path, model: nn.Module, *handlers: Any) -> tuple[Engine, Engine]:

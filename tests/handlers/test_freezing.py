@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import (
-    Average,
     Freezing,
     GradientAccumulation,
     GradientClipping,
-    Metrics,
     MixedPrecision,
     Validation,
     discriminative_rates,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests import kit
+from tests.kit import assert_same, evaluator_of, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -48,8 +48,7 @@ class Network(nn.Module):
 
 
 def batches(count: int = 5) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    return kit.batches(count)
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -78,8 +77,7 @@ def trained_by_hand(
     for epoch in range(1, 5):
         model.train().requires_grad_()
         freeze(model, epoch)
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
             for parameter in model.parameters():
@@ -127,19 +125,12 @@ CASES: dict[str, tuple[Callable[[], Freezing], Callable[[Network, int], None]]] 
 }
 
 
-def assert_states_equal(one: nn.Module, other: nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert list(ours) == list(theirs)
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
 @pytest.mark.parametrize("optimizer", [SGD, AdamW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_statistics_equal_a_loop_by_hand(case: str, optimizer: Any) -> None:
     make, freeze = CASES[case]
     engine = run(trainer_of(model := Network(), make(), optimizer=optimizer))
-    assert_states_equal(model, trained_by_hand(freeze, optimizer=optimizer))
+    assert_same(model, trained_by_hand(freeze, optimizer=optimizer))
     assert all(p.requires_grad for p in model.parameters())
     assert all(module.training for module in model.modules())
     assert engine.updates[0].steps == 20
@@ -149,7 +140,7 @@ def test_weights_and_statistics_equal_a_loop_by_hand(case: str, optimizer: Any) 
 def test_with_accumulation_and_clipping_it_equals_a_loop_by_hand(freezing_first: bool) -> None:
     handlers = [Freezing(GRADUAL), GradientAccumulation(4), GradientClipping(max_norm=0.2)]
     run(trainer_of(model := Network(), *(handlers if freezing_first else reversed(handlers))))
-    assert_states_equal(model, trained_by_hand(gradually, window=4, max_norm=0.2))
+    assert_same(model, trained_by_hand(gradually, window=4, max_norm=0.2))
 
 
 def test_under_fp16_scaling_frozen_weights_do_not_move() -> None:
@@ -192,10 +183,9 @@ def test_a_path_is_not_mistaken_for_another_that_begins_like_it() -> None:
 
 def test_a_validation_inside_leaves_what_is_frozen_as_it_is() -> None:
     model = Network()
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     run(trainer_of(model, Freezing(GRADUAL), Validation(evaluator, batches(2), every="2it")))
-    assert_states_equal(model, trained_by_hand(gradually))
+    assert_same(model, trained_by_hand(gradually))
 
 
 def test_what_the_user_froze_stays_frozen_and_comes_back_as_it_was() -> None:
@@ -258,7 +248,7 @@ def test_a_saved_run_goes_on_bit_for_bit(iteration: int) -> None:
 def test_a_run_that_continues_inside_an_epoch_goes_on_frozen() -> None:
     engine = run(trainer_of(model := Network(), Freezing(GRADUAL)), max_iters=12)
     engine.run(batches(), max_epochs=4)
-    assert_states_equal(model, trained_by_hand(gradually))
+    assert_same(model, trained_by_hand(gradually))
 
 
 def test_gradients_of_an_open_window_do_not_move_what_is_frozen_from_now_on() -> None:
@@ -415,7 +405,7 @@ def test_training_with_rates_by_part_equals_a_loop_by_hand() -> None:
             nn.functional.mse_loss(hand(inputs), targets).backward()
             made.step()
             made.zero_grad()
-    assert_states_equal(model, hand)
+    assert_same(model, hand)
 
 
 def test_bad_rates_are_refused() -> None:

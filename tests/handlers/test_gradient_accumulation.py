@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation
+from tests import kit
+from tests.kit import assert_same, average_gradients, mlp, windows
 
 VALUES = [torch.tensor(float(value)) for value in range(1, 11)]
 Batches = list[tuple[Tensor, Tensor]]
@@ -54,15 +56,11 @@ def counting_engine() -> tuple[Engine, list[float]]:
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    return mlp(5, 8, 3, nn.Tanh())
 
 
 def batches(sizes: Iterable[int]) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for size in sizes
-    ]
+    return kit.batches(sizes, targets=(), classes=3)
 
 
 def trained_by_hand(data: Batches, schedule: Mapping[int, int], epochs: int) -> nn.Sequential:
@@ -71,13 +69,10 @@ def trained_by_hand(data: Batches, schedule: Mapping[int, int], epochs: int) -> 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for epoch in range(1, epochs + 1):
         window = [n for start, n in schedule.items() if start <= epoch][-1]
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.cross_entropy(model(inputs), targets).backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
     return model
@@ -86,11 +81,6 @@ def trained_by_hand(data: Batches, schedule: Mapping[int, int], epochs: int) -> 
 def trainer(model: nn.Module) -> Engine:
     update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.05))
     return Engine(update, model=model, seed=0)
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("data", [VALUES, Unsized(VALUES)], ids=["sized", "unsized"])
@@ -176,8 +166,7 @@ def test_a_weight_of_tokens_equals_a_loop_by_hand() -> None:
     hand = network()
     optimizer = torch.optim.Adam(hand.parameters(), lr=0.05)
     for _ in range(2):
-        for begin in range(0, len(data), 2):
-            chunk = data[begin : begin + 2]
+        for chunk in windows(data, 2):
             for inputs, targets in chunk:
                 (nn.functional.cross_entropy(hand(inputs), targets) * len(inputs)).backward()
             for parameter in hand.parameters():

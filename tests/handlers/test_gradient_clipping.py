@@ -13,24 +13,21 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
+from tests import kit
+from tests.kit import assert_same, average_gradients, mlp, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Tanh())
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), 5 * torch.randn(4, 1, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, scale=5.0)
 
 
 def trained(model: nn.Module, *handlers: Any, epochs: int = 2, data: Batches | None = None) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
+    engine = kit.build(model, *handlers, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     engine.run(data or batches(), max_epochs=epochs)
     return engine
 
@@ -41,14 +38,10 @@ def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data, norms = batches(), []
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             if "max_value" in options:
                 nn.utils.clip_grad_value_(model.parameters(), options["max_value"])
             if "max_norm" in options:
@@ -57,11 +50,6 @@ def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2
             optimizer.step()
             optimizer.zero_grad()
     return model, norms
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -214,16 +202,12 @@ def test_under_fp16_scaling_unscaled_gradients_are_clipped(
     optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     data = batches()
-    for begin in range(0, len(data), window):
-        chunk = data[begin : begin + window]
+    for chunk in windows(data, window):
         for inputs, targets in chunk:
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = nn.functional.mse_loss(hand(inputs), targets)
             scaler.scale(loss).backward()
-        if len(chunk) > 1:
-            for parameter in hand.parameters():
-                assert parameter.grad is not None
-                parameter.grad.div_(len(chunk))
+        average_gradients(hand, len(chunk))
         scaler.unscale_(optimizer)
         if "max_value" in options:
             nn.utils.clip_grad_value_(hand.parameters(), options["max_value"])

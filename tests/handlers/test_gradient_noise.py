@@ -16,23 +16,19 @@ from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNoise, MixedPrecision
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, batches, mlp, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
-
-
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    return mlp(5, 8, 1, nn.Tanh(), nn.Dropout(0.3))
 
 
 def build(seed: int = 7) -> Engine:
-    return Engine(Update.supervised(nn.functional.mse_loss, SGD), model=network(), seed=seed)
+    return kit.build(network(), optimizer=SGD, seed=seed)
 
 
 def trained_by_hand(
@@ -51,17 +47,13 @@ def trained_by_hand(
     data, iteration, step = batches(), 0, 0
     torch.manual_seed(5)  # dropout's
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 iteration += 1
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             if eta is not None:
                 generator = torch.Generator().manual_seed(derived_seed(7, "gradient_noise", iteration))
@@ -85,10 +77,6 @@ def trained(*handlers: Any, epochs: int = 2) -> Engine:
     torch.manual_seed(5)
     engine.run(batches(), max_epochs=epochs)
     return engine
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("eta", "gamma"), [(0.3, 0.55), (1.0, 0.0), (0.01, 2)])

@@ -13,24 +13,22 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNorms, History, MixedPrecision
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests import kit
+from tests.kit import average_gradients, mlp, quick, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Tanh())
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), 5 * torch.randn(4, 1, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, scale=5.0)
 
 
 def build(model: nn.Module | None = None) -> Engine:
-    return Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model or network(), seed=0)
+    return kit.build(model or network(), optimizer=SGD)
 
 
 def written(engine: Engine, *handlers: Any, epochs: int = 2, count: int = 6) -> list[tuple[int, dict[str, float]]]:
@@ -58,16 +56,12 @@ def norms_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, norms = batches(), []
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             found = {}
             for name, parameter in model.named_parameters():

@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.handlers import Average, Checkpoint, History, Metrics, Validation
+from tests.kit import build, evaluator_of
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
-    engine = Engine(update, model=model or nn.Linear(3, 1), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or nn.Linear(3, 1), *handlers, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 def scored(history: History, epochs: int = 3) -> Engine:
@@ -54,8 +52,7 @@ def test_the_same_number_written_again_is_recorded_again() -> None:
 @pytest.mark.parametrize("history_first", [True, False])
 def test_validations_are_recorded_where_they_happen(history_first: bool) -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     history = History()
     validation = Validation(evaluator, BATCHES, every="3it", at_start=True)
     handlers: list[Any] = [history, validation, Metrics(train_loss=Average())]
@@ -162,8 +159,7 @@ def test_switched_off_nothing_is_recorded() -> None:
 
 def test_validations_at_the_start_are_recorded_in_their_order() -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     history = History()
     engine = engine_of(Validation(evaluator, BATCHES, at_start=True), history, model=model)
     engine.run(BATCHES, max_epochs=2)

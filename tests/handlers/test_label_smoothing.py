@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, LabelSmoothing, MixedPrecision
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -25,11 +27,7 @@ def network() -> nn.Sequential:
 
 def batches(dense: bool, count: int = 6) -> list[tuple[Tensor, Tensor]]:
     """Targets for each place, of shape (N, 3), or for each sample."""
-    generator = torch.Generator().manual_seed(11)
-    shape = (5, 3) if dense else (5,)
-    return [
-        (torch.randn(5, 2, 7, generator=generator), torch.randint(4, shape, generator=generator)) for _ in range(count)
-    ]
+    return kit.batches([5] * count, (2, 7), (3,) if dense else (), classes=4)
 
 
 def forward(engine: Engine, batch: Any) -> Any:
@@ -67,8 +65,7 @@ def trained_by_hand(
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     data, losses = batches(dense), []
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     output = model(x) if dense else model(x).mean(2)
@@ -79,10 +76,7 @@ def trained_by_hand(
                         value = F.cross_entropy(output, y, label_smoothing=alpha)
                 losses.append(value.item())
                 scaler.scale(value).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -24,13 +24,13 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from tests.kit import assert_same, build, mlp
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Dropout(0.5))
 
 
 def dataset(size: int = 30) -> TensorDataset:
@@ -46,11 +46,7 @@ def batches(count: int = 6) -> Batches:
     return [dataset()[3 * i : 3 * i + 3] for i in range(count)]
 
 
-def engine_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+engine_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
 def evaluator_of(model: nn.Module) -> Engine:
@@ -73,11 +69,6 @@ def trained_by_hand(data: Any, count: int, *, epochs: int = 3, window: int = 1) 
                 optimizer.step()
                 optimizer.zero_grad()
     return model
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 OPTIONS: list[dict[str, Any]] = [

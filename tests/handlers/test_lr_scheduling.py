@@ -31,19 +31,18 @@ from torch.optim.lr_scheduler import (
 from signalfire import Engine, Events, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import assert_same, average_gradients, linear, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 Factory = Callable[[Optimizer], Any]
 
 
 def network() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(5, 2)
+    return linear(5, 2)
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, targets=2)
 
 
 class Unsized:
@@ -78,17 +77,13 @@ def trained_by_hand(
     data, iterations = batches(), 0
     rates: list[float] = []
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             if stop_at is not None and iterations + len(chunk) > stop_at:
                 return model, rates
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
                 iterations += 1
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             optimizer.zero_grad()
@@ -97,11 +92,6 @@ def trained_by_hand(
         if by == "epoch":
             scheduler.step()
     return model, rates
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def sequential(optimizer: Optimizer) -> SequentialLR:
@@ -698,14 +688,10 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
     scheduler = factory(optimizer)
     data, rates, updates = batches(), [], 0
     for epoch in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             optimizer.zero_grad()

@@ -23,20 +23,18 @@ from signalfire.handlers import (
     TruncatedBPTT,
     Validation,
 )
+from tests import kit
+from tests.kit import linear
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(5, 3)
+    return linear(5, 3)
 
 
 def batches(sizes: tuple[int, ...] = (8, 8, 8, 3)) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for size in sizes
-    ]
+    return kit.batches(sizes, targets=(), classes=3)
 
 
 def all_at_once(model: nn.Module, data: Batches) -> tuple[Tensor, Tensor]:

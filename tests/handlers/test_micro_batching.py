@@ -25,6 +25,8 @@ from signalfire.handlers import (
     MixedPrecision,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests import kit
+from tests.kit import assert_same, mlp
 
 Batch = tuple[Tensor, Tensor]
 cross_entropy = nn.functional.cross_entropy
@@ -32,18 +34,11 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def make_data(sizes: Iterable[int] = (8, 7, 8, 5, 3)) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator, dtype=torch.long))
-        for n in sizes
-    ]
+    return kit.batches(sizes, 4, (), classes=3, seed=0)
 
 
 def make_model(*, norm: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 6), *([nn.BatchNorm1d(6), nn.Dropout(0.3)] if norm else []), nn.Tanh(), nn.Linear(6, 3)
-    )
+    return mlp(4, 6, 3, *([nn.BatchNorm1d(6), nn.Dropout(0.3)] if norm else []), nn.Tanh(), seed=0)
 
 
 def trained(
@@ -61,11 +56,6 @@ def trained(
     seed_everything(1)
     engine.run(make_data() if data is None else data, max_epochs=epochs)
     return engine
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def assert_close(one: nn.Module, other: nn.Module, tolerance: float = 2e-6) -> None:

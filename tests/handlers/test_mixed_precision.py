@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Update
 from signalfire.acts import Override
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
+from tests import kit
+from tests.kit import assert_same, average_gradients, build, mlp, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    return mlp(5, 8, 2, nn.Tanh())
 
 
 def batches(count: int = 7) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+    return kit.batches(count, targets=2)
 
 
 def with_a_huge_one() -> Batches:
@@ -35,11 +35,7 @@ def with_a_huge_one() -> Batches:
     return data
 
 
-def engine_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+engine_of = partial(build, optimizer=partial(torch.optim.Adam, lr=0.05))
 
 
 def trained_by_hand(
@@ -57,35 +53,26 @@ def trained_by_hand(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **options)
     scales: list[float] = []
-    steps, windows = 0, 0
+    steps, number = 0, 0
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 with torch.autocast("cpu", dtype=DTYPES[precision]):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            windows += 1
-            if windows != skip_at:
+            number += 1
+            if number != skip_at:
                 scaler.step(optimizer)
                 steps += finite
             scaler.update()
             scales.append(scaler.get_scale())
             optimizer.zero_grad()
     return model, scales, steps
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def note_scales(engine: Engine, handler: MixedPrecision) -> list[float]:

@@ -31,6 +31,8 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import average_gradients, same, windows
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Pair = namedtuple("Pair", ["image", "label"])
@@ -44,15 +46,11 @@ def network() -> nn.Sequential:
 
 
 def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        (torch.randn(size, 2, 5, 5, generator=generator), torch.randint(3, (size,), generator=generator))
-        for size in [8] * (count - 1) + [5]
-    ]
+    return kit.batches([8] * (count - 1) + [5], (2, 5, 5), (), classes=3)
 
 
 def build(model: nn.Module | None = None, optimizer: Any = SGD) -> Engine:
-    return Engine(Update.supervised(F.cross_entropy, optimizer), model=model or network(), seed=7)
+    return kit.build(model or network(), loss=F.cross_entropy, optimizer=optimizer, seed=7)
 
 
 def trained(*handlers: Any, optimizer: Any = SGD) -> Engine:
@@ -95,8 +93,7 @@ def trained_by_hand(
     data, iteration, losses = batches(), 0, []
     torch.manual_seed(5)
     for _ in range(2):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
                 lam, perm = draws(iteration, alpha, len(x)) if alpha is not None else (1.0, torch.arange(len(x)))
@@ -113,20 +110,13 @@ def trained_by_hand(
                     loss = (1 - smoothing) * loss + smoothing * uniform
                 losses.append(loss.item())
                 scaler.scale(loss).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
     return model, losses
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4])

@@ -21,7 +21,8 @@ from signalfire.handlers import (
     NonFiniteGuard,
 )
 from signalfire.testing import check_handler
-from tests.kit import quick, spread
+from tests import kit
+from tests.kit import average_gradients, mlp, quick, same, spread, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -29,21 +30,19 @@ CHECKS = ["gradients", "loss", "both"]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Tanh())
 
 
 def batches(*bad: int, count: int = 10, value: float = math.nan) -> Batches:
     """Batches of which those that are counted as bad have a target that is not finite."""
-    generator = torch.Generator().manual_seed(11)
-    data = [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    data = kit.batches(count)
     for number in bad:
         data[number - 1][1][2] = value
     return data
 
 
 def build(model: nn.Module | None = None) -> Engine:
-    return Engine(Update.supervised(nn.functional.mse_loss, Adam), model=model or network(), seed=0)
+    return kit.build(model or network(), optimizer=Adam)
 
 
 def trained_by_hand(data: Batches, *, window: int = 1, max_norm: float | None = None, epochs: int = 2) -> nn.Sequential:
@@ -51,24 +50,16 @@ def trained_by_hand(data: Batches, *, window: int = 1, max_norm: float | None = 
     model = network()
     optimizer = Adam(model.parameters())
     for _ in range(epochs):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             if all(bool(targets.isfinite().all()) for _, targets in chunk):
                 if max_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
             optimizer.zero_grad()
     return model
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -24,14 +24,13 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests.kit import build, evaluator_of, mlp, quick
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.Dropout(0.2))
 
 
 class Augmented(TensorDataset):
@@ -50,11 +49,7 @@ def loader(*, own_generator: bool = False, workers: int = 0) -> DataLoader[Any]:
     )
 
 
-def engine_of(model: nn.Module, *handlers: Any, seed: int = 7) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.02))
-    engine = Engine(update, model=model, seed=seed)
-    engine.attach(*handlers)
-    return engine
+engine_of = partial(build, optimizer=partial(torch.optim.Adam, lr=0.02), seed=7)
 
 
 def drawn_by_hand(data: DataLoader[Any], count: int, seed: int = 7) -> Batches:
@@ -130,8 +125,7 @@ def test_a_later_run_goes_on_with_the_same_batches() -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_evaluations_are_made_on_these_batches_if_wanted(own: bool) -> None:
     model = network()
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     seen: list[Tensor] = []
     evaluator.connect(Events.ITERATION_STARTED, lambda engine: seen.append(engine.state.batch[0].clone()))
     other = [(torch.ones(2, 5), torch.ones(2, 1))]

@@ -16,18 +16,18 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import GradientAccumulation, LRScheduling, MixedPrecision, ParameterScheduling
 from signalfire.testing import check_handler, fingerprint
+from tests import kit
+from tests.kit import assert_same, average_gradients, linear, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(5, 2)
+    return linear(5, 2)
 
 
 def batches(count: int = 5) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+    return kit.batches(count, targets=2)
 
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -56,14 +56,10 @@ def trained_by_hand(
     made = optimizer(model.parameters())
     data = batches()
     for epoch in range(3):
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             change(made.param_groups[0], steps if by == "step" else epoch)
             seen.append({key: value for key, value in made.param_groups[0].items() if key != "params"})
             made.step()
@@ -108,11 +104,6 @@ CASES: dict[str, Case] = {
         partial(ParameterScheduling, "weight_decay", ParameterScheduling.linear(0.2, 0.0, over=8)), set_line, AdamW
     ),
 }  # fmt: skip
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("by", ["step", "epoch"])

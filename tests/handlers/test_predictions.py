@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Update
 from signalfire.handlers import Average, DeviceTransfer, FastDevRun, Metrics, MixedPrecision, Predictions, Validation
 from signalfire.testing import check_handler
+from tests import kit
+from tests.kit import mlp
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    return mlp(5, 8, 2, nn.BatchNorm1d(8), nn.Dropout(0.5))
 
 
 def batches() -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    sizes = (4, 4, 3)
-    return [(torch.randn(size, 5, generator=generator), torch.randn(size, 2, generator=generator)) for size in sizes]
+    return kit.batches((4, 4, 3), targets=2)
 
 
 def predictor(model: nn.Module | None, *handlers: Any, forward: Callable[[Engine, Any], Any] | None = None) -> Engine:

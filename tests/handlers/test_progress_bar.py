@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.handlers import Average, Metrics, ProgressBar, Validation
+from tests.kit import build, evaluator_of, linear
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
@@ -26,11 +27,7 @@ class Terminal(io.StringIO):
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
-    engine = Engine(update, model=model or nn.Linear(3, 1), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or linear(3, 1), *handlers, optimizer=partial(torch.optim.SGD, lr=0.01))
 
 
 def test_a_file_gets_a_line_for_each_epoch() -> None:
@@ -152,8 +149,7 @@ def test_an_error_closes_the_bar(kind: type[io.StringIO]) -> None:
 
 def test_validation_within_an_epoch_draws_no_second_bar() -> None:
     model = nn.Linear(3, 1)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     file = Terminal()
     engine_of(
         ProgressBar(file=file, interval=0.0, leave=True), Validation(evaluator, BATCHES, every="2it"), model=model

@@ -25,7 +25,8 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import quick
+from tests import kit
+from tests.kit import assert_same, mlp, quick
 
 Batch = tuple[Tensor, Tensor]
 cross_entropy = nn.functional.cross_entropy
@@ -33,19 +34,15 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def make_data(sizes: Iterable[int] = (6, 6, 6, 6, 4)) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+    return kit.batches(sizes, 4, (), classes=3, seed=0)
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 3))
+    return mlp(4, 6, 3, nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Tanh(), seed=0)
 
 
 def make_trainer(*handlers: Handler, model: nn.Module | None = None, optimizer: Any = SGD) -> Engine:
-    engine = Engine(Update.supervised(cross_entropy, optimizer), model=model or make_model(), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return kit.build(model or make_model(), *handlers, loss=cross_entropy, optimizer=optimizer)
 
 
 def trained(*handlers: Handler, epochs: int = 2, data: Any = None, **options: Any) -> Engine:
@@ -120,11 +117,6 @@ def by_hand(
             if scheduler is not None:
                 scheduler.step()
     return model
-
-
-def assert_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
 
 
 def differ(one: nn.Module, other: nn.Module) -> bool:

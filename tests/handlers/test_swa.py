@@ -18,56 +18,28 @@ from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import (
     EMA,
     SWA,
-    Average,
     GradientAccumulation,
     LRScheduling,
-    Metrics,
     MixedPrecision,
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
+from tests.kit import assert_same, average_gradients, batches, build, evaluator_of, mlp, validation_loss, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network(dropout: float = 0.2) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(dropout))
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
-
-
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
-
-
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9))
 
 
 def run(engine: Engine, **bounds: Any) -> Engine:
     seed_everything(1)
     engine.run(batches(), **({"max_epochs": 6} | bounds))
     return engine
-
-
-def measured(model: nn.Module) -> float:
-    """The validation loss, by hand; the modes stay as they are."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    with torch.no_grad():
-        losses = [nn.functional.mse_loss(model(inputs), targets).double() for inputs, targets in batches(3)]
-    for module, mode in modes.items():
-        module.training = mode
-    return torch.stack(losses).mean().item()
 
 
 def trained_by_hand(
@@ -78,39 +50,28 @@ def trained_by_hand(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     averaged = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
     # Over 0 epochs, torch's takes effect when it is built: build it when averaging begins. Over more it makes no difference.
-    build = partial(SWALR, optimizer, swa_lr=lr or 1.0, **annealing)
-    scheduler = build() if lr is not None and annealing.get("anneal_epochs") != 0 else None
+    begin_annealing = partial(SWALR, optimizer, swa_lr=lr or 1.0, **annealing)
+    scheduler = begin_annealing() if lr is not None and annealing.get("anneal_epochs") != 0 else None
     rates, losses = [], []
     seed_everything(1)
     data = batches()
     for epoch in range(1, epochs + 1):
         rates.append(optimizer.param_groups[0]["lr"])
-        for begin in range(0, len(data), window):
-            chunk = data[begin : begin + window]
+        for chunk in windows(data, window):
             for inputs, targets in chunk:
                 nn.functional.mse_loss(model(inputs), targets).backward()
-            if len(chunk) > 1:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    parameter.grad.div_(len(chunk))
+            average_gradients(model, len(chunk))
             optimizer.step()
             optimizer.zero_grad()
         if epoch >= start:
             if (epoch - start) % every == 0:
                 averaged.update_parameters(model)
             if lr is not None:
-                scheduler = scheduler or build()
+                scheduler = scheduler or begin_annealing()
                 scheduler.step()
-        losses.append(measured(averaged.module if epoch >= start else model))
+        losses.append(validation_loss(averaged.module if epoch >= start else model))
     update_bn(data, averaged)
     return model, averaged.module, rates, losses
-
-
-def assert_states_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert list(one) == list(other)
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -144,8 +105,8 @@ def test_average_rates_and_weights_equal_torchs_recipe(case: str, window: int) -
     run(engine)
     assert rates == expected
     assert (len(set(rates)) > 1) == ("lr" in options)
-    assert_states_equal(model.state_dict(), hand.state_dict())
-    assert_states_equal(engine.weights()["model"], average.state_dict())
+    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(engine.weights()["model"], average.state_dict())
     assert not torch.equal(engine.weights()["model"]["1.running_mean"], model.state_dict()["1.running_mean"])
 
 
@@ -158,7 +119,7 @@ def test_a_validation_measures_the_average_and_training_does_not_notice(swa_firs
     run(engine)
     hand, _, _, expected = trained_by_hand()
     assert losses == expected
-    assert_states_equal(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), hand.state_dict())
 
 
 def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
@@ -172,8 +133,8 @@ def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
     run(engine)
     for epochs, loss in zip(range(3, 7), losses, strict=True):
         hand, average, _, _ = trained_by_hand(epochs=epochs)
-        assert loss == measured(average)
-    assert_states_equal(model.state_dict(), hand.state_dict())
+        assert loss == validation_loss(average)
+    assert_same(model.state_dict(), hand.state_dict())
 
 
 @pytest.mark.parametrize("bn_update", ["end", "evaluation"])
@@ -208,7 +169,7 @@ def test_inside_a_window_and_after_a_failed_pass_everything_is_as_before() -> No
     engine = trainer_of(model, SWA(3, bn_data=broken))
     with pytest.raises(RuntimeError):
         run(engine)
-    assert_states_equal(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
     norm = model[1]
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.momentum == 0.1
@@ -224,7 +185,7 @@ def test_a_part_of_the_data_is_enough_if_asked_for() -> None:
     exported = engine.weights()["model"]
     assert exported["1.num_batches_tracked"] == 2
     # BatchNorm stands in front of the dropout, so that its statistics do not depend on the masks.
-    assert_states_equal(exported, by_hand.state_dict())
+    assert_same(exported, by_hand.state_dict())
 
 
 def test_statistics_of_the_last_weights_are_kept_if_asked_for() -> None:
@@ -247,7 +208,7 @@ def test_layers_in_eval_mode_keep_their_statistics() -> None:
     assert torch.equal(exported["0.running_mean"], torch.full((5,), 0.25))
     assert exported["1.1.num_batches_tracked"] == 6
     engine.handlers["swa"].update_bn(engine)  # type: ignore[attr-defined]
-    assert_states_equal(engine.weights()["model"], exported)
+    assert_same(engine.weights()["model"], exported)
 
 
 def test_statistics_can_be_gathered_after_the_run() -> None:
@@ -257,7 +218,7 @@ def test_statistics_can_be_gathered_after_the_run() -> None:
     handler.bn_batches = None
     handler.update_bn(engine, batches())
     _, average, _, _ = trained_by_hand()
-    assert_states_equal(engine.weights()["model"], average.state_dict())
+    assert_same(engine.weights()["model"], average.state_dict())
     assert not any(module.training for module in model.modules())
     with pytest.raises(ValueError, match=r"update_bn\(\) needs training data"):
         handler.update_bn(engine)
@@ -278,7 +239,7 @@ def test_with_mixed_precision_a_function_and_dictionaries_as_batches() -> None:
     again = network()
     again.load_state_dict(average.state_dict())
     update_bn(batches(), again)
-    assert_states_equal(average.state_dict(), again.state_dict())
+    assert_same(average.state_dict(), again.state_dict())
 
 
 def test_the_rate_before_can_be_scheduled_with_torchs_own_annealing() -> None:
@@ -325,11 +286,11 @@ def test_a_saved_run_goes_on_bit_for_bit_and_reset_begins_anew() -> None:
         other.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
         run(other)
         assert fingerprint(other) == fingerprint(engine)
-        assert_states_equal(other.weights()["model"], exported)
+        assert_same(other.weights()["model"], exported)
     engine.reset()
     engine.model.load_state_dict(network().state_dict())
     run(engine)
-    assert_states_equal(engine.weights()["model"], exported)
+    assert_same(engine.weights()["model"], exported)
 
 
 def test_a_complete_run_that_is_loaded_has_its_statistics_already() -> None:
@@ -346,7 +307,7 @@ def test_a_complete_run_that_is_loaded_has_its_statistics_already() -> None:
     with pytest.warns(UserWarning, match="nothing to do"):
         run(other)
     assert not seen
-    assert_states_equal(other.weights()["model"], engine.weights()["model"])
+    assert_same(other.weights()["model"], engine.weights()["model"])
 
 
 def test_reset_brings_back_the_rate_of_an_optimizer_that_was_given_built() -> None:

@@ -26,22 +26,17 @@ from signalfire.handlers import (
     TensorBoardLogger,
     Validation,
 )
-from tests.kit import quick
+from tests import kit
+from tests.kit import build, evaluator_of, linear, quick
 
 Scalars = dict[str, list[tuple[int, float]]]
 
 
-def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
+batches = partial(kit.batches, targets=2)
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-    engine = Engine(update, model=model or nn.Linear(5, 2), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(model or linear(5, 2), *handlers)
 
 
 def read(folder: Path) -> Scalars:
@@ -113,8 +108,7 @@ def test_within_a_window_the_rate_is_that_of_the_step_to_come(tmp_path: Path) ->
 
 def test_metrics_are_written_as_they_come(tmp_path: Path) -> None:
     model = nn.Linear(5, 2)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = engine_of(
         TensorBoardLogger(tmp_path, every="100it"),
         Validation(evaluator, batches(2), every="4it", at_start=True),
@@ -276,8 +270,7 @@ def test_an_epochs_end_that_is_told_again_is_written_once(tmp_path: Path) -> Non
 
 def with_metrics_of_every_kind(folder: Path, every: str) -> Engine:
     model = nn.Linear(5, 2)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    evaluator = evaluator_of(model)
     engine = engine_of(
         TensorBoardLogger(folder, every=every),
         LRScheduling(partial(ExponentialLR, gamma=0.9)),

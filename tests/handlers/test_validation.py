@@ -24,32 +24,16 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import spread
+from tests.kit import batches, build, evaluator_of, mlp, spread
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5))
 
 
-def batches(count: int = 6) -> Batches:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
-
-
-def evaluator_of(model: nn.Module) -> Engine:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    engine.attach(Metrics(loss=Average()))
-    return engine
-
-
-def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
-    engine.attach(*handlers)
-    return engine
+trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
 def trained_by_hand(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:

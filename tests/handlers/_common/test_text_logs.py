@@ -31,7 +31,8 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests import kit
+from tests.kit import evaluator_of, linear, quick
 
 Logger = Callable[..., Any]
 
@@ -43,16 +44,13 @@ def kind(request: pytest.FixtureRequest) -> Logger:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(5)]
+    return kit.batches(5, targets=2)
 
 
 def engine_of(*handlers: Any) -> Engine:
     """Trains with a schedule and a window that is ragged at the epoch's end; has metrics of every kind of moment."""
-    torch.manual_seed(3)
-    model = nn.Linear(5, 2)
-    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
-    evaluator.attach(Metrics(loss=Average()))
+    model = linear(5, 2)
+    evaluator = evaluator_of(model)
     update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
     engine = Engine(update, model=model, seed=0)
     engine.attach(
@@ -288,8 +286,7 @@ def test_what_is_measured_at_the_start_of_a_resumed_run_is_not_written_again(kin
 
     def build() -> Engine:
         engine = engine_of(kind(path, every="1it"))
-        evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=engine.model)
-        evaluator.attach(Metrics(loss=Average()))
+        evaluator = evaluator_of(engine.model)
         engine.connect(Events.STARTED, lambda engine: engine.evaluate(evaluator, batches(), prefix="first_") and None)
         return engine
 

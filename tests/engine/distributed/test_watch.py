@@ -36,7 +36,7 @@ FOREVER = 90.0  # what never expires: all that is waited for comes long before
 INTERVAL = 0.25
 BAD = 5  # the iteration in which it happens
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # What happens, the rank that does it, the number of processes.
 CASES = {
@@ -164,7 +164,9 @@ def _is_culprit(folder: Path, rank: int) -> bool:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("watch")
-    subprocess.run([sys.executable, "-m", "tests.engine.test_watch", str(folder)], cwd=ROOT, check=True, timeout=400)
+    subprocess.run(
+        [sys.executable, "-m", "tests.engine.distributed.test_watch", str(folder)], cwd=ROOT, check=True, timeout=400
+    )
     return folder
 
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.checkpoints import Files, Ownership, Taken, clean, commit, encode, read_manifest
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
-from tests.kit import quick
+from tests.kit import build, linear, quick
 
 DATA = [(torch.ones(2, 2) * i, torch.ones(2, 1)) for i in range(1, 4)]
 DISK = Files()
@@ -45,11 +44,7 @@ def folder() -> Iterator[Path]:
 
 
 def engine_of(*handlers: Any) -> Engine:
-    torch.manual_seed(0)
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01, momentum=0.9))
-    engine = Engine(update, model=nn.Linear(2, 1), seed=0)
-    engine.attach(*handlers)
-    return engine
+    return build(linear(2, 1, seed=0), *handlers, optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9))
 
 
 def trained(folder: Path, iterations: int = 3, **options: Any) -> list[Path]:

@@ -35,11 +35,11 @@ from signalfire.handlers import (
     ProgressBar,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 if str(ROOT) not in sys.path:  # for this process and those that it starts: they import what studies are made of
     sys.path.insert(0, str(ROOT))
 
-from tests.ablation import builds  # noqa: E402
+from tests.engine.ablation import builds  # noqa: E402
 from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until  # noqa: E402
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
@@ -168,7 +168,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     monkeypatch.chdir(whole)
     builds.study_of(".", 0.2).run(LeaveOneOut(), workers=0)
 
-    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.2]
+    program = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.2]
     draws = random.Random(workers)
     kills = 2 if workers else 4  # new processes take their time
     for _ in range(kills):
@@ -190,7 +190,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
-    program = [ROOT / "tests/ablation/builds.py", ".", workers, 0.5]
+    program = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.5]
     with python(*program, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as study:
         wait_until(partial(made_or_ended, 2 + workers, tmp_path, study))
         os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
@@ -544,7 +544,7 @@ def test_a_script_without_its_main_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from signalfire.ablation import LeaveOneOut, Study\nfrom tests.ablation.builds import build\n"
+        "from signalfire.ablation import LeaveOneOut, Study\nfrom tests.engine.ablation.builds import build\n"
         "Study(build, metric='val_loss', mode='min', seeds=[0]).run(LeaveOneOut(['ema']), workers=1)\n"
     )
     finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)

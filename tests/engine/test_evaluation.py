@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update, seed_everything
 from signalfire.handlers import Average, Checkpoint, Metrics, Predictions, Validation
+from tests import kit
+from tests.kit import mlp
 
 UPDATE = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.2))
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return mlp(5, 8, 1, nn.BatchNorm1d(8))
 
 
 def batches(seed: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    return kit.batches(count, seed=seed)
 
 
 def evaluator_of(model: nn.Module, *handlers: Any) -> Engine:

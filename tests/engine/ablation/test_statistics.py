@@ -22,7 +22,7 @@ from scipy import stats
 from signalfire.ablation.results import Result, Variant
 from signalfire.ablation.statistics import compare, effects, exact, fewest_seeds, holm
 
-CAMPAIGN = Path(__file__).parents[1] / "campaigns" / "calibration.py"
+CAMPAIGN = Path(__file__).parents[2] / "campaigns" / "calibration.py"
 
 
 def by_enumeration(fractions: Sequence[Fraction]) -> float:
