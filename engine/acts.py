@@ -164,21 +164,26 @@ class Overrides(Part):
 
     def release(self, handler: Handler) -> None:
         """Give back what a handler that takes no part any more has overridden."""
-        engine = self.engine
-        released = {key for key, owner in self._owners.items() if owner == handler.name}
+        released = [key for key, owner in self._owners.items() if owner == handler.name]
         for key in released:
             del self._owners[key]
         for what, target in released:
             if what is Override.WINDOW:
-                for update in engine.updates:
-                    if target == f"of update {update.name!r}":
-                        update.window.length_of = None
-                        update.window.length = 1
-            elif what in _FUNCTIONS:
-                setattr(self, what.name.lower(), None)
-            elif what is Override.PROCESS_GROUP:
-                engine.group.leave()
+                self._release_window(target)
             elif what is Override.GRADIENTS_PER_STEP:
-                for update in engine.updates:
+                for update in self.engine.updates:
                     closure = update.optimizer is not None and needs_closure(update.optimizer)
                     update.window.kept = [] if closure else None
+            elif what in _FUNCTIONS:
+                setattr(self, what.name.lower(), None)
+        if (
+            Override.PROCESS_GROUP,
+            None,
+        ) in released:  # last: it connects the handlers of rank 0, of which one may fail
+            self.engine.group.leave()
+
+    def _release_window(self, target: str | None) -> None:
+        for update in self.engine.updates:
+            if target == f"of update {update.name!r}":
+                update.window.length_of = None
+                update.window.length = 1

@@ -34,7 +34,8 @@ class Boundary(Part):
         self._agreed: dict[str, str] = {}  # with several ranks: the stops that all know of
         self._preemption: str | None = None
         self._deadline: float | None = None
-        self._restore: Mapping[str, Any] | None = None
+        self._restored = False  # whether a state was put back since `take_restored`
+        self._restore: tuple[Mapping[str, Any], frozenset[str]] | None = None
         self._stopped_bounds: list[int | None] | None = None  # the bounds of the run that was stopped
 
     # ---- waiting for the boundary ---------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class Boundary(Part):
         return self._signal.awaited
 
     def attend(self) -> bool:
-        """Do what had to wait for the end of the iteration; True if the epoch does not continue.
+        """Do what had to wait for the end of the iteration; True if the epoch does not continue, or begins again.
 
         It is called at the end of an iteration, and wherever a stop may take effect besides: after STARTED, EPOCH_STARTED,
         GET_BATCH_STARTED and EPOCH_COMPLETED.
@@ -61,13 +62,13 @@ class Boundary(Part):
         engine.snapshots.drop()
         self._sleep_if_nothing_recurs()
         preemption = self._agree() if engine.processes.distributed else self._preemption
+        if self._restore is not None:
+            (saved, allowed), self._restore = self._restore, None
+            engine.snapshots.apply_restored(saved, allowed)
+            self._restored = True
         if preemption is not None:
             engine.signals.emit(engine, Events.PREEMPTED)  # before the stop, which the saved state does not have
             self._stop(preemption)
-            return True
-        if self._restore is not None:
-            saved, self._restore = self._restore, None
-            engine.snapshots.apply_restored(saved)
             return True
         if not engine.handlers.is_settled:
             if any(update.window.filled for update in engine.updates):
@@ -82,7 +83,7 @@ class Boundary(Part):
         if self.epoch_stop is not None:
             discard_windows(engine)
             return True
-        return self.limit_reached()
+        return self._restored or self.limit_reached()
 
     def _sleep_if_nothing_recurs(self) -> None:
         recurring = (
@@ -153,9 +154,9 @@ class Boundary(Part):
         self._preemption = reason  # in this order: an `attend` in between sees it at the next boundary
         self.wake()
 
-    def request_restore(self, saved: Mapping[str, Any]) -> None:
+    def request_restore(self, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
         """Put a state back in place at the end of this iteration; see `Snapshots.restore`."""
-        self._restore = saved
+        self._restore = saved, allowed
         self.wake()
 
     # ---- what the loop asks ---------------------------------------------------------------------------------------
@@ -167,6 +168,7 @@ class Boundary(Part):
         self.stops.clear()
         self._agreed = {}
         self._preemption = self._restore = None
+        self._restored = False
         self._sleep_if_nothing_recurs()
 
     def end_run(self) -> None:
@@ -188,6 +190,11 @@ class Boundary(Part):
     def stops_now(self) -> bool:
         """Whether a stop takes effect inside an iteration. With several ranks it does not: others may not have asked for it."""
         return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()
+
+    def take_restored(self) -> bool:
+        """Return whether a state was put back in place, so that the epoch begins again there, and clear that."""
+        restored, self._restored = self._restored, False
+        return restored
 
     def take_epoch_stop(self) -> bool:
         """Return whether the epoch was ended early, and clear the request."""

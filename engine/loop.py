@@ -32,7 +32,7 @@ from .regions import note_problems
 from .restore import Modes
 from .setup import build_optimizers, check_modules, check_windows
 from .step import Perform, performer
-from .streams import begin_stream
+from .streams import batch_streams, begin_stream
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -51,6 +51,7 @@ class Loop:
 
     Attributes:
         running: whether handlers take part; False again once ENDED was emitted.
+        over: whether no further iteration is made.
     """
 
     def __init__(self, engine: Engine, data: Any, epoch_length: int | None) -> None:
@@ -64,9 +65,10 @@ class Loop:
             processes=engine.group.processes,
             shard_policy=engine.group.shard_policy,
             training=engine.training,
-            reseed=partial(begin_stream, engine, "batch") if engine.streams == "separate" else None,
+            reseed=batch_streams(engine) if engine.streams == "separate" else None,
         )
         self.running = False
+        self.over = False
         self._updates_begun = True
 
     def run(self) -> None:
@@ -84,9 +86,10 @@ class Loop:
             with torch.set_grad_enabled(engine.training):
                 self.set_up()
                 self.iterate()
+                self.over = True
                 self.finish()
         except BaseException as caught:
-            error = caught
+            error, self.over = caught, True
             self.report(caught)
             raise
         finally:
@@ -219,6 +222,7 @@ class Loop:
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
+        boundary.take_restored()
         position, resumed = engine.feed.take_position(), state.epoch_open
         if not resumed:
             boundary.take_epoch_stop()
@@ -256,7 +260,7 @@ class Loop:
     def end_epoch(self) -> None:
         """Emit EPOCH_COMPLETED, unless the epoch was cut short, or a state was put back in place."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        if state.stop_reason is not None or engine.feed.position is not None:
+        if boundary.take_restored() or state.stop_reason is not None:
             return
         if not (boundary.take_epoch_stop() or engine.feed.epoch_ended()):
             return

@@ -1,4 +1,4 @@
-"""The base class of an engine's parts: each provides one service and is the only writer of its fields."""
+"""The base class of an engine's parts: each provides one service, and alone writes its private fields."""
 
 from __future__ import annotations
 

@@ -49,20 +49,20 @@ class Regions:
     @contextmanager
     def region(self) -> Iterator[None]:
         """A region around the ``with`` block."""
-        outside = self.depth
+        outside, regions = self.depth, self._regions
         self._regions += 1
         try:
             yield
         except BaseException as error:
-            self._regions -= 1
+            self._regions = regions
             self.close(outside, error)
             raise
-        self._regions -= 1
+        self._regions = regions
         self.close(outside)
 
     def close_all(self, error: BaseException | None) -> None:
         """Exit every context manager, and close all regions."""
-        self._regions = 0
+        self._regions -= 1
         self.close(0, error)
 
     def close(self, outside: int, error: BaseException | None = None) -> None:

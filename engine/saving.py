@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["FORMAT", "copied", "gather", "put_back", "spread_over"]
+__all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back", "spread_over"]
 
 FORMAT = 1
 
@@ -58,7 +58,7 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
     """Restore a loaded state in place; returns the position in the data."""
     saved = _own_part(engine, saved)
-    _check_fit(engine, saved, allowed)
+    check_fit(engine, saved, allowed)
     parameters = (p for root in engine.modules.values() for p in root.parameters())
     saved = read_shards(saved, parameters=parameters, device=engine.device)
     for name, root in engine.modules.items():
@@ -265,7 +265,8 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     }
 
 
-def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    """Raise ValueError for a state whose modules, updates or handlers are not those of the engine."""
     missing_parts = [part for part in ("engine", "modules", "updates", "handlers", "random") if part not in saved]
     if missing_parts:
         raise ValueError(f"the loaded state is incomplete: it has no {', '.join(missing_parts)}")

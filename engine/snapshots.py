@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .data.source import DataError
 from .distributed.sharded import read_shards
 from .events import Events
 from .part import Part
-from .saving import FORMAT, copied, gather, put_back, spread_over
+from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -140,48 +139,57 @@ class Snapshots(Part):
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
         self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
-        self._resume_from(position)
-        return True
-
-    def _resume_from(self, position: dict[str, Any] | None) -> None:
-        engine = self.engine
         engine.feed.load(position, engine.seed)
         engine.signals.rewind(engine)
+        return True
 
     # ---- putting back in place ------------------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Put a state of this engine back in place inside the process, at the end of the iteration under way.
 
         The run continues from there, bit for bit as it did from where the state was taken: modules, optimizers, handlers,
         generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run it does what
         `load_state_dict` does. With several ranks each has to call it, with its own state.
 
+        Receivers are called again: one that restores under ``once=`` has to remember that it did. A checkpoint that is written
+        in the same iteration holds the state before. A stop that was asked for stays; one of the epoch is undone with the epoch.
+        Of two calls in one iteration the last one counts.
+
         Args:
             state: what `take` or `Engine.state_dict` returned. It is not changed, and can be put back again.
+            allow: names of handlers that may be in only one of the state and this engine.
 
         Raises:
-            ValueError: for what is not such a state.
-            DataError: for data that cannot begin again, such as a generator.
+            ValueError: for what is not such a state, or does not fit this engine, or was taken before the first run.
+            DataError: for data that cannot go back, such as a generator.
+            RuntimeError: after the last iteration of a run.
         """
         engine = self.engine
         if not engine.running:
-            self.load_state_dict(state)
+            self.load_state_dict(state, allow=allow)
             return
-        _check_is_state(state, "restore()")
-        source = engine.feed.current
-        if isinstance(source.data, Iterator):
-            raise DataError(
-                f"restore(): the data ({type(source.data).__name__}) is an iterator, which cannot go back; give run() an "
-                "iterable, such as a DataLoader or a list"
+        if engine.loop is not None and engine.loop.over:
+            raise RuntimeError(
+                "restore() was called after the last iteration of a run; call load_state_dict() after run()"
             )
-        engine.boundary.request_restore(state)
+        _check_is_state(state, "restore()")
+        if not engine.processes.distributed:  # which merge their parts first
+            check_fit(engine, state, frozenset(allow))
+        if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
+            raise ValueError(
+                "restore(): the state was taken before the first run, when there were no optimizers; take it at STARTED or later"
+            )
+        engine.feed.check_can_go_back(state.get("data"))
+        engine.boundary.request_restore(copied(dict(state)), frozenset(allow))
 
-    def apply_restored(self, saved: Mapping[str, Any]) -> None:
+    def apply_restored(self, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
         """Do at the boundary what `restore` has asked for."""
         engine = self.engine
-        engine.boundary.stops.clear()
-        self._resume_from(put_back(engine, saved, allowed=frozenset()))
+        position = put_back(engine, saved, allowed=allowed)
+        engine.feed.begin_again_at(position, engine.seed)
+        engine.signals.rewind(engine)
+        engine.boundary.reconsider_stop()
         engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
 
     # ---- weights --------------------------------------------------------------------------------------------------

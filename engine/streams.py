@@ -8,6 +8,7 @@ It costs 10 to 25 us an update. ``engine.streams`` may be set between runs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["Streams", "begin_stream", "check_streams", "model_streams"]
+__all__ = ["Streams", "batch_streams", "begin_stream", "check_streams", "model_streams"]
 
 Streams = Literal["shared", "separate"]
 
@@ -41,6 +42,17 @@ def begin_stream(engine: Engine, *what: object) -> None:
     if engine.streams == "separate":
         devices = {p.device for root in engine.modules.values() for p in root.parameters()}
         reseed(derived_seed(engine.seed, *what, engine.processes.rank), cuda_generators(devices))
+
+
+def batch_streams(engine: Engine) -> Callable[[int, int], None]:
+    """A function that begins the stream of a batch, of which the data may outlive the run; it holds the engine weakly."""
+    reference = weakref.ref(engine)
+
+    def begin(number: int, taken: int) -> None:
+        if (running := reference()) is not None:
+            begin_stream(running, "batch", number, taken)
+
+    return begin
 
 
 def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.processes import Processes
@@ -74,6 +74,15 @@ class Feed:
         source.load(max(self.state.epoch - 1, 0))
         self.state.epoch_length = source.epoch_length
         source.seed = seed
+
+    def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
+        """Raise DataError if the data cannot go back to a position within this run."""
+        self.current.check_can_go_back(position)
+
+    def begin_again_at(self, position: dict[str, Any] | None, seed: int) -> None:
+        """Go back to a position of this run, or of an earlier one, in the same data."""
+        self.source = self.current.begun_again(max(self.state.epoch - 1, 0))
+        self.load(position, seed)
 
     # ---- an epoch -------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,34 @@ class Source:
         # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
         self.reseed: Callable[[int, int], None] | None = None
 
+    def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
+        """Raise DataError for data that can be read only once, or whose own position is not known there."""
+        data = _inner(self.data)
+        if isinstance(data, Iterator):
+            raise DataError(
+                f"restore(): the data ({type(data).__name__}) is an iterator, which cannot go back; give run() an iterable, such "
+                "as a DataLoader or a list"
+            )
+        if _keeps_position(data) and "random" not in (position or {}):
+            raise DataError(
+                f"restore(): the state was taken before the first pass over the data ({type(data).__name__}), which keeps "
+                "its own position; take it at ITERATION_COMPLETED or later"
+            )
+
+    def begun_again(self, epoch: int) -> Source:
+        """The same data, as before the first pass over it."""
+        source = Source(
+            self.given,
+            self.given_length,
+            self.seed,
+            epoch=epoch,
+            processes=self.processes,
+            shard_policy=self.shard_policy,
+            omit_padding=self.omit_padding,
+        )
+        source.reseed = self.reseed
+        return source
+
     def load(self, epoch: int) -> None:
         """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
         of_epoch = getattr(self.given, "of_epoch", None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
+import weakref
 from functools import partial
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.acts import Override
+from signalfire.distributed import Processes
 from signalfire.evaluation import prepare_batch
 from signalfire.handlers import EMA, DeviceTransfer, History, MicroBatching, Profiler
 
@@ -137,3 +142,63 @@ def test_the_handlers_are_a_mapping_that_only_attach_and_detach_change() -> None
     handlers: Any = engine.handlers
     with pytest.raises(TypeError):
         handlers["other"] = History(name="other")
+
+
+def test_what_a_handler_has_overridden_is_given_back_whatever_fails_meanwhile() -> None:
+    class Joining(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.group.join(Processes(), by=self)
+            engine.overrides.replace(Override.STEP, lambda engine, update, step: step(), by=self)
+            engine.overrides.replace(Override.REDUCTION, lambda engine, update: None, by=self)
+            engine.overrides.replace(Override.WINDOW, lambda epoch: 2, by=self)
+
+    class OnRankZero(Handler):
+        rank_zero_only = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = False
+
+        def attached(self, engine: Engine) -> None:
+            if self.fails:
+                raise LookupError("not again")
+
+    joining, other = Joining(), OnRankZero()
+    engine = make_engine(joining, other)
+    other.enabled = False  # so that leaving the group connects it once more
+    other.fails = True
+    engine.detach(joining)
+    assert engine.overrides.replaced() == {}
+    assert engine.overrides.owned_by("joining") == set()
+
+
+def test_a_run_inside_a_region_leaves_the_regions_as_they_were() -> None:
+    trainer = make_engine()
+    evaluator = Engine(trainer.updates[0].spec.evaluation(), model=trainer.model)
+    runs: list[int] = []
+
+    @evaluator.on(Events.STARTED)
+    def train(engine: Engine) -> None:
+        runs.append(trainer.run(make_data(), max_epochs=1).iteration)
+
+    trainer.evaluate(evaluator, make_data())
+    entered: list[str] = []
+    region = contextlib.nullcontext("entered")
+    trainer.connect(Events.STARTED, lambda engine: entered.append(engine.regions.enter(region)))
+    trainer.run(make_data(), max_epochs=2)
+    assert (runs, entered) == ([3], ["entered"])
+    with pytest.raises(RuntimeError, match="no region is open outside a run"):
+        trainer.regions.enter(contextlib.nullcontext())
+
+
+def test_an_engine_with_separate_streams_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=nn.Linear(2, 1), streams="separate")
+        engine.run(make_data(), max_epochs=1)
+        reference = weakref.ref(engine)
+        del engine
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import DataError, Engine, Events, Phase, Update
+from signalfire import DataError, Engine, Events, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
     GradientAccumulation,
@@ -221,3 +221,184 @@ def test_outside_a_run_it_is_put_in_place_at_the_next_one() -> None:
     engine.snapshots.restore(state)
     engine.run(loader(), max_epochs=2)
     assert digest(engine.state_dict()) == after
+
+
+def snapshot_at(engine: Engine, event: Any) -> list[dict[str, Any]]:
+    taken: list[dict[str, Any]] = []
+    engine.connect(event, lambda engine: taken.append(engine.state_dict()), phase=Phase.PERSIST)
+    return taken
+
+
+def go_back_once(
+    engine: Engine, iteration: int, taken: list[dict[str, Any]], also: Callable[[], object] | None = None
+) -> None:
+    done: list[int] = []
+
+    @engine.on(Events.ITERATION_COMPLETED(once=iteration))
+    def go_back(engine: Engine) -> None:
+        if not done:
+            done.append(1)
+            engine.snapshots.restore(taken[0])
+            if also is not None:
+                also()
+
+
+@pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED(once=1)])
+@pytest.mark.parametrize("epoch_length", [None, 4, 7])
+def test_it_goes_back_to_before_the_first_batch_also_where_data_continues_across_epochs(
+    event: Any, epoch_length: int | None
+) -> None:
+    def run(*, back: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        engine = make_engine(GradientAccumulation(2))
+        seen = recorded(engine)
+        taken = snapshot_at(engine, event)
+        if back:
+            go_back_once(engine, 9, taken)
+        engine.run(loader(), max_epochs=4, epoch_length=epoch_length)
+        return seen, digest(engine.state_dict())
+
+    straight, end = run(back=False)
+    seen, end_again = run(back=True)
+    assert seen == straight[:9] + straight
+    assert end_again == end
+
+
+def test_a_state_of_before_the_first_run_is_refused() -> None:
+    engine = make_engine()
+    state = engine.state_dict()
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.snapshots.restore(state))
+    with pytest.raises(ValueError, match=r"restore\(\): the state was taken before the first run"):
+        engine.run(loader(), max_epochs=1)
+
+
+class Stateful:
+    """Data that keeps its own position, in the very dict that it is given."""
+
+    def __init__(self) -> None:
+        self.state = {"i": 0}
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.state["i"], BATCHES):
+            self.state["i"] = index + 1
+            yield torch.full((2, 3), float(index)), torch.arange(2)
+        self.state["i"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class Extra(nn.Linear):
+    """A module whose extra state is the very dict that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.calls = {"n": 0}
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls["n"] += 1
+        return super().forward(input)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state
+
+
+def test_what_is_put_back_twice_is_not_changed_by_what_it_was_put_into() -> None:
+    torch.manual_seed(1)
+    model = Extra()
+    engine = Engine(Update.supervised(cross_entropy, partial(SGD, lr=0.1)), model=model, seed=0)
+    seen = recorded(engine)
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    times: list[int] = []
+
+    @engine.on(Events.ITERATION_COMPLETED(once=4))
+    def go_back(engine: Engine) -> None:
+        if len(times) < 2:
+            times.append(model.calls["n"])
+            engine.snapshots.restore(taken[0])
+
+    engine.run(Stateful(), max_epochs=2)
+    assert times == [4, 4]
+    assert [iteration for _, iteration, _ in seen] == [1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert seen[2:4] == seen[4:6] == seen[6:8]
+
+
+class Late(Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[int] = []
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        self.called.append(engine.state.iteration)
+
+
+def test_a_handler_that_is_attached_or_detached_in_the_iteration_joins_or_leaves_all_the_same() -> None:
+    engine, late = make_engine(), Late()
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    go_back_once(engine, 4, taken, also=lambda: engine.attach(late))
+    engine.run(loader(), max_epochs=1)
+    assert late.called == [3, 4, 5]
+    engine, late = make_engine(), Late()
+    engine.attach(late)
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    go_back_once(engine, 4, taken, also=lambda: engine.detach(late))
+    engine.run(loader(), max_epochs=1)
+    assert late.called == [1, 2, 3, 4]
+    assert not engine.has(late)
+
+
+def test_a_stop_that_is_asked_for_in_the_same_iteration_stops_the_run_at_the_restored_state() -> None:
+    engine = make_engine()
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    go_back_once(engine, 4, taken, also=lambda: engine.terminate("enough"))
+    state = engine.run(loader(), max_epochs=2)
+    assert (state.iteration, state.stop_reason) == (2, "enough")
+
+
+def test_preempted_in_the_same_iteration_the_restored_state_is_saved() -> None:
+    engine = make_engine()
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    saved = snapshot_at(engine, Events.PREEMPTED)
+    go_back_once(engine, 4, taken, also=lambda: engine.boundary.preempt("moved"))
+    engine.run(loader(), max_epochs=2)
+    assert saved[0]["engine"]["iteration"] == 2
+    assert digest(saved[0]["modules"]) == digest(taken[0]["modules"])
+
+
+@pytest.mark.parametrize("event", [Events.COMPLETED, Events.ENDED])
+def test_after_the_last_iteration_it_is_refused(event: Any) -> None:
+    engine = make_engine()
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    engine.connect(event, lambda engine: engine.snapshots.restore(taken[0]))
+    with pytest.raises(RuntimeError, match=r"restore\(\) was called after the last iteration of a run"):
+        engine.run(loader(), max_epochs=1)
+
+
+def test_a_handler_that_the_state_does_not_know_is_refused_where_restore_is_called() -> None:
+    engine = make_engine()
+    engine.run(loader(), max_epochs=1)
+    state = engine.state_dict()
+    engine.attach(EMA(0.9))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.snapshots.restore(state))
+    with pytest.raises(ValueError, match="handlers without a saved state: ema") as caught:
+        engine.run(loader(), max_epochs=3)
+    assert any("raised by <lambda> at Events.ITERATION_COMPLETED" in note for note in caught.value.__notes__)
+
+
+def test_a_state_of_a_stopped_run_continues_under_larger_bounds() -> None:
+    engine = make_engine()
+    with engine.connect(Events.ITERATION_COMPLETED(once=4), lambda engine: engine.terminate("first")):
+        engine.run(loader(), max_epochs=1)
+    state = engine.state_dict()
+    assert state["engine"]["stop_reason"] == "first"
+    go_back_once(engine, 7, [state])
+    engine.reset()
+    engine.run(loader(), max_epochs=2)
+    assert (engine.state.iteration, engine.state.stop_reason) == (10, None)
