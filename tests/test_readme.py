@@ -31,11 +31,11 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     shown = re.search(r"^prints\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
     if number == 0:  # other processors round otherwise: the figures are compared, not their last digits
-        told, real = (
+        reported, real = (
             re.findall(r"^epoch (\d+): ([\d.]+)% of the test digits$", text, re.M) for text in (shown[1], result.stdout)
         )
-        assert [epoch for epoch, _ in told] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
-        assert [float(share) for _, share in told] == pytest.approx([float(share) for _, share in real], abs=4)
+        assert [epoch for epoch, _ in reported] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
+        assert [float(share) for _, share in reported] == pytest.approx([float(share) for _, share in real], abs=4)
 
 
 def test_the_two_commands_are_there_for_the_continuous_integration_to_run() -> None:
