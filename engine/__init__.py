@@ -19,7 +19,7 @@ from .state import MetricStore, State
 from .update import Update, UpdateState
 from .wiring import Wiring
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AnyEvent",

@@ -1,4 +1,4 @@
-"""Everything that waits for the end of an iteration: stops, preemption, toggles, the time limit, a rewind."""
+"""Everything that waits for the end of an iteration: stops, preemption, toggles, the time limit, a state to restore."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Boundary(Part):
         self._agreed: dict[str, str] = {}  # with several ranks: the stops that all know of
         self._preemption: str | None = None
         self._deadline: float | None = None
-        self._rewind: Mapping[str, Any] | None = None
+        self._restore: Mapping[str, Any] | None = None
         self._stopped_bounds: list[int | None] | None = None  # the bounds of the run that was stopped
 
     # ---- waiting for the boundary ---------------------------------------------------------------------------------
@@ -62,14 +62,12 @@ class Boundary(Part):
         self._sleep_if_nothing_recurs()
         preemption = self._agree() if engine.processes.distributed else self._preemption
         if preemption is not None:
-            engine.signals.emit(
-                engine, Events.PREEMPTED
-            )  # the state holds no stop yet, and an open window is still open
+            engine.signals.emit(engine, Events.PREEMPTED)  # before the stop, which the saved state does not have
             self._stop(preemption)
             return True
-        if self._rewind is not None:
-            saved, self._rewind = self._rewind, None
-            engine.snapshots.put_back_in_place(saved)
+        if self._restore is not None:
+            saved, self._restore = self._restore, None
+            engine.snapshots.apply_restored(saved)
             return True
         if not engine.handlers.is_settled:
             if any(update.window.filled for update in engine.updates):
@@ -102,7 +100,7 @@ class Boundary(Part):
         preemption: str | None = None
         for rank, (stops, epoch_stop, preempted) in enumerate(self.engine.group.agree(asked, own)):
             for by, reason in stops.items():
-                # What all ask for needs no rank; what one asks for is its own.
+                # The reason of rank 0 has no suffix; a reason that only another rank gives names that rank.
                 self._agreed.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
             self.epoch_stop = self.epoch_stop if self.epoch_stop is not None else epoch_stop
             preemption = preemption if preemption is not None else preempted
@@ -155,9 +153,9 @@ class Boundary(Part):
         self._preemption = reason  # in this order: an `attend` in between sees it at the next boundary
         self.wake()
 
-    def rewind(self, saved: Mapping[str, Any]) -> None:
+    def request_restore(self, saved: Mapping[str, Any]) -> None:
         """Put a state back in place at the end of this iteration; see `Snapshots.restore`."""
-        self._rewind = saved
+        self._restore = saved
         self.wake()
 
     # ---- what the loop asks ---------------------------------------------------------------------------------------
@@ -168,7 +166,7 @@ class Boundary(Part):
         self._deadline = None if seconds is None else self.engine.group.now() + seconds
         self.stops.clear()
         self._agreed = {}
-        self._preemption = self._rewind = None
+        self._preemption = self._restore = None
         self._sleep_if_nothing_recurs()
 
     def end_run(self) -> None:
@@ -192,7 +190,7 @@ class Boundary(Part):
         return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()
 
     def take_epoch_stop(self) -> bool:
-        """Whether the epoch was ended early, which is asked once."""
+        """Return whether the epoch was ended early, and clear the request."""
         reason, self.epoch_stop = self.epoch_stop, None
         return reason is not None
 

@@ -169,7 +169,7 @@ class Engine:
         return evaluate(self, evaluator, data, prefix=prefix, **bounds)
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
-        """Stop the run once all receivers of this event have run. An open window is discarded; COMPLETED is still emitted.
+        """Stop the run, inside an iteration without the step that is not made yet; COMPLETED is still emitted.
 
         Args:
             reason: stored in ``state.stop_reason``.
@@ -178,7 +178,7 @@ class Engine:
         self.boundary.stop(reason, by=by)
 
     def terminate_epoch(self, reason: str) -> None:
-        """End the epoch once all receivers of this event have run; EPOCH_COMPLETED is emitted, then the next epoch begins."""
+        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual."""
         self.boundary.end_epoch(reason)
 
     @property

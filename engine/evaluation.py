@@ -45,7 +45,7 @@ def evaluate(
 
 
 def prepare_batch(engine: Engine, batch: Any) -> Any:
-    """The batch as the loop would pass it to an update: moved to the device, converted, by what prepares batches here.
+    """The batch as the loop would pass it to an update: after the handlers that move or convert batches.
 
     For data that a handler reads by itself. It calls the receivers of GET_BATCH_COMPLETED in Phase.PREPARE that have no filter,
     and leaves ``state.batch`` as it is.

@@ -40,7 +40,7 @@ class Group(Part):
         handlers with ``rank_zero_only`` take part on rank 0 only.
 
         Args:
-            processes: what `together` returned.
+            processes: what `process_group` returned.
             by: the handler, which also has gradients reduced (`Override.REDUCTION`).
             shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
                 ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":

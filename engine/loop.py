@@ -1,16 +1,18 @@
 """One run: set-up, the loop, and cleaning up. `Loop.iterate` is the whole loop.
 
-A batch on its way through the engine passes these stations, none of them twice:
+A batch on its way from the DataLoader to the optimizer step passes these stations, each of them once:
 
-1. `data/loading.py`: the DataLoader's twin fetches it, at any index of the epoch;
-2. `data/source.py`: one pass over the data hands it on, sharded over the ranks by `data/sharding.py`;
-3. `data/feed.py`: the iterator of the epoch, which knows where the epoch ends;
-4. `loop.py`, `Loop.iterate`: ``state.batch = batch``;
-5. `bus.py`, `Signal.emit`: GET_BATCH_COMPLETED, where handlers move and transform ``state.batch``;
-6. `step.py`, `Step.train`: one micro-step with it, and `Step.compute_loss`: forward and loss, which the user wrote;
-7. `window.py`: its gradients are added to the open accumulation window;
-8. `step.py`, `Step.close_window`: GRADIENTS_READY, then the optimizer's step;
-9. `boundary.py`: the iteration is complete; what had to wait for that is done.
+1. `data/loading.py`, `SkippingLoader`: fetches it at its index in the epoch, on the rank that it belongs to;
+2. `data/source.py`, `Source`: the iterator over one pass of the data;
+3. `loop.py`, `Loop.iterate`: reads it, ``state.batch = batch``;
+4. `loop.py`, `Loop.emit_batch`: GET_BATCH_COMPLETED and ITERATION_STARTED, where handlers move, transform or split it;
+5. `step.py`, `Step.train`: one micro-step, and whether it closes the accumulation window;
+6. `step.py`, `Step.compute_loss`: the forward and the loss, which users write;
+7. `step.py`, `Step.compute_gradients`: the backward, which adds to the gradients of the window;
+8. `step.py`, `Step.close_window`: the average over the window, GRADIENTS_READY, and the optimizer's step;
+9. `boundary.py`, `Boundary.attend`: the iteration is complete, and what had to wait for that is done.
+
+Lists and other iterables skip the first station. Handlers that compute gradients in pieces, or more than once, repeat 5 to 7.
 """
 
 from __future__ import annotations
@@ -99,14 +101,14 @@ class Loop:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def iterate(self) -> None:
-        """The loop. A signal's ``due`` is the next count at which a receiver may run, and one comparison with that of the group
-        serves for all events of an iteration up to its completion: a receiver that is connected in an iteration without
-        receivers is first called in the next."""
+        """The loop. One comparison per iteration finds whether any event in it has a receiver (``signals.due``), so a receiver
+        that is connected during an iteration without receivers is first called in the next one."""
         engine = self.engine
         state, updates, boundary, feed = engine.state, engine.updates, engine.boundary, engine.feed
         signals, completed = engine.iteration_signals, engine.signal(Events.ITERATION_COMPLETED)
         perform, stops = performer(engine), boundary.stops
-        first, usual = updates[0], updates if len(updates) == 1 else []
+        first = updates[0]
+        usual = updates if len(updates) == 1 else []  # several updates are never the usual plan
         while not boundary.limit_reached() or feed.only_its_end_is_missing():
             batches, last = self.begin_epoch()
             for iteration in range(state.iteration + 1, last + 1):
@@ -154,7 +156,7 @@ class Loop:
         return plan
 
     def perform_plan(self, plan: Sequence[UpdateState], perform: Perform, iteration: int, listened: bool) -> bool:
-        """Perform the updates of an iteration, unless a stop omits some; False if the epoch does not continue."""
+        """Perform the updates of an iteration; a stop omits the remaining ones. Returns False if the epoch ends here."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
         if boundary.stops_now():  # before any update: this iteration is not made
             state.iteration = state.completed
@@ -174,7 +176,8 @@ class Loop:
     def in_updates(self) -> bool:
         """Whether the updates of an iteration are under way, so that a stop skips the current one.
 
-        With several ranks this begins with the batch: a stop waits until all know of it, and the iteration is made.
+        With several ranks this is already true once the batch is read: the iteration is always made, and the stop waits until
+        all ranks know of it.
         """
         state = self.engine.state
         return state.completed != state.iteration and (self._updates_begun or self.engine.processes.distributed)
@@ -198,7 +201,7 @@ class Loop:
             if update.window.filled == 0:
                 update.discard()
         engine.signals.emit(engine, Events.STARTED)
-        was_loaded = engine.snapshots.put_in_place()
+        was_loaded = engine.snapshots.apply_loaded()
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
@@ -216,7 +219,7 @@ class Loop:
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        resumed = state.epoch_open
+        position, resumed = engine.feed.take_position(), state.epoch_open
         if not resumed:
             boundary.take_epoch_stop()
             state.epoch += 1
@@ -232,7 +235,7 @@ class Loop:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
-        batches = engine.feed.batches(resumed=resumed, ahead=ahead, before_pass=before_pass)
+        batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
         if (boundary.is_awake and boundary.attend()) or boundary.epoch_stop is not None or boundary.limit_reached():
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]

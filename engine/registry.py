@@ -306,7 +306,7 @@ class Registry(Mapping[str, Handler], Part):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all handlers by name; of one that was loaded while it was disabled, what was loaded."""
+        """The states of all handlers by name; for one that is disabled since a state was loaded, that state."""
         return {
             name: self._records[name].held or self._records[name].handler.state_dict() for name in sorted(self._records)
         }

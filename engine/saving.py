@@ -235,9 +235,18 @@ def _unsafe(value: Any) -> Any:
     return None if value is None or isinstance(value, Tensor | int | float | str | np.generic) else value
 
 
+def _names(engine: Engine) -> dict[Tensor, str]:
+    return {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
+
+
+def _parameter_names(engine: Engine, update: UpdateState) -> list[str]:
+    """The names of an optimizer's parameters, which it saves by position; empty for one of no module."""
+    names = _names(engine)
+    return [names.get(p, "") for p in update.parameters]
+
+
 def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], Any]) -> dict[str, Any]:
-    optimizer = update.optimizer
-    names = {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
+    optimizer, names = update.optimizer, _names(engine)
     window = None
     if update.window.filled:
         gradients = [taken(p.grad) for p in update.parameters]
@@ -249,7 +258,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
         "kind": None if optimizer is None else type(optimizer).__name__,
-        "parameters": [names.get(p, "") for p in update.parameters],  # type: ignore[call-overload]
+        "parameters": _parameter_names(engine, update),
         # Parameters of no module, such as a learned temperature, are saved here only.
         "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
@@ -285,9 +294,9 @@ def _check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]
     for update in engine.updates:
         part = saved["updates"][update.name]
         part_names = part["parameters"]
-        names = _update_state(engine, update, copied)["parameters"]
         if part["optimizer"] is None or update.optimizer is None:
-            continue  # saved before the optimizer was built, or loaded before
+            continue  # one side has no optimizer: nothing to compare
+        names = _parameter_names(engine, update)
         kind = type(update.optimizer).__name__
         if part["kind"] != kind:
             raise ValueError(

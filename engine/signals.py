@@ -1,4 +1,4 @@
-"""The bus: blinker signals whose receivers run in an explicit order.
+"""Signals: blinker signals whose receivers run in an explicit order.
 
 Stock blinker keeps its receivers in a set of ids: their order depends on memory addresses, so that two runs of one script
 can train different models. It holds receivers weakly, so that lambdas are lost, and selects the receivers on every send.
@@ -360,7 +360,7 @@ class SignalGroup:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Skip the receivers of RECORD and later phases: gradients are computed again, and these have seen the first time."""
+        """Skip the receivers of RECORD and later phases: gradients are recomputed, and these saw the first computation."""
         for signal in self._members:
             signal.last_phase = Phase.FINALIZE
         try:

@@ -55,7 +55,7 @@ class Snapshots(Part):
         """Everything that is needed to resume; see `Engine.state_dict`.
 
         Args:
-            at_once: whether it is written before anything changes: then its tensors may be the engine's own.
+            at_once: True if the caller writes it immediately: its tensors are then the engine's own, and not copied.
         """
         engine = self.engine
         if engine.state.completed != engine.state.iteration:
@@ -124,7 +124,7 @@ class Snapshots(Part):
         finally:
             self._accepting = False
 
-    def put_in_place(self) -> bool:
+    def apply_loaded(self) -> bool:
         """Put the loaded state in place; False if there is none."""
         engine, loaded = self.engine, self._loaded
         others = engine.processes.gather(loaded is not None)
@@ -175,9 +175,9 @@ class Snapshots(Part):
                 f"restore(): the data ({type(source.data).__name__}) is an iterator, which cannot go back; give run() an "
                 "iterable, such as a DataLoader or a list"
             )
-        engine.boundary.rewind(state)
+        engine.boundary.request_restore(state)
 
-    def put_back_in_place(self, saved: Mapping[str, Any]) -> None:
+    def apply_restored(self, saved: Mapping[str, Any]) -> None:
         """Do at the boundary what `restore` has asked for."""
         engine = self.engine
         engine.boundary.stops.clear()

@@ -118,7 +118,7 @@ _POSITION = ("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason")
 
 
 class State:
-    """Position, bounds and metrics of a run. The engine writes them; handlers read them.
+    """Position, bounds and metrics of a run. The engine counts; handlers may set batch, plan, metrics and bounds.
 
     Attributes:
         epoch: The current epoch, counted from 1; 0 before the first.

@@ -250,7 +250,7 @@ class Step:
             update.evaluation = 0
 
     def compute_again(self, update: UpdateState, iteration: int) -> Tensor:
-        """The window's gradients at the current weights, and its mean loss; what is reported stays the first evaluation's."""
+        """The window's gradients at the current weights, and its mean loss; output and reported loss stay as they were."""
         state, window = self.state, update.window
         assert window.kept is not None
         assert update.optimizer is not None
@@ -328,7 +328,7 @@ def _average_over_ranks(engine: Engine, update: UpdateState) -> None:
     elif held == 0:
         update.skip("the window holds no gradient")
     elif weight == 0:
-        # As in a single process, where tensors that add up to zero are not noticed: their gradients are zero.
+        # As in a single process, tensors that sum to zero are not detected; the gradients are zero then.
         if not unknown:
             update.skip("the weights of the window add up to zero")
     elif weight != processes.world_size:  # reduced gradients are a mean over the ranks, and so is this

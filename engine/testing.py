@@ -1,8 +1,8 @@
-"""Checks of the promises that every handler makes, for the handlers that come with Signalfire and for those of users.
+"""Checks of the guarantees that every handler gives, for built-in and custom handlers.
 
 from signalfire.testing import check_handler
 
-def test_my_handler_keeps_its_promises():
+def test_my_handler_gives_its_guarantees():
     check_handler(build, lambda: MyHandler(), data, max_epochs=3)
 """
 
@@ -28,11 +28,11 @@ Build = Callable[[], Engine]
 
 
 def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
-    """A sha256 of each part of what a run left behind: equal only if all of it is equal, bit for bit.
+    """A sha256 of each part of an engine's state; equal fingerprints mean bitwise equal states.
 
     Args:
-        engine: after a run.
-        handlers: whether the handlers' states count, too.
+        engine: Engine after a run.
+        handlers: Whether to include the states of the handlers.
     """
     state = engine.state_dict()
     parts = {f"modules.{name}": part for name, part in state["modules"].items()}
@@ -47,7 +47,7 @@ def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
 
 
 def trace(engine: Engine) -> list[tuple[str, int, int]]:
-    """Record (event, epoch, iteration) of everything that the engine emits from now on."""
+    """Record (event, epoch, iteration) for every event that the engine emits from now on."""
     seen: list[tuple[str, int, int]] = []
     for event in Events:
 
@@ -61,22 +61,21 @@ def trace(engine: Engine) -> list[tuple[str, int, int]]:
 def check_handler(
     build: Build, make: Callable[[], Handler], data: Iterable[Any], *, changes_training: bool = True, **bounds: Any
 ) -> None:
-    """Assert that a handler leaves no trace when it is off, resumes exactly, and cleans up after an error.
+    """Assert that a handler has no effect when disabled, resumes exactly, and cleans up after an error.
 
     Args:
-        build: makes a new engine, the same every time.
-        make: makes the handler, new every time.
-        data: what to run on; it has to give the same batches each time it is iterated after ``seed_everything(0)``.
-        changes_training: whether the engine with the handler may train to something else than without it.
-        bounds: for `Engine.run`; more than one epoch, so that there is something to resume.
+        build: Builds a new, identical engine on each call.
+        make: Makes a new handler on each call.
+        data: Data to run on; it must yield the same batches each time it is iterated after ``seed_everything(0)``.
+        changes_training: Whether the handler may change the result of the training.
+        bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
 
     Raises:
-        AssertionError: naming the promise that was broken and the part that differs.
+        AssertionError: naming the broken guarantee and the part that differs.
     """
-
     if not callable(make):
         raise TypeError(
-            f"check_handler(make={make!r}): give a function that makes a new handler each time, or its class"
+            f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"
         )
     check = _Check(build, make, data, bounds)
     plain = check.plain()
@@ -87,10 +86,10 @@ def check_handler(
 
 
 class _Check:
-    """The checks of one handler; each raises an AssertionError that names the broken promise.
+    """The checks of one handler; each raises an AssertionError that names the broken guarantee.
 
     Args:
-        build, make, data, bounds: as for `check_handler`.
+        build, make, data, bounds: As for `check_handler`.
     """
 
     def __init__(self, build: Build, make: Callable[[], Handler], data: Iterable[Any], bounds: dict[str, Any]) -> None:
@@ -113,32 +112,32 @@ class _Check:
         return engine
 
     def plain(self) -> dict[str, str]:
-        """What a run without the handler leaves behind; it must not depend on anything but the seed."""
+        """The fingerprint of a run without the handler, which must depend only on the seed."""
         plain = fingerprint(self.run(self.build()), handlers=False)
         again = fingerprint(self.run(self.build()), handlers=False)
         _same(
             plain,
             again,
-            "build() makes another engine, or the data other batches, each time; seed what they draw from",
+            "build() or the data differ on each call; seed every generator that they use",
         )
         return plain
 
     def absent(self, plain: dict[str, str]) -> None:
-        """Attached and detached again, or disabled, the run is as if the handler had never been there."""
+        """After attach and detach, or while disabled, the handler has no effect on the run."""
         engine = self.build()
         before = _receivers(engine)
         engine.attach(self.make()).detach()
-        _same(before, _receivers(engine), f"{self.name}: attach, then detach, leaves receivers behind")
+        _same(before, _receivers(engine), f"{self.name}: attaching and detaching it leaves receivers behind")
         after = fingerprint(self.run(engine), handlers=False)
-        _same(plain, after, f"{self.name}: attach, then detach, changes the run")
+        _same(plain, after, f"{self.name}: attaching and detaching it changes the run")
         engine = self.engine()
         with engine.without(self.name):
-            _same(before, _receivers(engine), f"{self.name}: disabled, it leaves receivers behind")
+            _same(before, _receivers(engine), f"{self.name}: it leaves receivers behind while disabled")
             after = fingerprint(self.run(engine), handlers=False)
-            _same(plain, after, f"{self.name}: disabled, it changes the run")
+            _same(plain, after, f"{self.name}: it changes the run while disabled")
 
     def repeated(self, plain: dict[str, str], *, changes_training: bool) -> dict[str, str]:
-        """Two runs with the same seed are the same, and an observer changes nothing; returns what a run leaves behind."""
+        """Two runs with the same seed are equal, and an observer changes nothing; returns the fingerprint of a run."""
         whole = fingerprint(self.run(self.engine()))
         _same(whole, fingerprint(self.run(self.engine())), f"{self.name}: two runs with the same seed differ")
         if not changes_training:
@@ -147,7 +146,7 @@ class _Check:
         return whole
 
     def resumed(self, whole: dict[str, str]) -> None:
-        """Saved after any iteration and loaded into a new engine, the run ends as if it had not been stopped."""
+        """A run that is saved after any iteration and resumed in a new engine ends like an uninterrupted run."""
         saved: list[tuple[int, bytes]] = []
 
         def save(engine: Engine) -> None:
@@ -161,11 +160,15 @@ class _Check:
         for iteration, file in saved:
             resumed = self.engine()
             resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
-            self.run(resumed, seed=1)  # a new process would have other random states
-            _same(whole, fingerprint(resumed), f"{self.name}: resumed after iteration {iteration}, it ends elsewhere")
+            self.run(resumed, seed=1)  # a new process starts with other random states
+            _same(
+                whole,
+                fingerprint(resumed),
+                f"{self.name}: a run resumed after iteration {iteration} ends with another state",
+            )
 
     def failed(self) -> None:
-        """After an error the engine is clean, and can be used again without the handler."""
+        """After an error, no region is left open, and detaching the handler removes all of its receivers."""
 
         def fail(engine: Engine) -> None:
             raise _Failure
@@ -178,10 +181,10 @@ class _Check:
             except _Failure:
                 pass
             else:
-                raise AssertionError(f"{self.name}: an error in another receiver did not leave run()")
-        assert engine.regions.depth == 0, f"{self.name}: an error leaves regions open"
+                raise AssertionError(f"{self.name}: an error in another receiver was not raised by run()")
+        assert engine.regions.depth == 0, f"{self.name}: a region is open after an error"
         engine.detach(self.name)
-        _same(before, _receivers(engine), f"{self.name}: after an error, detaching leaves receivers behind")
+        _same(before, _receivers(engine), f"{self.name}: detaching it after an error leaves receivers behind")
 
 
 class _Failure(Exception):
@@ -195,9 +198,9 @@ def _receivers(engine: Engine) -> dict[str, str]:
     return counts | {f"replaced {what}": "yes" for what in engine.overrides.replaced()}
 
 
-def _same(expected: dict[str, str], found: dict[str, str], promise: str) -> None:
+def _same(expected: dict[str, str], found: dict[str, str], guarantee: str) -> None:
     different = sorted(part for part in expected.keys() | found.keys() if expected.get(part) != found.get(part))
-    assert not different, f"{promise}: {', '.join(different)}"
+    assert not different, f"{guarantee}: {', '.join(different)}"
 
 
 def _digest(value: Any) -> str:

@@ -159,15 +159,16 @@ class UpdateState:
         weight: how much this loss counts in its window, such as its number of tokens; set it at LOSS_COMPUTED.
         skipped: why the step is skipped; None if it is not.
         steps: the optimizer steps that really happened.
-        evaluation: how often the gradients of this step were computed before, by a closure or a handler that needs that.
+        evaluation: how many times this step's gradients have been recomputed; 0 in the first pass.
+        again: inside a step that a handler overrides with ``again=True``, recomputes the gradients of the whole window and
+            returns its mean loss.
         hidden: what the forward carries from one time chunk of a batch to the next; None before the first.
         more: whether this iteration has further micro-steps of this update, such as time chunks.
         one_step_per_batch: whether each batch is one micro-step; a handler that changes that sets it to False.
-        sync_gradients: with several ranks, whether this micro-step closes its window, which is known before its forward:
-            otherwise gradients need not be reduced.
+        sync_gradients: with several ranks, whether this micro-step closes its window; only then are gradients reduced.
         omitted_in: at ITERATION_COMPLETED, the number of the iteration if it was made without this update, by its plan or for a
             stop; another number if not.
-        share: with several ranks, how much the batch counts beside those of the other ranks; see `Feed.share`.
+        share: with several ranks, the weight of this rank's batch; see `Feed.share`.
         can_skip: whether the step can still be skipped.
     """
 

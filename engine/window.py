@@ -56,7 +56,7 @@ class Window:
         self.kept: list[Kept] | None = None
 
     def closes(self, feed: EpochEnd, iteration: int, *, more: bool) -> bool:
-        """Count one more micro-step; whether it completes the window, which is known before its forward.
+        """Count a micro-step, before its forward; returns whether it completes the window.
 
         Args:
             feed: what knows the epoch's last batch.

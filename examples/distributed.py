@@ -1,4 +1,4 @@
-"""Train on handwritten digits with one or more processes: the script is the same.
+"""Train on handwritten digits with one or more processes, using the same script.
 
     python examples/distributed.py                                                   # one process
     torchrun --nproc-per-node=2 --max-restarts=3 examples/distributed.py             # two, on one machine

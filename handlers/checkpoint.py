@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the last ones, or the best by a metric."""
+"""Checkpoints: saves the last versions, or the best ones by a metric."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from ._common.ranks import DECIDE_CHECKPOINTS
 __all__ = ["Checkpoint"]
 
 COLLECT, HOLD = -20, 10
-"""PERSIST: a finished write is reported before anything else is written, and a state is held after everything was."""
+"""Ranks in PERSIST: a finished write is reported before anything else is written; the exception state is held last."""
 
 
 class Checkpoint(Handler):
-    """Saves the engine's whole state as versions in a folder, and keeps the last ones, or the best by a metric.
+    """Saves the complete training state as versions in a folder, and keeps the last ones, or the best by a metric.
 
     A version is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads, and
-    ``manifest.json`` with its size and sha256, the metric, the hyperparameters and what the run's bits depend on. It holds
-    everything that is needed to resume (`Engine.state_dict`). It is written under a hidden name, synced, and renamed into
-    place before an old one is removed, so that a crash at any moment leaves the old ones whole. `load` verifies it, and takes
-    the newest good version of a folder. Several Checkpoints share one snapshot.
+    ``manifest.json`` with its size and sha256, the metric, the hyperparameters and the environment. It contains everything
+    needed to resume (`Engine.state_dict`). It is written under a hidden name, synced, and renamed before an old version is
+    removed, so that a crash at any moment leaves the old ones intact. `load` verifies it; given a folder, it opens the newest
+    intact version. Multiple Checkpoints share one snapshot.
 
-    In distributed runs, rank 0 writes, including what differs between the processes, while the others wait; an error of the
-    write is raised in all of them. Sharded tensors are written by ``torch.distributed.checkpoint`` beside ``state.pt``, each
-    process its part; any number of processes can load them, each its own parts.
+    In distributed runs, rank 0 writes, including what differs between the ranks, while the others wait; an error of the write
+    is raised on all ranks. Sharded tensors are written by ``torch.distributed.checkpoint`` beside ``state.pt``, each rank
+    its part; they can be loaded with any number of ranks, each reading its own parts.
 
-    A run never replaces or removes what another run wrote: a name that is taken gets the suffix ``-2``. A resumed run counts as
-    the one that it continues, but never removes the version that it was resumed from.
+    A run never replaces or removes a version that another run wrote: a name that is taken gets the suffix ``-2``. A resumed run
+    owns the versions of the run that it continues, but never removes the version that it resumed from.
 
-    The best are selected once for each new value of the metric: NaN is never kept, and of equal values the earlier one stays.
+    With ``monitor``, each new value is considered once: NaN is never kept, and of equal values the earlier one is kept.
 
     Args:
-        folder: where to write; it is created if necessary.
-        monitor: the metric that selects the best versions; without it, the last ones are kept.
-        mode: "min" if smaller is better, "max" if greater is.
-        keep: the number of versions to keep; by default 1 with monitor, and 2 without, so that there is one to fall back to.
-        every: without monitor, the interval between saves: "1ep" by default; also a time such as "15min", counted from the
-            start of each run.
-        filename: a template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
+        folder: Folder of the versions; created if necessary.
+        monitor: Name of the metric that selects the best versions; without it, the last ones are kept.
+        mode: "min" if smaller is better, "max" if greater is better.
+        keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
+        every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
+            each run.
+        filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
             names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
-        weights_only: save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
-        hyperparameters: a mapping of JSON values, stored with each version; `hyperparameters` returns them.
-        on_exception: when an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last event
-            of a completed iteration or epoch, from which a run resumes bit for bit. Unfinished work is not in it. This
-            copies the state in every iteration. It does not count in ``keep``.
-        resume: when a run begins, resume from the newest good version of this handler in the folder, if there is one: a script
-            that is started again, as by ``torchrun --max-restarts``, continues by itself. A version is skipped if three runs
-            that resumed from it failed with an error before the next save. Ignored if a state was loaded or the run continues.
-        sync_files: whether a save is complete only once it is on the disk, which takes five syncs of about 1 ms each. Without
-            it a killed process loses nothing, but a power failure may damage the newest version: keep 2.
-        asynchronous: write in a thread while training continues; only copying the state blocks, and an earlier write that has not
-            ended. A save is reported once it is on the disk. An error of the thread is raised at the next completed
+        weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
+        hyperparameters: Mapping of JSON values to store with each version; `hyperparameters` returns them.
+        on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
+            completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
+            in every iteration. It does not count towards ``keep``.
+        resume: When a run starts, resume from the newest intact version of this handler in the folder, if any: a restarted
+            script, such as with ``torchrun --max-restarts``, continues automatically. A version is skipped if three runs that
+            resumed from it failed with an error before the next save. Ignored if a state was loaded or the run continues.
+        sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
+            a killed process loses nothing, but a power failure may damage the newest version: use ``keep=2`` or more.
+        asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
+            still in progress. A save is reported once it is on disk. An error of the thread is raised at the next completed
             iteration, or at the end of the run, which waits for the thread.
 
     Attributes:
-        retention: the bookkeeping of what is kept, as planned and as it is on the disk.
-        kept: the names and values of the versions on the disk that are kept: the best first, or the oldest first.
+        retention: Bookkeeping of the kept versions, both as planned and as on disk.
+        kept: Names and values of the kept versions on disk, the best or the oldest first.
 
     Example:
         >>> import tempfile
@@ -79,7 +79,7 @@ class Checkpoint(Handler):
     writes = True
 
     files: checkpoints.Files = checkpoints.Files()
-    """The operations on the file system; tests record them or let them fail."""
+    """File-system operations; tests record them or make them fail."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Checkpoint(Handler):
         if monitor is not None and every is not None:
             raise ValueError(
                 f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
-                "metric; leave out every="
+                "metric; remove every="
             )
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
@@ -115,10 +115,10 @@ class Checkpoint(Handler):
         for option, value in (("on_exception", on_exception), ("resume", resume)):
             if check_bool(self, option, value) and weights_only:
                 raise ValueError(
-                    f"Checkpoint({option}=True, weights_only=True): no run can resume from weights alone; leave out one"
+                    f"Checkpoint({option}=True, weights_only=True): no run can resume from weights only; remove one of the two"
                 )
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            raise TypeError(f"Checkpoint(hyperparameters={hyperparameters!r}): it has to be a mapping")
+            raise TypeError(f"Checkpoint(hyperparameters={hyperparameters!r}): expected a mapping")
         self.retention = checkpoints.Retention(keep)
         self._saver = checkpoints.Saver(
             self.folder, self.retention, handler=self.name, weights_only=self.weights_only, monitor=monitor,
@@ -141,7 +141,7 @@ class Checkpoint(Handler):
 
     @property
     def keep(self) -> int:
-        """The number of versions to keep."""
+        """Number of versions to keep."""
         return self.retention.keep
 
     @property
@@ -155,25 +155,25 @@ class Checkpoint(Handler):
 
     @property
     def last(self) -> Path | None:
-        """The newest version that is kept; None before the first."""
+        """The newest kept version; None before the first."""
         kept = [(entry.iteration, name) for name, entry in self.retention.kept]
         return self.folder / max(kept)[1] if kept else None
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-        """Read and verify a checkpoint for ``engine.load_state_dict``. Nothing in it can run code.
+        """Read and verify a checkpoint for ``engine.load_state_dict``. Its content cannot execute code.
 
         Args:
-            path: a version, the ``state.pt`` in it, or a folder of versions: then the newest good one is taken, and damaged ones
-                are named in a warning. Full states come before weights alone.
-            name: of the handler whose versions are meant, in a folder with those of several.
+            path: A version, the ``state.pt`` in it, or a folder of versions, of which the newest intact one is loaded, with a
+                warning that names damaged ones. Complete states are preferred to weights only.
+            name: Name of the handler whose versions are considered, in a folder shared by multiple handlers.
 
         Returns:
-            The state. Its entry "origin" says where it came from, so that the resumed run knows which versions are its own.
+            The state. Its entry "origin" identifies the checkpoint, so that the resumed run knows which versions it owns.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if it is damaged, truncated or exchanged, naming the file; for a folder, if every version is.
+            FileNotFoundError: if there is no checkpoint.
+            ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every version is.
         """
         where = f"Checkpoint.load({str(path)!r})"
         found, manifest, state, damaged = checkpoints.open_version(path, name=name, where=where, files=Checkpoint.files)
@@ -190,14 +190,14 @@ class Checkpoint(Handler):
 
     @staticmethod
     def hyperparameters(path: str | os.PathLike[str], /, **overrides: Any) -> dict[str, Any]:
-        """Read the hyperparameters that were stored with a checkpoint, and replace some of them.
+        """Read the hyperparameters stored with a checkpoint, with optional overrides.
 
         Args:
-            path: as in `load`.
-            overrides: values that replace stored ones, by name.
+            path: As in `load`.
+            overrides: Values that replace stored ones, by name.
 
         Raises:
-            ValueError: for a name that was not stored, naming those that were; or if none were.
+            ValueError: for an override that was not stored, naming the stored ones; or if none were stored.
         """
         where = f"Checkpoint.hyperparameters({str(path)!r})"
         found, manifest, _, _ = checkpoints.open_version(path, name=None, where=where, files=Checkpoint.files)
@@ -208,11 +208,11 @@ class Checkpoint(Handler):
             raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
         return {**stored, **overrides}
 
-    # ---- beginning and resuming -----------------------------------------------------------------------------------
+    # ---- starting and resuming ------------------------------------------------------------------------------------
 
     @on("resume_event", phase=Phase.PREPARE)
     def resume(self, engine: Engine) -> None:
-        """Load the newest good version; in distributed runs, the one that rank 0 finds."""
+        """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
@@ -223,15 +223,15 @@ class Checkpoint(Handler):
 
     @on("failure_event", phase=Phase.PERSIST)
     def count_failure(self, engine: Engine) -> None:
-        """Count an error of this process that ended the run before it saved more than it was resumed from."""
+        """Record an error of this rank that ended the resumed run before its next save."""
         error = engine.state.exception
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def open(self, engine: Engine) -> None:
-        """Create the folder, so that a place that cannot be written shows before the first batch."""
-        self._saver.abandon()  # what a run that ended with an error has left
+        """Create the folder, so that missing write permission is detected before the first batch."""
+        self._saver.abandon()  # left by a run that ended with an error
         self._held = None
         if engine.processes.distributed:
             self.retention.share(engine.processes)
@@ -239,8 +239,8 @@ class Checkpoint(Handler):
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         if self.exception_event is not None and any(is_sharded(p) for p in parameters):
             raise ValueError(
-                f"{self.name!r}: on_exception=True cannot save a sharded model: after an error, the other processes do not "
-                "write their parts any more; leave it out, and save more often"
+                f"{self.name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no "
+                "longer write their parts; remove it, and save more often"
             )
         if engine.processes.is_rank_zero:
             checkpoints.make_folders(self.folder, self.files)
@@ -248,11 +248,11 @@ class Checkpoint(Handler):
             checkpoints.clean(self.folder, self.files)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
-    def adopt_versions(self, engine: Engine) -> None:
-        """Find the versions of the run that is resumed, and warn if the environment differs from the one that wrote them."""
+    def find_owned_versions(self, engine: Engine) -> None:
+        """Find the versions that the resumed run owns, and warn if the environment has changed since they were written."""
         self._saver.forget()
         if engine.processes.is_rank_zero:
-            self._saver.adopt(self._run(engine))
+            self._saver.ownership(self._run(engine))
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
@@ -267,12 +267,12 @@ class Checkpoint(Handler):
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def select_last(self, engine: Engine) -> None:
-        """Select this state to be saved in place of the oldest."""
+        """Select the current state to replace the oldest version."""
         self.retention.select_last(self._entry(engine, None))
 
     @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def select_best(self, engine: Engine) -> None:
-        """Select this state to be saved if the metric has a new value that is one of the best."""
+        """Select the current state if the metric has a new value that is among the best."""
         assert self.monitor is not None
         value = self.monitor.new_value(engine)
         if value is None:
@@ -300,7 +300,7 @@ class Checkpoint(Handler):
 
     @on("collect_event", phase=Phase.PERSIST, rank=COLLECT)
     def collect_finished(self, engine: Engine) -> None:
-        """Report what the thread has written; wait for it if another version is to be written now."""
+        """Report a finished asynchronous write; wait for it first if another version is about to be written."""
         if (write := self._saver.pending) is None:
             return
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
@@ -308,7 +308,7 @@ class Checkpoint(Handler):
 
     @on("save_event", phase=Phase.PERSIST)
     def save(self, engine: Engine) -> None:
-        """Write the selected state, and only then remove what it supersedes."""
+        """Write the selected state, then remove the versions it supersedes."""
         if (entry := self.retention.take_selected()) is None:
             return
         if self._saver.pending is not None:  # at an event without `collect_finished`
@@ -327,14 +327,14 @@ class Checkpoint(Handler):
     @on("wait_event", phase=Phase.PREPARE)
     @on("end_event", phase=Phase.PERSIST, rank=COLLECT)
     def wait_for_write(self, engine: Engine) -> None:
-        """Wait for the last write, so that no run ends before its last version is on the disk."""
+        """Wait for the last write, so that the run ends only once its last version is on disk."""
         if self._saver.pending is not None:
-            # After an error the other processes may be anywhere, and cannot be asked.
-            self._collect_write(engine, alone=engine.state.exception is not None)
+            # After an error the other ranks may be at any point, so nothing collective is possible.
+            self._collect_write(engine, rank_local=engine.state.exception is not None)
 
     @on("hold_event", phase=Phase.PERSIST, rank=HOLD)
     def hold_state(self, engine: Engine) -> None:
-        """Hold the state from which a run can resume if an error ends this one."""
+        """Hold the current state, to be saved if an error ends the run."""
         self._held = engine.snapshots.take()
 
     @on("exception_event", phase=Phase.PERSIST)
@@ -342,24 +342,24 @@ class Checkpoint(Handler):
         """Write the state that was held before the error."""
         held, self._held = self._held, None
         if not engine.processes.is_rank_zero:
-            return  # the others cannot be asked any more
+            return  # nothing collective is possible after an error
         if self._saver.pending is not None:
-            self._collect_write(engine, alone=True)
+            self._collect_write(engine, rank_local=True)
         if held is None:
             return  # no iteration was completed
         try:
             self._sync_written(engine)
-        except OSError as problem:  # perhaps the error itself; the state is worth saving all the same
+        except OSError as problem:  # perhaps the error that ended the run; the state is saved nevertheless
             warnings.warn(
-                f"{self.name!r}: saved after an error, though not all the files it refers to could be synced: {problem}",
+                f"{self.name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._save_uncounted(engine, held, "exception", alone=True)
+        self._save_uncounted(engine, held, "exception", rank_local=True)
 
     @on("preemption_event", phase=Phase.PERSIST)
     def save_preempted(self, engine: Engine) -> None:
-        """Write the current state; it does not count in ``keep``, so that what is kept does not depend on preemptions."""
+        """Write the current state; it does not count towards ``keep``, so that a preemption does not change the kept versions."""
         if self._saver.pending is not None:
             self._collect_write(engine)
         state = engine.snapshots.take()
@@ -367,26 +367,26 @@ class Checkpoint(Handler):
         self._save_uncounted(engine, state, "preempted")
 
     def _sync_written(self, engine: Engine) -> None:
-        """Sync the files that the state refers to, such as logs: they must be on the disk when the state is."""
+        """Sync the files that the state refers to, such as logs: they must be on disk before the state."""
         if self.sync_files and not self.weights_only:
             for handler in engine.handlers.values():
                 handler.sync_written()
 
-    def _save_uncounted(self, engine: Engine, state: Mapping[str, Any], why: str, *, alone: bool = False) -> None:
-        """Write a state that does not count in ``keep``; ``alone`` without asking the other processes."""
+    def _save_uncounted(self, engine: Engine, state: Mapping[str, Any], why: str, *, rank_local: bool = False) -> None:
+        """Write a state that does not count towards ``keep``; with ``rank_local``, without communication between ranks."""
         position, steps = state["engine"], state["updates"][engine.updates[0].name]["steps"]
         epoch, iteration, metrics = position["epoch"], position["iteration"], position["metrics"]["values"]
         base = self.filename.fill(self.name, epoch, iteration, steps, metrics)
         entry = checkpoints.Entry(f"{base}-{why}", None, iteration)
         write = self._saver.prepare(self._run(engine), entry, state, counted=False)
         self._saver.start(write)
-        self._collect_write(engine, alone=alone)
+        self._collect_write(engine, rank_local=rank_local)
 
-    def _collect_write(self, engine: Engine, *, alone: bool = False) -> None:
-        """Wait for the pending write and report it; ``alone`` without asking the other processes."""
-        write = self._saver.collect(engine.processes, alone=alone)
+    def _collect_write(self, engine: Engine, *, rank_local: bool = False) -> None:
+        """Wait for the pending write and report it; with ``rank_local``, without communication between ranks."""
+        write = self._saver.collect(engine.processes, rank_local=rank_local)
         if write.name is None:
-            return  # interrupted before it began
+            return  # interrupted before it started
         self._failures.saved(clear=engine.processes.is_rank_zero)
         engine.snapshots.report_saved()
         if engine.processes.is_rank_zero:

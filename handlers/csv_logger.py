@@ -27,7 +27,7 @@ class CSVLogger(TextLogger):
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")
 
     A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
-    no row is lost, duplicated or partial. A new run renames an existing file first, to ``log.1.csv``.
+    no row is lost, duplicated or partial. A new run first copies an existing file to ``log.1.csv``.
 
     Args:
         path: Path of the file; its folder is created if missing.

@@ -21,7 +21,7 @@ class EarlyStopping(Handler):
     """Stops the run when the monitored metric has not improved for ``patience`` consecutive values.
 
     Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop,
-    each new value is checked again; the stop is cancelled if the metric improves. NaN is never an improvement.
+    later values can cancel it: it is cancelled if the metric improves. NaN is never an improvement.
 
     With ``restore_best``, the modules hold the weights of the best value when the run completes. A later `run` continues from
     these, with optimizers, schedules and counters of the last iteration; to continue from the last weights, load a

@@ -28,7 +28,7 @@ class JSONLinesLogger(TextLogger):
     valid JSON and which ``float`` accepts.
 
     A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
-    no record is lost, duplicated or partial. A new run renames an existing file first, to ``log.1.jsonl``.
+    no record is lost, duplicated or partial. A new run first copies an existing file to ``log.1.jsonl``.
 
     Args:
         path: Path of the file; its folder is created if missing.

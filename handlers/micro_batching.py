@@ -290,7 +290,7 @@ class _Piece:
         batch: The piece.
         size: Its number of samples.
         weight: Its weight: the share of the samples, unless a receiver of LOSS_COMPUTED changed it.
-        extra: The weight minus 1, as accumulated in ``update.extra_weight``.
+        extra: The weight minus 1, as accumulated in ``update.window.extra_weight``.
         own: Whether the weight is the share of the samples.
         gave: Whether it had a gradient.
     """

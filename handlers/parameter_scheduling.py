@@ -29,12 +29,12 @@ class ParameterScheduling(Handler):
     Args:
         field: Name of the field, such as "weight_decay", "momentum", "betas" or "eps". Use `LRScheduling` for the learning
             rate.
-        schedule: A function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
-            one of `linear` and `cosine`. For a field of several values, such as betas, it gives all of them, unless ``index``
-            is given.
-        every: The interval: "1st" (every optimizer step), "10st", "1ep", ... Its unit, steps or epochs, is what is counted,
-            whatever its number.
-        index: Index of the scheduled value in a field of several: 0 for the first of the betas.
+        schedule: Function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
+            one of `linear` and `cosine`. For a field with multiple values, such as betas, it returns all of them, unless
+            ``index`` is set.
+        every: Interval between changes: "1st" (every optimizer step), "10st", "1ep", ... The schedule is called with the
+            number of steps or epochs, according to the unit, and not with the number of intervals.
+        index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
         update: Name of the update whose optimizer is scheduled; the first by default.
         groups: Indices of the parameter groups to schedule; all by default.
 
@@ -71,7 +71,7 @@ class ParameterScheduling(Handler):
             )
         if field == "params":
             raise ValueError(
-                "ParameterScheduling(field='params'): this field holds the parameters themselves; give another one, such as "
+                "ParameterScheduling(field='params'): this field holds the parameters themselves; use another one, such as "
                 "'weight_decay'"
             )
         if isinstance(schedule, Mapping):
@@ -83,7 +83,7 @@ class ParameterScheduling(Handler):
             )
         self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
         if self.groups == []:
-            raise ValueError("ParameterScheduling(groups=[]): give at least one index, or omit groups= for all")
+            raise ValueError("ParameterScheduling(groups=[]): expected at least one index; omit groups= for all")
         self.field = field
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
         self.every = check_every(self, every, units=["st", "ep"])
@@ -134,8 +134,8 @@ class ParameterScheduling(Handler):
             wanted = own if self.index is None else own[self.index]
             if not _alike(value, wanted):
                 raise TypeError(
-                    f"{self.name!r}: the schedule gives {value!r} for {self.field!r}, which is {wanted!r} in the optimizer; "
-                    "give values of the same type" + ("" if self.index is None else f" for index={self.index}")
+                    f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, which is {wanted!r} in the optimizer; "
+                    "return values of the same type" + ("" if self.index is None else f" for index={self.index}")
                 )
         self._set(engine)
 
@@ -145,14 +145,14 @@ class ParameterScheduling(Handler):
         self._set(engine)
 
     @on("step_event", phase=Phase.CONTROL)
-    def set_after_step(self, engine: Engine) -> None:
-        """Set the next value after an optimizer step, unless it was skipped."""
+    def step_on_optimizer_step(self, engine: Engine) -> None:
+        """Set the next value after each optimizer step that is not skipped."""
         if made_step(engine, self.update, self.every):
             self._set(engine)
 
     @on("epoch_event", phase=Phase.CONTROL)
-    def set_after_epoch(self, engine: Engine) -> None:
-        """Set the next value after an epoch."""
+    def step_on_epoch(self, engine: Engine) -> None:
+        """Set the next value at the interval of epochs."""
         self._set(engine)
 
     def _set(self, engine: Engine) -> None:
@@ -180,7 +180,7 @@ class ParameterScheduling(Handler):
         return [groups[place] for place in self.groups]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the optimizer's initial value; there is no state, since the value follows from the counts."""
+        """Restore the optimizer's initial value; there is no state, because the value follows from the counts."""
         super().load_state_dict(state)
         if (engine := self.engine) is not None:
             for group in _groups_of(engine.find_update(self.update)):
@@ -221,9 +221,9 @@ def _check_counts(schedule: Mapping[int, Any]) -> None:
     where = f"ParameterScheduling(schedule={dict(schedule)!r})"
     for count in schedule:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{where}: {count!r} is not a number of steps or epochs; give ints of 0 or more")
+            raise ValueError(f"{where}: {count!r} is not a number of steps or epochs; use ints of 0 or more")
     if 0 not in schedule:
-        raise ValueError(f"{where}: the initial value is missing; give {{0: ..., ...}}")
+        raise ValueError(f"{where}: the initial value is missing; add it as {{0: ..., ...}}")
 
 
 def _groups_of(update: UpdateState) -> list[dict[str, Any]]:

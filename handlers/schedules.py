@@ -68,8 +68,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
     amount = _amount("warmup", "amount", amount)
     if not callable(then):
         raise TypeError(
-            f"warmup(then={then!r}): give a factory, such as partial(StepLR, step_size=30), not a scheduler that is "
-            "already built"
+            f"warmup(then={then!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler"
         )
     if base_of(then) is ReduceLROnPlateau:
         raise ValueError("warmup(then=ReduceLROnPlateau): it follows a metric, not steps; use it without a warm-up")
@@ -182,8 +181,8 @@ def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 
     known = sorted(set(inspect.signature(OneCycleLR).parameters) - own)
     for option, value in options.items():
         if option not in known:
-            way_out = "give warmup=" if option == "pct_start" else f"the options are max_lr, warmup, {', '.join(known)}"
-            raise TypeError(f"one_cycle({option}={value!r}): there is no option {option}; {way_out}")
+            way_out = "use warmup=" if option == "pct_start" else f"the options are max_lr, warmup, {', '.join(known)}"
+            raise TypeError(f"one_cycle({option}={value!r}): no option {option}; {way_out}")
     return _OneCycle(max_lr, warmup, tuple(sorted(options.items())))
 
 
@@ -237,8 +236,8 @@ class _Warmup:
             if self.missing is not None:
                 if rising >= total_steps:
                     raise ValueError(
-                        f"warmup(amount={self.amount!r}): the warm-up takes all of the run's {total_steps} steps, and leaves "
-                        "none for the schedule that follows; give less"
+                        f"warmup(amount={self.amount!r}): the warm-up takes all {total_steps} steps of the run and leaves "
+                        "none for the schedule that follows; use a shorter one"
                     )
                 arguments[self.missing] = total_steps - rising
         assert isinstance(rising, int)
@@ -290,8 +289,8 @@ class _OneCycle:
             share = self.warmup
         if share == 1:
             raise ValueError(
-                f"one_cycle(warmup={self.warmup!r}): the warm-up takes all of the run's {total} steps, and leaves none for the "
-                "decay; give less"
+                f"one_cycle(warmup={self.warmup!r}): the warm-up takes all {total} steps of the run and leaves none for the "
+                "decay; use a shorter one"
             )
         # OneCycleLR overwrites the groups' rates; a second one finds the highest rate in the group's "max_lr".
         largest: Any = self.max_lr
@@ -317,7 +316,7 @@ class _Piecewise:
                 assert isinstance(at, int)
                 place = at
             if place in resolved:
-                raise ValueError(f"piecewise(factors={dict(self.points)}): there are two factors for step {place}")
+                raise ValueError(f"piecewise(factors={dict(self.points)}): two factors for step {place}; remove one")
             resolved[place] = factor
         return sorted({0: 1.0, **resolved}.items())
 
@@ -445,7 +444,7 @@ def _phases(
     shares = {argument: value for argument, value in given.items() if isinstance(value, float) and value > 0}
     if sum(shares.values()) > 1 + 1e-9:
         arguments = ", ".join(f"{argument}={value!r}" for argument, value in shares.items())
-        raise ValueError(f"{name}({arguments}): the fractions add up to more than 1, the whole run; give less")
+        raise ValueError(f"{name}({arguments}): the fractions add up to more than 1, the whole run; reduce them")
     return _Phases(name, shape, warmup, decay, cooldown, _factor(name, "min_factor", min_factor), power)
 
 
@@ -459,7 +458,7 @@ def _amount(function: str, argument: str, value: Any) -> int | float:
             raise ValueError(f"{where}: expected 0 steps or more")
         return int(value)
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"{where}: a fraction of the run is a float from 0 to 1; give steps as an int")
+        raise ValueError(f"{where}: a fraction of the run is a float from 0 to 1; a number of steps is an int")
     return float(value)
 
 
@@ -478,8 +477,8 @@ def _steps(function: str, total_steps: int, **amounts: float) -> list[int]:
     if sum(steps) > total_steps:
         arguments = ", ".join(f"{argument}={value!r}" for argument, value in amounts.items() if value)
         raise ValueError(
-            f"{function}({arguments}): these are {sum(steps)} steps, but the run has only {total_steps}; give less, or fractions "
-            "of the run as floats"
+            f"{function}({arguments}): these add up to {sum(steps)} steps, but the run has only {total_steps}; reduce them, "
+            "or use fractions of the run (floats)"
         )
     return steps
 

@@ -47,8 +47,8 @@ class SWA(AveragedWeights):
 
     BatchNorm statistics are valid only for the weights that they were computed with. When the run is complete, they are
     recomputed for the average by passing training data through the model without gradients. This calls the update's forward
-    with the modules in their training modes, without the handlers of batches, such as mixed precision. Frozen BatchNorm layers,
-    those in eval mode, keep their statistics.
+    with the modules in their training modes, without the handlers of the forward, such as mixed precision. Frozen BatchNorm
+    layers, those in eval mode, keep their statistics.
 
     Args:
         start: First epoch at whose end the weights are averaged.

@@ -374,7 +374,7 @@ class Leaky(Handler):
     ("broken", "message"),
     [
         ("trace", "leaves receivers behind"),
-        ("attaching", "attach, then detach, changes the run"),
+        ("attaching", "attaching and detaching it changes the run"),
         ("state", "resumed after iteration"),
         ("observer", "changes training"),
     ],

@@ -1,7 +1,8 @@
-"""The README tells the truth: its example runs as it stands, and its pictures and commands are there."""
+"""The README is true: its examples run as they stand and print what it shows, and its pictures and commands exist."""
 
 from __future__ import annotations
 
+import codeop
 import os
 import re
 import subprocess
@@ -22,20 +23,33 @@ def test_the_first_example_has_25_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
-    # Later examples go on from the first one.
+    # Later examples continue the first one.
     code = PYTHON[number] if number == 0 else PYTHON[0] + "\n" + PYTHON[number]
     script = tmp_path / "example.py"
-    script.write_text("import torch\ntorch.set_num_threads(1)\n" + code)
+    script.write_text("import torch\ntorch.set_num_threads(1)\n" + code + "\nprint(trainer)\n")
     result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 0, result.stderr
-    shown = re.search(r"^prints\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    shown = re.search(r"^This prints\n+```\n(.*?)^```.*?^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
-    if number == 0:  # other processors round otherwise: the figures are compared, not their last digits
-        reported, real = (
+    if number == 0:
+        expected, real = (
             re.findall(r"^epoch (\d+): ([\d.]+)% of the test digits$", text, re.M) for text in (shown[1], result.stdout)
         )
-        assert [epoch for epoch, _ in reported] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
-        assert [float(share) for _, share in reported] == pytest.approx([float(share) for _, share in real], abs=4)
+        assert [epoch for epoch, _ in expected] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
+        # Processors round differently, so that the last digits may differ.
+        assert [float(share) for _, share in expected] == pytest.approx([float(share) for _, share in real], abs=4)
+        assert result.stdout.endswith(shown[2]), "the listing of print(trainer) is another"
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_an_example_can_be_pasted_into_a_python_prompt(number: int) -> None:
+    compile_command = codeop.CommandCompiler()
+    statement: list[str] = []
+    for line in [*PYTHON[number].splitlines(), ""]:
+        statement.append(line)
+        if compile_command("\n".join(statement)) is not None:
+            statement = []
+    assert statement == []
 
 
 def test_the_two_commands_are_there_for_the_continuous_integration_to_run() -> None:

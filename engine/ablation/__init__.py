@@ -1,6 +1,6 @@
-"""Ablation studies: what each part of a composition contributes, over the same seeds, with honest statistics.
+"""Ablation studies: the contribution of each handler, from paired runs over the same seeds, with exact tests.
 
-The report and the statistics need SciPy, the pictures matplotlib: ``pip install signalfire[ablation]``.
+The report and its statistics need SciPy, the plots Matplotlib: ``pip install signalfire[ablation]``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "holm",
 ]
 
-_LATER = {
+_LAZY = {
     "Comparison": "statistics",
     "Effect": "statistics",
     "Report": "report",
@@ -60,7 +60,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs SciPy is imported when it is used; worker processes do without it."""
-    if name not in _LATER:
+    """Import what needs SciPy on first use, so that worker processes never import it."""
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

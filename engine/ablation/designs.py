@@ -17,12 +17,12 @@ Groups = Mapping[str, Iterable[str]]
 
 
 class Design:
-    """Says which variants a study compares; write your own by overriding `variants`.
+    """Defines which variants a study compares; subclass it and override `variants` for your own.
 
-    One of the variants is named "baseline": the others are compared with it.
+    One of the variants must be named "baseline"; the others are compared with it.
 
     Attributes:
-        factories: for each handler that is exchanged, what builds its alternatives, by their names.
+        factories: For each replaced handler, by name, the factories of its alternatives, by name.
     """
 
     factories: Mapping[str, Mapping[str, Factory]] = {}
@@ -31,7 +31,7 @@ class Design:
         """The variants to compare.
 
         Args:
-            candidates: the names of the handlers that are switched unless the design names its own.
+            candidates: Names of the handlers to switch if the design does not name its own.
         """
         raise NotImplementedError
 
@@ -40,14 +40,14 @@ class Design:
 
 
 class _Switches(Design):
-    """A design that switches handlers, or groups of them, off and on."""
+    """A design that switches handlers, or groups of handlers, on and off."""
 
     def __init__(self, handlers: Iterable[str] | None = None, *, groups: Groups | None = None) -> None:
         self.handlers = None if handlers is None else _names(self, "handlers", handlers)
         self.groups = _groups(self, "groups", groups or {})
 
     def switches(self, candidates: Sequence[str]) -> dict[str, frozenset[str]]:
-        """What is switched together, by the name of the handler or group; no handler may be in two."""
+        """The handlers that each handler name or group switches; no handler may be in two."""
         grouped = set().union(*self.groups.values())
         single = self.handlers
         if single is None:
@@ -56,11 +56,11 @@ class _Switches(Design):
 
 
 class LeaveOneOut(_Switches):
-    """The baseline has everything on; in each other variant one handler, or group of handlers, is off.
+    """The baseline has every handler on; each other variant switches one handler or group off.
 
     Args:
-        handlers: the names of the handlers; by default all candidates of the study that are in no group.
-        groups: handlers that are switched off together, by the name of the group.
+        handlers: Names of the handlers; by default all candidates of the study that are in no group.
+        groups: Names of handlers to switch off together, by group name.
 
     Example:
         >>> [variant.name for variant in LeaveOneOut(["ema", "mixup"]).variants([])]
@@ -75,11 +75,11 @@ class LeaveOneOut(_Switches):
 
 
 class OneAtATime(_Switches):
-    """The baseline has all of the handlers off; in each other variant one of them, or one group, is on.
+    """The baseline has all of these handlers off; each other variant switches one handler or group on.
 
     Args:
-        handlers: the names of the handlers; by default all candidates of the study that are in no group.
-        groups: handlers that are switched on together, by the name of the group.
+        handlers: Names of the handlers; by default all candidates of the study that are in no group.
+        groups: Names of handlers to switch on together, by group name.
 
     Example:
         >>> [(variant.name, sorted(variant.off)) for variant in OneAtATime(["ema", "mixup"]).variants([])]
@@ -93,16 +93,16 @@ class OneAtATime(_Switches):
 
 
 class Factorial(Design):
-    """Every combination of the factors being on and off: main effects and interactions can be told apart.
+    """Every combination of factors on and off, which separates main effects from interactions.
 
-    The baseline has all of them on. With k factors there are 2**k variants.
+    The baseline has all factors on. With k factors there are 2**k variants.
 
     Args:
-        factors: the names of handlers, or groups of handlers by the name of the factor.
-        limit: the most runs for each seed; more are refused.
+        factors: Names of handlers, or groups of handler names by factor name.
+        limit: Maximum number of runs per seed.
 
-    Errors:
-        ValueError: if there would be more than ``limit`` runs for each seed.
+    Raises:
+        ValueError: if the design has more than ``limit`` runs per seed.
 
     Example:
         >>> for variant in Factorial(["ema", "mixup"]).variants([]):
@@ -119,12 +119,12 @@ class Factorial(Design):
         else:
             self.factors = {name: frozenset([name]) for name in _names(self, "factors", factors)}
         if not self.factors:
-            raise ValueError("Factorial(factors=[]): give at least one factor")
+            raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
         if (runs := 2 ** len(self.factors)) > self.limit:
             raise ValueError(
-                f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs for each seed, more than limit={limit}; "
-                "take fewer factors, put some into one group, raise the limit, or use LeaveOneOut"
+                f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs per seed, more than limit={limit}; "
+                "use fewer factors, combine some into a group, raise the limit, or use LeaveOneOut"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -138,13 +138,13 @@ class Factorial(Design):
 
 
 class Swap(Design):
-    """The baseline is the composition as it is; in each other variant one handler is exchanged for an alternative.
+    """The baseline is the composition as built; each other variant replaces one handler by an alternative.
 
     The alternative is attached last, under the name that its factory gives it.
 
     Args:
-        alternatives: for each handler, by name, what builds its alternatives, by names for them. For several processes the
-            factories have to be picklable: a class, a function of a module, or ``functools.partial`` of one.
+        alternatives: For each handler, by name, the factories of its alternatives, by a name for each. With worker processes
+            the factories must be picklable: a class, a module-level function, or ``functools.partial`` of one.
 
     Example:
         >>> from functools import partial
@@ -156,18 +156,20 @@ class Swap(Design):
 
     def __init__(self, alternatives: Mapping[str, Mapping[str, Factory]]) -> None:
         if not isinstance(alternatives, Mapping) or not alternatives:
-            raise TypeError(f"Swap(alternatives={alternatives!r}): give them as {{'mix_up': {{'cutmix': CutMix}}}}")
+            raise TypeError(
+                f"Swap(alternatives={alternatives!r}): expected a mapping such as {{'mix_up': {{'cutmix': CutMix}}}}"
+            )
         for name, factories in alternatives.items():
             if not isinstance(factories, Mapping) or not factories:
                 raise TypeError(
-                    f"Swap(alternatives={{{name!r}: {factories!r}}}): give its alternatives by name, as in "
+                    f"Swap(alternatives={{{name!r}: {factories!r}}}): expected its alternatives by name, as in "
                     f"{{{name!r}: {{'cutmix': CutMix}}}}"
                 )
             for alternative, factory in factories.items():
                 if not callable(factory) or isinstance(factory, Handler):
                     raise TypeError(
-                        f"Swap(alternatives={{{name!r}: {{{alternative!r}: {factory!r}}}}}): it has to be called for a new "
-                        "handler in each run; give a class, or functools.partial of one"
+                        f"Swap(alternatives={{{name!r}: {{{alternative!r}: {factory!r}}}}}): each run needs a new handler; "
+                        "pass a class, or functools.partial of one, not an instance"
                     )
         self.factories = {name: dict(factories) for name, factories in alternatives.items()}
 
@@ -180,40 +182,40 @@ class Swap(Design):
 def _names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
     kind = type(owner).__name__
     if isinstance(names, str):
-        raise TypeError(f"{kind}({argument}={names!r}): give a list of names: [{names!r}]")
+        raise TypeError(f"{kind}({argument}={names!r}): expected a list of names, such as [{names!r}]")
     found = tuple(names)
     for name in found:
         if not isinstance(name, str):
-            raise TypeError(f"{kind}({argument}=[{name!r}]): give the names of handlers, such as 'ema'")
+            raise TypeError(f"{kind}({argument}=[{name!r}]): expected names of handlers, such as 'ema'")
     if len(set(found)) < len(found):
-        raise ValueError(f"{kind}({argument}={list(found)}): each name may be there once")
+        raise ValueError(f"{kind}({argument}={list(found)}): a name appears more than once; list each name once")
     return found
 
 
 def _groups(owner: object, argument: str, groups: Groups) -> dict[str, frozenset[str]]:
     kind = type(owner).__name__
     if not isinstance(groups, Mapping):
-        raise TypeError(f"{kind}({argument}={groups!r}): give names of handlers by the name of the group")
+        raise TypeError(f"{kind}({argument}={groups!r}): expected lists of handler names by group name")
     made = {group: frozenset(_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
     for group, names in made.items():
         if not names:
-            raise ValueError(f"{kind}({argument}={{{group!r}: []}}): a group has at least one handler")
+            raise ValueError(f"{kind}({argument}={{{group!r}: []}}): the group is empty; list at least one handler")
     return made
 
 
-def _disjoint(owner: object, *several: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
-    """All of them in one mapping; an error if a handler is in two, or two have the same name."""
+def _disjoint(owner: object, *mappings: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """All switches in one mapping; an error if a handler is in two of them, or two have the same name."""
     kind = type(owner).__name__
     made: dict[str, frozenset[str]] = {}
     seen: dict[str, str] = {}
-    for switches in several:
+    for switches in mappings:
         for switch, names in switches.items():
             if switch in made:
-                raise ValueError(f"{kind}: both a handler and a group are named {switch!r}; rename the group")
+                raise ValueError(f"{kind}: a handler and a group are both named {switch!r}; rename the group")
             made[switch] = names
             for name in sorted(names):
                 if (other := seen.setdefault(name, switch)) != switch:
                     raise ValueError(
-                        f"{kind}: {name!r} is in both {other!r} and {switch!r}; a handler is switched once"
+                        f"{kind}: {name!r} is in both {other!r} and {switch!r}; remove it from one of them"
                     )
     return made

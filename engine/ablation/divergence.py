@@ -1,4 +1,4 @@
-"""Where two runs part: the first event at which their states differ."""
+"""Where two runs diverge: the first event at which their states differ."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _AFTER = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED)
 _EVENTS = (*_SETUP, *_BEFORE, *_UPDATE, *_AFTER, Events.COMPLETED)
 
 _NOWHERE = float("inf")
-_LAST = 2**31  # a rank after every other
+_LAST = 2**31  # rank of a receiver that runs after all others
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first event of the loop after which two runs differ; ``print`` says it in a sentence.
+    """The first event of the loop after which two runs differ; ``print`` shows it as a sentence.
 
     Attributes:
-        event: its name, such as "GRADIENTS_READY"; "COMPLETED" if one run ends and the other goes on.
-        epoch: in which it was.
-        iteration: in which it was.
-        kind: what differs: "parameters", "gradients", "optimizer", "random", "batch", "loss", or "length" of the runs.
-        name: the parameter, or what else it is, by its name.
-        difference: the largest difference of two of its values; NaN if only one of them is NaN; None where there is no number.
-        others: how many other things differ at the same event.
-        detail: what to know beside it, such as two shapes.
+        event: Name of the event, such as "GRADIENTS_READY"; "COMPLETED" if one run ends and the other continues.
+        epoch: Epoch of the event.
+        iteration: Iteration of the event.
+        kind: What differs: "parameters", "gradients", "optimizer", "random", "batch", "loss", or the "length" of the runs.
+        name: Name of the parameter, or of whatever else differs.
+        difference: Largest absolute difference between the two values; NaN if only one is NaN; None if there is no number.
+        others: Number of other values that differ at the same event.
+        detail: Further details, such as the two shapes.
     """
 
     event: str
@@ -75,10 +75,10 @@ class Divergence:
         }.get(self.kind, f"the {self.kind} ({self.name})")
         size = "" if self.difference is None else f" by up to {self.difference:.3g}"
         detail = f" ({self.detail})" if self.detail else ""
-        others = f"; {self.others} more differ there" if self.others else ""
+        others = f"; {self.others} more differ at this event" if self.others else ""
         verb = "" if self.kind == "length" else " differs"
         place = f"epoch {self.epoch}, iteration {self.iteration}" if self.epoch else "before the first epoch"
-        return f"The runs part at {self.event}, {place}: {what}{verb}{size}{detail}{others}."
+        return f"The runs diverge at {self.event}, {place}: {what}{verb}{size}{detail}{others}."
 
 
 def divergence(
@@ -89,31 +89,30 @@ def divergence(
     watch: Sequence[str] = _WATCHED,
     rtol: float = 0,
 ) -> Divergence | None:
-    """Run two engines side by side, and find the first event of the loop after which they differ; None if they never do.
+    """Run two engines in lockstep and return the first event after which their states differ; None if they never do.
 
-    Each is built and run in a thread of its own, and only one of the two runs at any time: one up to its next event, then the
-    other up to the same, where the two are compared once all receivers have run. So nothing has to be recorded, and nothing runs
-    on behind the event that is found. Both begin with the caller's random states, see their own from then on, and the caller gets
-    theirs back. An event that only one of the two emits is passed over, and so
-    are those of micro-batches.
+    Each engine is built and run in its own thread, but only one thread runs at a time: one run advances to its next event, the
+    other to the same event, and their states are compared once all receivers have run. Nothing is recorded, and both runs end at
+    the event that is found. Both start from the caller's random states and keep separate ones; the caller's are restored at the
+    end. Events that only one run emits, and those of micro-batches, are skipped.
 
-    What takes from a run what it holds apart from the loop's state, such as averages, shows where it comes to act on that.
+    State that a handler keeps for itself, such as averages, is not compared; a difference in it shows once it affects the loop.
 
     Args:
-        build_a: makes the first engine, or a pair of it and ``run(engine)`` that trains it; called without arguments.
-        build_b: makes the second one. They may share nothing that changes but DataLoaders without persistent workers.
-        run: trains an engine, where the builds do not give it: ``lambda engine: engine.run(loader, max_epochs=1)``.
-        watch: what is compared, in the order in which it is told: "parameters" (with buffers), "gradients", "optimizer" (its
-            state and options), "random" (the global generators); also "batch" and "loss".
-        rtol: tensors are the same up to this share of the largest value in them; 0 for bit-equal. Random states always have to be
-            the same.
+        build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead.
+        build_b: Builds the second. The two may share no mutable object except DataLoaders without persistent workers.
+        run: Trains an engine if the builds return no function: ``lambda engine: engine.run(loader, max_epochs=1)``.
+        watch: What to compare; the first of these that differs is reported: "parameters" (with buffers), "gradients", "optimizer"
+            (its state and options), "random" (the global generators); also "batch" and "loss".
+        rtol: Tolerance for tensors, relative to the largest magnitude in either; 0 requires bitwise equality. Random states
+            must always be equal.
 
     Raises:
-        TypeError, ValueError: for a build that gives no engine, several processes, or parameters that both engines have.
-        Exception: an error of one of the two runs leaves, and says whose it is.
+        TypeError, ValueError: for a build that returns no engine, a distributed run, or engines that share parameters.
+        Exception: any error of one of the two runs, with a note that names the run.
 
-    Handlers that write files (`Handler.writes`) take no part, so that the two do not write the same; nor does what needs the main
-    thread, such as Preemption: detach it.
+    Handlers that write files (`Handler.writes`) are disabled, so that the runs do not write the same files. Handlers that need
+    the main thread, such as Preemption, raise an error: detach them.
 
     Example:
         >>> from functools import partial
@@ -134,14 +133,14 @@ def divergence(
     _check_arguments(build_a, build_b, watch, rtol)
     state = random_state()
     a = _Side("a", build_a, run, state)
-    b = _Side("b", build_b, run, state, beside=a)
+    b = _Side("b", build_b, run, state, other=a)
     sides = (a, b)
     try:
         for side in sides:
             side.advance()
         while not (a.ended and b.ended):
             if a.position == b.position:
-                if not _in_pieces(a, b) and (found := _compared(a, b, watch, rtol)) is not None:
+                if not _in_micro_batch(a, b) and (found := _compared(a, b, watch, rtol)) is not None:
                     return found
                 a.advance()
                 b.advance()
@@ -160,37 +159,37 @@ def divergence(
 def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rtol: float) -> None:
     if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
         raise ValueError(
-            f"divergence(watch={watch!r}): give some of {', '.join(KINDS)}; not {unknown if watch else watch}"
+            f"divergence(watch={watch!r}): expected some of {', '.join(KINDS)}; got {unknown if watch else watch}"
         )
     if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
-        raise ValueError(f"divergence(rtol={rtol!r}): it has to be a number with 0 <= rtol < 1")
+        raise ValueError(f"divergence(rtol={rtol!r}): expected a number with 0 <= rtol < 1")
     for name, build in (("build_a", build_a), ("build_b", build_b)):
         if not callable(build):
-            raise TypeError(f"divergence({name}={build!r}): give a function that returns a new engine")
+            raise TypeError(f"divergence({name}={build!r}): expected a function that returns a new engine")
 
 
 class _Stop(BaseException):
-    """Leaves a run that is not to go on; no `Exception`, so that nobody takes it for an error of theirs."""
+    """Ends a run early; not an `Exception`, so that ``except Exception`` does not catch it."""
 
 
 class _Side:
-    """One of the two runs: a thread that waits at each event until it is told to go on.
+    """One of the two runs: a thread that pauses at each event until `advance` is called.
 
     Attributes:
-        engine: None before it is built.
-        position: of the event at which it waits, so that those of two runs can be compared; infinite once it has ended.
-        event: that event.
+        engine: The engine; None before it is built.
+        position: Sort key of the event at which the run is paused, comparable between runs; infinite once the run has ended.
+        event: The event at which the run is paused.
     """
 
     def __init__(
-        self, name: str, build: Build, run: Run | None, state: dict[str, Any], beside: _Side | None = None
+        self, name: str, build: Build, run: Run | None, state: dict[str, Any], other: _Side | None = None
     ) -> None:
         self.name = name
         self.build = build
         self.run = run
-        self.beside = beside
-        self.state = state  # the global random states, as this run sees them
-        self.own: list[tuple[torch.Generator, Tensor]] = []  # those of its data's generators, which both may share
+        self.other = other
+        self.state = state  # the global random states of this run
+        self.own: list[tuple[torch.Generator, Tensor]] = []  # states of its data's generators, which the runs may share
         self.engine: Engine | None = None
         self.position: Position = ()
         self.event = Events.MODEL_SETUP
@@ -198,19 +197,19 @@ class _Side:
         self.ended = False
         self.stopping = False
         self.error: BaseException | None = None
-        self.go, self.waits = threading.Semaphore(0), threading.Semaphore(0)
-        # How many threads torch uses belongs to the thread, and decides in which order sums are made.
+        self.resumes, self.pauses = threading.Semaphore(0), threading.Semaphore(0)
+        # torch's number of threads is a setting of each thread, and it determines the order of floating-point sums.
         self.threads = torch.get_num_threads()
         self.thread = threading.Thread(target=self._work, name=f"divergence-{name}", daemon=True)
         self.thread.start()
 
     def advance(self) -> None:
-        """Let it run to its next event, or to its end."""
+        """Resume the run up to its next event or its end."""
         set_random_state(self.state)
         for generator, state in self.own:
             generator.set_state(state)
-        self.go.release()
-        self.waits.acquire()
+        self.resumes.release()
+        self.pauses.acquire()
         self.state = random_state()
         source = None if self.engine is None else self.engine.feed.source
         self.own = [] if source is None else [(one, one.get_state()) for one in generators_of(source.data)]
@@ -221,11 +220,11 @@ class _Side:
     def stop(self) -> None:
         self.stopping = True
         if not self.ended:
-            self.go.release()
+            self.resumes.release()
         self.thread.join()
 
     def _work(self) -> None:
-        self.go.acquire()
+        self.resumes.acquire()
         try:
             torch.set_num_threads(self.threads)
             if not self.stopping:
@@ -237,41 +236,41 @@ class _Side:
                 self.error = error
         finally:
             self.position, self.ended = (_NOWHERE,), True
-            self.waits.release()
+            self.pauses.release()
 
     def _train(self) -> None:
         built = self.build()
         engine, run = built if isinstance(built, tuple) and len(built) == 2 else (built, self.run)
         if not isinstance(engine, Engine):
             raise TypeError(
-                f"divergence(build_{self.name}=...) returned {engine!r}; it has to return an Engine, or (engine, run)"
+                f"divergence(build_{self.name}=...) returned {engine!r}; expected an Engine or (engine, run)"
             )
         if not callable(run):
             raise TypeError(
-                f"divergence(run={run!r}): give a function run(engine), or let the builds return (engine, run)"
+                f"divergence(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
             )
         if engine.processes.distributed:
-            raise ValueError("divergence(): it compares runs of a single process; detach what distributes them")
-        if self.beside is not None and self.beside.engine is not None:
-            _check_apart(self.beside.engine, engine)
+            raise ValueError("divergence() compares runs of a single process; detach the handler that distributes them")
+        if self.other is not None and self.other.engine is not None:
+            _check_separate(self.other.engine, engine)
         engine.dry_run = True
         for event in _EVENTS:
-            engine.connect(event, self._hook(event), phase=Phase.PERSIST, rank=_LAST)
+            engine.connect(event, self._pause_at(event), phase=Phase.PERSIST, rank=_LAST)
         self.engine = engine
         run(engine)
 
-    def _hook(self, event: Events) -> Callable[[Engine], None]:
-        def wait(engine: Engine) -> None:
+    def _pause_at(self, event: Events) -> Callable[[Engine], None]:
+        def pause(engine: Engine) -> None:
             if self.stopping:
                 return
             self.runs += event is Events.MODEL_SETUP
             self.event, self.position = event, self._position(engine, event)
-            self.waits.release()
-            self.go.acquire()
+            self.pauses.release()
+            self.resumes.acquire()
             if self.stopping:
                 raise _Stop
 
-        return wait
+        return pause
 
     def _position(self, engine: Engine, event: Events) -> Position:
         state = engine.state
@@ -279,7 +278,7 @@ class _Side:
             return self.runs, -1, _SETUP.index(event)
         if event is Events.COMPLETED:
             return self.runs, _NOWHERE
-        if event in (Events.EPOCH_STARTED, Events.GET_BATCH_STARTED):  # of the iteration that comes
+        if event in (Events.EPOCH_STARTED, Events.GET_BATCH_STARTED):  # of the next iteration
             return self.runs, state.epoch, state.iteration + 1, 0, _BEFORE.index(event)
         if event in _BEFORE:
             return self.runs, state.epoch, state.iteration, 0, _BEFORE.index(event)
@@ -288,16 +287,16 @@ class _Side:
         return self.runs, state.epoch, state.iteration, 1, engine.updates.index(state.update), _UPDATE.index(event)
 
 
-def _check_apart(a: Engine, b: Engine) -> None:
+def _check_separate(a: Engine, b: Engine) -> None:
     own = {id(p) for _, p in _parameters(a)}
     both = [name for name, p in _parameters(b) if id(p) in own]
     if a is b or both:
         what = "engine" if a is b else f"parameter {both[0]!r}"
-        raise ValueError(f"divergence(): the builds share the {what}; build a model of its own in each")
+        raise ValueError(f"divergence(): the builds share the {what}; build a separate one in each")
 
 
-def _in_pieces(a: _Side, b: _Side) -> bool:
-    """Whether this event is one of a piece of a batch, which need not be that of the other run."""
+def _in_micro_batch(a: _Side, b: _Side) -> bool:
+    """Whether this event belongs to a micro-batch, which need not match one of the other run."""
     engines = [side.engine for side in (a, b) if side.engine is not None]
     return a.event in _GRADIENTS and any(engine.overrides.gradients is not None for engine in engines)
 
@@ -306,7 +305,7 @@ def _one_ended(first: _Side, other: _Side) -> Divergence:
     assert first.engine is not None
     state = first.engine.state
     why = "" if state.stop_reason is None else f" ({state.stop_reason})"
-    what = f"run {first.name!r} ends there{why}, and run {other.name!r} goes on"
+    what = f"run {first.name!r} ends{why}, while run {other.name!r} continues"
     return Divergence(Events.COMPLETED.name, state.epoch, state.iteration, "length", what)
 
 
@@ -326,7 +325,7 @@ def _compared(a: _Side, b: _Side, watch: Sequence[str], rtol: float) -> Divergen
         return None
     state = a.engine.state
     kind, name, difference, detail = found
-    if kind == "random":  # how far apart two states are means nothing
+    if kind == "random":  # the numeric distance of two random states is meaningless
         difference, detail = None, ""
     return Divergence(a.event.name, state.epoch, state.iteration, kind, name, difference, count - 1, detail)
 
@@ -337,14 +336,14 @@ def _parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         for key, p in module.named_parameters():
             seen.add(id(p))
             yield f"{root}.{key}", p
-    for update in engine.updates:  # those that belong to no module
+    for update in engine.updates:  # parameters that belong to no module
         for place, own in enumerate(update.parameters):
             if id(own) not in seen:
                 yield f"parameter {place} of update {update.name!r}", own
 
 
 def _values(side: _Side, kind: str) -> Iterator[tuple[str, Any]]:
-    """What is watched, by name."""
+    """The values of one kind, by name."""
     engine = side.engine
     assert engine is not None
     if kind == "parameters":
@@ -379,7 +378,7 @@ def _optimizers(engine: Engine) -> Iterator[tuple[str, Any]]:
 
 
 def _difference(ours: Any, theirs: Any, rtol: float) -> tuple[float | None, str] | None:
-    """How two values differ: by how much, and what else is to be said; None if they are the same."""
+    """The difference of two values as a number, if there is one, and a detail; None if they are equal."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return _tensors_difference(ours.detach(), theirs.detach(), rtol)
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
@@ -393,15 +392,15 @@ def _difference(ours: Any, theirs: Any, rtol: float) -> tuple[float | None, str]
     if type(ours) is type(theirs) and ours == theirs:
         return None
     if ours is None or theirs is None:
-        return None, f"there is one in run {'b' if ours is None else 'a'!r} alone"
+        return None, f"only run {'b' if ours is None else 'a'!r} has one"
     return None, f"{ours!r} and {theirs!r}"
 
 
 def _tensors_difference(ours: Tensor, theirs: Tensor, rtol: float) -> tuple[float | None, str] | None:
     if ours.shape != theirs.shape:
-        return None, f"its shape is {tuple(ours.shape)} and {tuple(theirs.shape)}"
+        return None, f"shapes {tuple(ours.shape)} and {tuple(theirs.shape)}"
     if ours.dtype != theirs.dtype:
-        return None, f"its dtype is {ours.dtype} and {theirs.dtype}"
+        return None, f"dtypes {ours.dtype} and {theirs.dtype}"
     if ours.device == theirs.device and torch.equal(ours, theirs):
         return None
     kind = torch.complex128 if ours.is_complex() else torch.float64

@@ -1,4 +1,4 @@
-"""Numbers, lists and tables of a report as text."""
+"""Formats the numbers, lists and tables of a report as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 WIDTH = 120
-"""Columns of a terminal that a table may take."""
+"""Maximum width of a table, in characters."""
 
 
 def count(n: int, what: str) -> str:
@@ -43,7 +43,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def decimals(spreads: Sequence[float], values: Sequence[float]) -> int | None:
-    """How many decimals show two digits of what is uncertain; None: the numbers are too small or too large for any."""
+    """Number of decimals that shows two digits of the typical spread; None for numbers too small or too large for decimals."""
     largest = max((abs(value) for value in values), default=0.0)
     positive = [spread for spread in spreads if spread > 0 and math.isfinite(spread)]
     unit = plain.median(positive) if positive else largest / 100
@@ -83,26 +83,26 @@ def size_text(memory: int) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
-    """The table in columns, at most 120 wide: long names are wrapped, and what does not fit goes into a second part below."""
+    """The table in aligned columns, at most `WIDTH` wide: long names wrap, excess columns go into a second part below."""
     widths = [max(len(line[column]) for line in table) for column in range(1, len(table[0]))]
     longest = max(len(line[0]) for line in table)
-    for split in (len(widths), 5, 3, 1):  # how many columns stand beside each other at most
+    for split in (len(widths), 5, 3, 1):  # maximum number of columns side by side
         parts = [range(start, min(start + split, len(widths))) for start in range(0, len(widths), split)]
         room = WIDTH - max(sum(widths[column] + 2 for column in part) for part in parts)
         if room >= min(longest, 16):
             break
     first = max(min(longest, room), 8)
-    said = []
+    text = []
     for part in parts:
         for number, line in enumerate(table):
             names = textwrap.wrap(line[0], first) or [""]
             cells = "".join(f"  {line[column + 1]:>{widths[column]}}" for column in part)
-            said.append(f"{names[0]:<{first}}{cells}"[:WIDTH].rstrip())
-            said += [f"  {more}" if len(more) < first else more for more in names[1:]]
+            text.append(f"{names[0]:<{first}}{cells}"[:WIDTH].rstrip())
+            text += [f"  {more}" if len(more) < first else more for more in names[1:]]
             if number == 0:
-                said.append("-" * min(WIDTH, first + sum(widths[column] + 2 for column in part)))
-        said.append("")
-    return "\n".join(said).rstrip()
+                text.append("-" * min(WIDTH, first + sum(widths[column] + 2 for column in part)))
+        text.append("")
+    return "\n".join(text).rstrip()
 
 
 def escaped_markdown(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The runs of a study: which are in the store, which are to be made, and what they cost."""
+"""The planned runs of a study: which are stored, which remain, and how long they take."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Plan", "PlannedRun", "duration"]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a plan.
+    """One run of a plan.
 
     Attributes:
-        variant, seed: which run.
-        key: by which the store knows it.
-        status: whether it is to be made ("missing"), or what the store has of it.
-        make: whether `Study.run` makes it.
-        seconds: what it took, or what it will take, by the finished runs of its variant or else of all; None if there are none.
+        variant, seed: Variant and seed of the run.
+        key: Key of the run in the store.
+        status: Whether the store has the run, "finished" or "failed", or it is "missing".
+        make: Whether `Study.run` will make it.
+        seconds: Estimated duration: the mean over the finished runs of its variant, or else of all variants; None without any.
     """
 
     variant: Variant
@@ -32,11 +32,11 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a study: those in the store, and those to be made; ``print`` shows them by variant.
+    """The runs of a study, both stored and to be made; ``print`` shows them by variant.
 
     Attributes:
-        variants, seeds: what is compared, and over which seeds.
-        runs: for each seed, one of each variant: so that what is there can be compared when a study is stopped half-way.
+        variants, seeds: The variants to compare, and the seeds.
+        runs: One run of each variant for the first seed, then for the next: a study stopped half-way can still compare variants.
     """
 
     variants: tuple[Variant, ...]
@@ -45,18 +45,18 @@ class Plan:
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
-        """The runs that `Study.run` makes."""
+        """The runs that `Study.run` will make."""
         return tuple(run for run in self.runs if run.make)
 
     @property
     def seconds(self) -> float | None:
-        """The time to make them one after the other; None if it cannot be estimated."""
+        """Estimated total duration of the runs to make, run sequentially; None if it is unknown."""
         costs = [run.seconds for run in self.to_make if run.seconds is not None]
         return sum(costs) if len(costs) == len(self.to_make) else None
 
     def __str__(self) -> str:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
-        lines = [f"{'variant':<{width}}  finished  failed  to make  off or exchanged"]
+        lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
         for variant in self.variants:
             runs = [run for run in self.runs if run.variant is variant]
             finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
@@ -68,13 +68,13 @@ class Plan:
         cost = "unknown" if self.seconds is None else duration(self.seconds)
         lines.append(
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
-            f"cost one after the other: {cost}"
+            f"estimated time, run sequentially: {cost}"
         )
         return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
-    """A time in words, such as "2 h 5 min".
+    """A duration as text, such as "2 h 5 min".
 
     Example:
         >>> duration(7500), duration(75), duration(0.5)

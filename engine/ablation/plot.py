@@ -1,4 +1,4 @@
-"""The picture of a report."""
+"""The plot of a report."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ __all__ = ["draw"]
 
 
 def draw(report: Findings, path: str | PathLike[str]) -> None:
-    """Draws every seed's difference as a dot, their mean and interval, and the line of no difference.
+    """Plot the difference of every seed as a dot, with the mean and interval of each variant and a line at zero.
 
-    The dots of a variant lie in the order of the seeds, from top to bottom.
+    The dots of a variant are in the order of the seeds, from top to bottom.
 
     Args:
-        path: of the picture; its ending says of what kind it is, such as .png, .pdf or .svg.
+        report: Report to plot.
+        path: File to write; its extension sets the format, such as .png, .pdf or .svg.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("a picture of a study needs Matplotlib: pip install 'signalfire[ablation]'") from error
+        raise ImportError("the plot of a study needs Matplotlib: pip install 'signalfire[ablation]'") from error
     compared = [(row, row.comparison) for row in report.rows if row.comparison is not None]
     figure = Figure(figsize=(8, 1.6 + 0.62 * max(1, len(compared))), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""What a study has found: tables, sentences in words and a picture, in which no run is left out without a word."""
+"""The report of a study: tables, sentences and a plot, all of which list failed and missing runs."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ __all__ = ["Report"]
 
 
 class Report:
-    """The results of a study, variant by variant, each compared with the baseline over the seeds that both finished.
+    """The results of a study: each variant compared with the baseline over the seeds that both finished.
 
-    ``print(report)`` shows the table; :meth:`sentences` says the same in words; :meth:`markdown`, :meth:`csv`, :meth:`latex`,
-    :meth:`to_dict` and :meth:`plot` are for elsewhere. The statistics are those of :mod:`signalfire.ablation.statistics`: Student-t
-    intervals, which are not adjusted for how many there are, exact sign-flip tests, and Holm over all variants but the baseline, also
-    those of which no pair of runs finished.
+    ``print(report)`` shows the table, :meth:`sentences` puts it into words, and :meth:`markdown`, :meth:`csv`, :meth:`latex`,
+    :meth:`to_dict` and :meth:`plot` export it. The statistics are those of :mod:`signalfire.ablation.statistics`: Student-t
+    intervals, not adjusted for multiple comparisons; exact sign-flip tests; and Holm's correction over all variants except the
+    baseline, including those of which no pair of runs finished.
 
     Args:
-        results: of the runs, failed ones among them; at most one for each variant and seed.
-        variants: all that were planned, the baseline among them.
-        metric: its name.
-        mode: whether a smaller ("min") or a larger ("max") one is better.
-        baseline: the name of the variant with which the others are compared.
-        level: of the intervals; a difference counts as shown if its adjusted p is at most 1 - level.
-        seeds: those that were planned; by default all that any result has.
-        percent: whether sentences tell the metric in percentage points (100 times its value). By default if "accuracy" is part of its
-            name and all of its values are between 0 and 1.
+        results: Results of the runs, including failed ones; at most one per variant and seed.
+        variants: All planned variants, including the baseline.
+        metric: Name of the metric.
+        mode: "min" if smaller is better, "max" if larger is better.
+        baseline: Name of the variant with which the others are compared.
+        level: Confidence level of the intervals; a difference is significant if its adjusted p is at most 1 - level.
+        seeds: The planned seeds; by default all seeds in the results.
+        percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
+            of its name and all of its values are between 0 and 1.
 
     Attributes:
-        rows: one for each variant, the baseline first.
-        digits: the decimals that numbers are shown with; None for three significant digits.
-        needed: how many seeds it takes to show any difference (:func:`fewest_seeds`); None if no number does.
+        rows: One row per variant, the baseline first.
+        digits: Number of decimals shown; None for three significant digits.
+        needed: Minimum number of seeds for any difference to be significant (:func:`fewest_seeds`); None if no number suffices.
 
-    Errors:
-        ValueError: an argument is wrong, a result belongs to no variant or to no planned seed, or there are two of one run.
+    Raises:
+        ValueError: an argument is invalid, a result has an unknown variant or seed, or two results have the same ones.
 
     Example:
         >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
         >>> results = [Result("baseline", seed, (90 + seed) / 100) for seed in range(6)]
         >>> results += [Result("- ema", seed, (88 + seed + seed % 2) / 100) for seed in range(6)]
         >>> print(*Report(results, variants, metric="accuracy", mode="max").sentences())
-        Without ema, accuracy fell by 1.5 percentage points (95 % interval 0.9 to 2.1, p = 0.031, 6 seeds): it earns its place.
-    """  # noqa: E501
+        Without ema, accuracy fell by 1.5 percentage points (95 % interval 0.9 to 2.1, p = 0.031, 6 seeds): it contributes.
+    """
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Report:
         percent: bool | None = None,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f'Report(mode={mode!r}): it has to be "min" or "max"')
+            raise ValueError(f"Report(mode={mode!r}): expected 'min' or 'max'")
         if not 0 < level < 1:
-            raise ValueError(f"Report(level={level!r}): it has to be between 0 and 1, such as 0.95")
+            raise ValueError(f"Report(level={level!r}): expected a number between 0 and 1, such as 0.95")
         self.metric, self.mode, self.baseline, self.level = metric, mode, baseline, level
         self.seeds = tuple(sorted({result.seed for result in results} if seeds is None else set(seeds)))
         self.rows = make_rows(results, variants, metric=metric, baseline=baseline, seeds=self.seeds, level=level)
@@ -103,19 +103,22 @@ class Report:
 
     @property
     def alpha(self) -> float:
-        """The level of the tests, 1 - level."""
+        """Significance level of the tests: 1 - level."""
         return round(1 - self.level, 12)
 
     @property
     def comparisons(self) -> int:
-        """How many variants are compared with the baseline: the size of the family of Holm's procedure."""
+        """Number of variants compared with the baseline: the family size of Holm's correction."""
         return len(self.rows) - 1
 
     def effects(self, order: int = 2) -> list[Effect]:
         """Main effects and interactions, if the variants are a full factorial design (:func:`effects`).
 
-        Errors:
-            ValueError: they are not.
+        Args:
+            order: Maximum number of factors in an interaction; 1 for main effects only.
+
+        Raises:
+            ValueError: if they are not.
         """
         factors = [name for name, _ in self._variants[0].level]
         return effects(
@@ -123,11 +126,11 @@ class Report:
         )
 
     def warnings(self) -> list[str]:
-        """What to know before the numbers are believed: failed and missing runs, and too few seeds."""
+        """What limits the conclusions: failed and missing runs, and too few seeds."""
         return Sentences(self).warnings()
 
     def sentences(self) -> list[str]:
-        """What was found, in words: a sentence for each variant but the baseline, and what became of runs that did not finish."""
+        """The findings in words: a sentence for each variant except the baseline, with its failed and missing runs."""
         return Sentences(self).findings()
 
     def __str__(self) -> str:
@@ -148,19 +151,19 @@ class Report:
 
     def _legend(self) -> list[str]:
         better = "larger" if self.mode == "max" else "smaller"
-        drawn = any(row.comparison and not row.comparison.exact for row in self.rows)
+        sampled = any(row.comparison and not row.comparison.exact for row in self.rows)
         test = "exact sign-flip test"
-        if drawn:
-            test += f" up to {EXACT_UP_TO} pairs, {FLIPS:,} drawn sign patterns above"
+        if sampled:
+            test += f" up to {EXACT_UP_TO} pairs, {FLIPS:,} random sign patterns above"
         to, family = f'to "{self.baseline}"', count(self.comparisons, "comparison")
         return [
             f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {100 * self.level:g} % Student-t "
-            f"interval (not adjusted). p: {test}; adjusted: Holm over {family}. d_z: mean difference by its standard deviation. "
-            "Seconds and steps: of a run on average; memory: largest peak.",
+            f"interval (not adjusted). p: {test}; adjusted: Holm over {family}. d_z: mean difference divided by its standard "
+            "deviation. Seconds and steps: mean per run; memory: maximum peak.",
         ]
 
     def _table(self) -> list[list[str]]:
-        """Its header, and a line for each row."""
+        """The header and one line per row."""
         header = ["variant", "runs", self.metric, "sd", "diff", f"{100 * self.level:g} % interval", "p", "p adj", "d_z"]
         lines = [[*header, "seconds", "steps", "memory"]]
         for row in self.rows:
@@ -191,9 +194,9 @@ class Report:
             return []
         try:
             found = self.effects()
-        except ValueError:  # a part of a factorial design: the variants are compared, and that is all
+        except ValueError:  # a fraction of a factorial design: variants are compared, but effects cannot be estimated
             return []
-        lines = [["effect", "seeds", "effect of it", f"{100 * self.level:g} % interval", "p", "p adj", "d_z"]]
+        lines = [["effect", "seeds", "estimate", f"{100 * self.level:g} % interval", "p", "p adj", "d_z"]]
         for one in found:
             of_it = self._compared(one.comparison, one.adjusted)
             lines.append([one.name, f"{one.comparison.n}/{len(self.seeds)}", *of_it])
@@ -213,7 +216,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def csv(self) -> str:
-        """All rows with every digit; empty where there is no number. Lists of seeds are separated by spaces."""
+        """All rows at full precision, with an empty cell where there is no number; seeds in a list are separated by spaces."""
         columns = [
             "variant",
             "finished",
@@ -242,7 +245,7 @@ class Report:
         return text.getvalue()
 
     def latex(self) -> str:
-        r"""The table for LaTeX with the package booktabs (``\usepackage{booktabs}``); legend and warnings as comments above."""
+        r"""The table for LaTeX with booktabs (``\usepackage{booktabs}``); the legend and warnings are comments above it."""
         header, *lines = self._table()
         titles = [escaped_latex(title) if title != "d_z" else "$d_z$" for title in header]
         parts = [f"% {' '.join(line.split())}" for line in (*self._legend(), *self.warnings())]
@@ -258,7 +261,7 @@ class Report:
         return "\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, of types that JSON knows; None where there is no number."""
+        """Everything in the report, as JSON types; None where there is no number."""
         rows = []
         for row in self.rows:
             one = {name: value for name, value in asdict(row).items() if name not in ("variant", "comparison")}
@@ -282,11 +285,11 @@ class Report:
         return content
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draws every seed's difference as a dot, their mean and interval, and the line of no difference.
+        """Plot the difference of every seed as a dot, with the mean and interval of each variant and a line at zero.
 
-        The dots of a variant lie in the order of the seeds, from top to bottom.
+        The dots of a variant are in the order of the seeds, from top to bottom.
 
         Args:
-            path: of the picture; its ending says of what kind it is, such as .png, .pdf or .svg.
+            path: File to write; its extension sets the format, such as .png, .pdf or .svg.
         """
         draw(self, path)

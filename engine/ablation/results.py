@@ -1,4 +1,4 @@
-"""What a study is made of: variants of a composition, and what each of their runs came to."""
+"""Variants of a composition, and the result of each run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True)
 class Variant:
-    """A composition with some handlers switched off, or exchanged for others.
+    """A composition with some handlers switched off or replaced.
 
     Attributes:
-        name: by which it is told, such as "baseline", "- ema" or "mixup = cutmix".
-        off: the names of the handlers that are switched off.
-        swapped: pairs of the name of a handler and that of the alternative which takes its place.
-        level: for factorial designs, whether each factor is on, by its name.
+        name: Name of the variant, such as "baseline", "- ema" or "mixup = cutmix".
+        off: Names of the handlers that are switched off.
+        swapped: Pairs (handler, alternative) of names: the alternative replaces the handler.
+        level: In factorial designs, pairs of a factor's name and whether it is on.
     """
 
     name: str
@@ -28,17 +28,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to; one line of the store.
+    """The result of one run, stored as one line.
 
     Attributes:
-        variant: the name of the variant.
-        seed: of the run.
-        value: the metric's last value; None if the run failed.
-        metrics: all metrics that are one number, at the end of the run.
-        steps: optimizer steps that were made.
-        seconds: wall-clock time of the run.
-        memory: the peak memory of the process in bytes.
-        error: the traceback of a run that failed.
+        variant: Name of the variant.
+        seed: Seed of the run.
+        value: Last value of the metric; None if the run failed.
+        metrics: All scalar metrics at the end of the run.
+        steps: Number of optimizer steps.
+        seconds: Wall-clock time of the run.
+        memory: Peak memory of the process, in bytes.
+        error: Traceback if the run failed.
     """
 
     variant: str

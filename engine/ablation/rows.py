@@ -1,4 +1,4 @@
-"""What the runs of each variant came to, compared with the baseline."""
+"""The results of each variant, compared with the baseline."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 
 @dataclass(frozen=True)
 class Row:
-    """What the runs of one variant came to.
+    """The runs of one variant, summarized.
 
     Attributes:
-        variant: which one.
-        values: the metric of each run that finished, by its seed.
-        planned: how many runs there should be.
-        failed: what the failed runs died of, by their seeds. A run whose metric is infinite or NaN has failed as well.
-        missing: seeds of which there is no run.
-        differences: to the baseline, by seed, where both runs finished.
-        mean: of the metric; NaN without a run that finished.
-        sd: its standard deviation over the seeds; NaN below two.
-        comparison: of the differences; None for the baseline itself.
-        adjusted: p after Holm over all variants of the report but the baseline; None for the baseline itself.
-        seconds: of a run that finished, on average; NaN without one.
-        steps: optimizer steps of a run that finished, on average; NaN without one.
-        memory: the largest peak of a run that finished, in bytes; 0 if it is not known.
+        variant: The variant.
+        values: Metric of each finished run, by seed.
+        planned: Number of planned runs.
+        failed: Reason why each failed run failed, by seed. A run whose metric is infinite or NaN also counts as failed.
+        missing: Seeds without a run.
+        differences: Difference to the baseline, by seed, where both runs finished.
+        mean: Mean of the metric over the finished runs; NaN without any.
+        sd: Standard deviation of the metric over the seeds; NaN for fewer than two.
+        comparison: Statistics of the differences; None for the baseline itself.
+        adjusted: p-value after Holm's correction over all variants except the baseline; None for the baseline itself.
+        seconds: Mean duration of the finished runs; NaN without any.
+        steps: Mean number of optimizer steps of the finished runs; NaN without any.
+        memory: Maximum peak memory of the finished runs, in bytes; 0 if unknown.
     """
 
     variant: Variant
@@ -53,17 +53,17 @@ class Row:
 
     @property
     def finished(self) -> int:
-        """How many runs finished."""
+        """Number of finished runs."""
         return len(self.values)
 
     @property
     def without_pair(self) -> tuple[int, ...]:
-        """Seeds that finished here, but not with the baseline."""
+        """Seeds that finished in this variant, but not in the baseline."""
         return () if self.comparison is None else tuple(seed for seed in self.values if seed not in self.differences)
 
 
 class Findings(Protocol):
-    """What a report has found, as its sentences and its plot need it; see `Report` for the attributes."""
+    """The part of a report that its sentences and its plot read; see `Report` for the attributes."""
 
     metric: str
     mode: Literal["min", "max"]
@@ -91,7 +91,7 @@ def make_rows(
     seeds: Sequence[int],
     level: float,
 ) -> list[Row]:
-    """One row for each variant, the baseline first; the arguments are those of `Report`."""
+    """One row per variant, the baseline first; the arguments are those of `Report`."""
     found = _by_run(results, variants, baseline, seeds)
     ordered = sorted(variants, key=lambda variant: variant.name != baseline)  # the others keep their order
     values = {variant.name: _values(variant.name, found, seeds) for variant in ordered}
@@ -133,27 +133,27 @@ def make_rows(
 def _by_run(
     results: Sequence[Result], variants: Sequence[Variant], baseline: str, seeds: Sequence[int]
 ) -> dict[tuple[str, int], Result]:
-    """The results by variant and seed, after checking that they fit."""
+    """The results by variant and seed; an error if one has an unknown variant or seed, or a duplicate."""
     names = [variant.name for variant in variants]
     if baseline not in names:
-        raise ValueError(f"Report(baseline={baseline!r}): it is not among the variants: {names}")
+        raise ValueError(f"Report(baseline={baseline!r}): no such variant; there are: {names}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"Report(variants=...): more than one is called {twice}")
+        raise ValueError(f"Report(variants=...): two variants have the same name: {twice}")
     found: dict[tuple[str, int], Result] = {}
     for result in results:
         run = f"Report(results=...): there is a run of variant {result.variant!r} with seed {result.seed}"
         if result.variant not in names:
-            raise ValueError(f"{run}, which is not among the variants: {names}")
+            raise ValueError(f"{run}, which is not one of the variants: {names}")
         if result.seed not in seeds:
-            raise ValueError(f"{run}, which is not among the seeds: {list(seeds)}")
+            raise ValueError(f"{run}, which is not one of the seeds: {list(seeds)}")
         if (result.variant, result.seed) in found:
-            raise ValueError(f"{run} more than once; give the one that counts")
+            raise ValueError(f"{run} more than once; pass one of them")
         found[result.variant, result.seed] = result
     return found
 
 
 def _values(name: str, found: Mapping[tuple[str, int], Result], seeds: Sequence[int]) -> dict[int, float]:
-    """The metric of each run of a variant that finished, by seed."""
+    """The metric of each finished run of a variant, by seed."""
     values = {}
     for seed in seeds:
         result = found.get((name, seed))
@@ -163,9 +163,9 @@ def _values(name: str, found: Mapping[tuple[str, int], Result], seeds: Sequence[
 
 
 def _reason(result: Result, metric: str) -> str:
-    """Why a run counts as failed, in one line."""
+    """The reason why a run counts as failed, in one line."""
     if result.error is None:
         return f"{metric} is {result.value}"
     lines = result.error.strip().splitlines()
-    # The last line of a traceback that is not indented and not a note is the one with the error.
+    # The error is the last line of the traceback that is neither indented nor a note.
     return next((line.strip() for line in reversed(lines) if _ERROR.match(line)), lines[-1].strip() if lines else "")

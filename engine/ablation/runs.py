@@ -1,4 +1,4 @@
-"""One run of a study: built, put together as its variant says, and made, in this process or in others."""
+"""Makes the runs of a study: builds each, applies its variant and runs it, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -42,23 +42,20 @@ T = TypeVar("T")
 Run = Callable[[Engine], object]
 Build = Callable[[int], Engine | tuple[Engine, Run]]
 
-_DIED = (
-    "the process that made this run died: it was killed, perhaps because the memory ran out, or it crashed in code that is "
-    "not Python"
-)
-_alone = threading.Lock()  # runs of one process share its global generators: one after the other
+_DIED = "the process that made this run died: it was killed, perhaps for lack of memory, or crashed in native code"
+_run_lock = threading.Lock()  # runs of one process share its global generators, so they run one at a time
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a run is made from; it travels to other processes.
+    """The specification of a run, sent to worker processes.
 
     Attributes:
-        build, run, streams, files: those of the study.
-        seed: of the run.
-        off: the names of the handlers that are off.
-        swaps: for each handler that is exchanged, what builds the other.
-        nonce: tells tries apart, for executors that keep results of equal calls.
+        build, run, streams, files: Arguments of the study.
+        seed: Seed of the run.
+        off: Names of the handlers that are switched off.
+        swaps: For each replaced handler, its name and the factory of the alternative.
+        nonce: Makes repeated attempts distinct, for executors that cache the results of equal calls.
     """
 
     build: Build
@@ -73,14 +70,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
-        error: the traceback, if it failed.
-        handlers: the names of those that took part.
-        metrics: those that are one number.
-        announced: the names of all metrics that were there or were announced.
-        steps, seconds, memory: as in `Result`.
+        error: Traceback if the run failed.
+        handlers: Names of the enabled handlers.
+        metrics: All scalar metrics.
+        announced: Names of all metrics that were set or announced.
+        steps, seconds, memory: As in `Result`.
     """
 
     error: str | None = None
@@ -95,10 +92,12 @@ class Outcome:
 def compose(
     build: Build, run: Run | None, streams: Literal["shared", "separate"] | None, files: bool, seed: int
 ) -> tuple[Engine, Run]:
-    """Build an engine, and what runs it, with the global generators seeded; without files, nobody writes or shows anything.
+    """Seed the global generators and build an engine and the function that runs it.
+
+    Without ``files``, handlers that write or show anything are disabled.
 
     Raises:
-        TypeError: if that is not what the function returns.
+        TypeError: if ``build`` returns anything else.
         ValueError: if the engine has another seed.
     """
     seed_everything(seed)
@@ -106,22 +105,22 @@ def compose(
     engine, own = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(engine, Engine) or not (own is None or callable(own)):
         raise TypeError(
-            f"build({seed}) returned {built!r}; it has to be an Engine, or an Engine and a function that runs it"
+            f"build({seed}) returned {built!r}; expected an Engine, or an Engine and a function that runs it"
         )
     run = own or run
     if run is None:
         raise TypeError(
-            f"build({seed}) returned an engine alone: return (engine, run) with a function that runs it, such as "
-            "lambda engine: engine.run(loader, max_epochs=5), or give Study(run=...)"
+            f"build({seed}) returned only an engine; return (engine, run) with a function that runs it, such as "
+            "lambda engine: engine.run(loader, max_epochs=5), or set Study(run=...)"
         )
     if engine.seed != seed:
         raise ValueError(
-            f"build({seed}) returned an engine whose seed is {engine.seed}: give it Engine(..., seed=seed)"
+            f"build({seed}) returned an engine with seed={engine.seed}; build it with Engine(..., seed=seed)"
         )
     if streams is not None:
         engine.streams = streams
     if not files:
-        engine.dry_run = True  # which evaluations in it are, too
+        engine.dry_run = True  # evaluations inside the run inherit it
         for handler in engine.handlers.values():
             if writes_or_shows(handler):
                 handler.enabled = False
@@ -129,24 +128,24 @@ def compose(
 
 
 def writes_or_shows(handler: Handler) -> bool:
-    """Whether it is for files or the screen, and no part of the training."""
+    """Whether a handler writes files or shows something and has no effect on the training."""
     return handler.writes or handler.rank_zero_only
 
 
 def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handler:
-    """Put a new handler in the place of the one with this name."""
+    """Replace the handler with this name by a new one."""
     with unchanged_random_state():
         handler = factory()
     if not isinstance(handler, Handler):
-        raise TypeError(f"what builds the alternative to {name!r} returned {handler!r}; it has to be a Handler")
+        raise TypeError(f"the factory of the alternative to {name!r} returned {handler!r}; expected a Handler")
     engine.detach(name)
     engine.attach(handler)
     return handler
 
 
 def make(task: Task) -> Outcome:
-    """Make a run in this process; an error that leaves it is a part of the outcome."""
-    with _alone, unchanged_random_state(), _one_thread():
+    """Make a run in this process; an error it raises becomes part of the outcome."""
+    with _run_lock, unchanged_random_state(), _one_thread():
         memory = _Memory()
         engine: Engine | None = None
         began: float | None = None
@@ -157,8 +156,8 @@ def make(task: Task) -> Outcome:
                 engine.handlers[name].enabled = False
             for name, factory in task.swaps:
                 exchange(engine, name, factory)
-            if not engine.snapshots.has_loaded_state:  # otherwise it was built so, for all variants alike
-                engine.connect(Events.STARTED, _begin_anew)
+            if not engine.snapshots.has_loaded_state:  # a state loaded in build() is the same for all variants
+                engine.connect(Events.STARTED, _check_not_resumed)
             began = time.perf_counter()
             run(engine)
         except (Exception, SystemExit):
@@ -180,17 +179,17 @@ def make(task: Task) -> Outcome:
         )
 
 
-def _begin_anew(engine: Engine) -> None:
+def _check_not_resumed(engine: Engine) -> None:
     if engine.snapshots.has_loaded_state:
         raise RuntimeError(
-            "the run would go on from what another had saved, and those of a study begin anew: leave Checkpoint(resume=True) "
-            "out of build, or do without Study(files=True)"
+            "the run would resume from a saved one, but the runs of a study start from scratch; remove Checkpoint(resume=True) "
+            "from build, or set Study(files=False)"
         )
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums come out otherwise with another number of threads."""
+    """Use one thread, because the results of floating-point sums depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -200,7 +199,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Memory:
-    """The peak memory of this process from now on, with that of its GPU; on systems other than Linux, since it began."""
+    """Measures the peak memory of this process, including its GPU, from now on; outside Linux, since it started."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
@@ -209,7 +208,7 @@ class _Memory:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """In bytes; 0 if the system does not tell."""
+        """Peak memory in bytes; 0 if the system does not report it."""
         on_device = (
             torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
         )
@@ -228,7 +227,7 @@ class _Memory:
 
 
 def outcomes(tasks: Sequence[Task], workers: int | Executor) -> Iterator[tuple[int, Outcome]]:
-    """Make the runs; gives each one's place among the tasks and its outcome, as they are completed."""
+    """Make the runs; yields the index of each task and its outcome, in order of completion."""
     if not tasks:
         return iter(())
     if not isinstance(workers, int):
@@ -247,7 +246,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
             try:
                 yield futures[future], future.result()
             except (Exception, CancelledError) as error:
-                error.add_note(f"{executor!r} could not make a run of the study; what is finished is in the store")
+                error.add_note(f"{executor!r} could not make a run of the study; the finished runs are in the store")
                 raise
     finally:
         for future in futures:
@@ -255,14 +254,14 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
 
 
 def pickled(task: Task) -> bytes:
-    """A task as it is sent to a process.
+    """A pickled task, to be sent to a worker process.
 
     Raises:
-        TypeError: if a new process could not get at a function of it.
+        TypeError: if a worker process could not import one of its functions.
     """
     way_out = (
-        "a new process has to import it: write a function at the top of a module, or functools.partial of one; or "
-        "take workers=0, which makes the runs in this process"
+        "a worker process must import it: use a module-level function, or functools.partial of one; or "
+        "workers=0, which makes the runs in this process"
     )
     functions: list[tuple[str, object]] = [("build", task.build), ("run", task.run)]
     for what, function in functions + [(f"the alternative to {name!r}", factory) for name, factory in task.swaps]:
@@ -271,7 +270,7 @@ def pickled(task: Task) -> bytes:
         except Exception as error:
             raise TypeError(f"{what} is {function!r}, which cannot be pickled ({error}); {way_out}") from None
         if b"__main__" in data and not hasattr(sys.modules["__main__"], "__file__"):
-            raise TypeError(f"{what} is {function!r}, which was written in an interactive session; {way_out}")
+            raise TypeError(f"{what} is {function!r}, which was defined in an interactive session; {way_out}")
     return pickle.dumps(task)
 
 
@@ -298,61 +297,61 @@ def _in_processes(tasks: list[tuple[int, bytes]], workers: int) -> Iterator[tupl
             if len(suspects) == 1:
                 yield suspects[0][0], Outcome(_DIED)
                 continue
-            for suspect in suspects:  # alone, the one that kills its process shows
+            for suspect in suspects:  # one at a time, to find the run that kills its process
                 yield from _in_processes([suspect], 1)
 
 
 @contextlib.contextmanager
 def _processes(workers: int, task: bytes) -> Iterator[ProcessPoolExecutor]:
-    """New processes that end with this one, however it ends."""
-    context = multiprocessing.get_context("spawn")  # a fork would take over threads, locks and the GPU half-way
+    """Worker processes that end with this one, even if it is killed."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit threads, locks and the GPU half-way
     end, alive = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(end,))
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(end,))
     try:
         try:
             _submit(pool, _receive, task).result()
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process could not be started; its message stands above. A script that makes a study needs "
-                'the line `if __name__ == "__main__":` in front of what it does, since each process imports it; '
-                "workers=0 makes the runs in this process"
+                "a worker process could not start; its message is printed above. Each worker imports the script of the study, "
+                'which therefore needs the line `if __name__ == "__main__":` before its main code; or use '
+                "workers=0, which makes the runs in this process"
             ) from None
         yield pool
         pool.shutdown()
     finally:
-        alive.close()  # ends those that still work
+        alive.close()  # ends workers that are still running
         pool.shutdown(cancel_futures=True)
         end.close()
 
 
 def _submit(pool: ProcessPoolExecutor, function: Callable[[bytes], T], task: bytes) -> Future[T]:
-    """Submit a task, which may start a process: Ctrl-C must not reach that one, and reaches this one afterwards."""
+    """Submit a task with SIGINT blocked: a worker process started here must not receive Ctrl-C; this one does afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         return pool.submit(function, task)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a new process inherits it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited by a new process
     try:
         return pool.submit(function, task)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(end: Connection) -> None:
-    """In a worker: Ctrl-C is for the study's process alone; without that one, there is nothing left to do here."""
+def _start_worker(end: Connection) -> None:
+    """In a worker: ignore Ctrl-C, which only the study's process handles, and exit when that process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         wait_for([end])
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def _receive(task: bytes) -> None:
-    """Import what a run needs, so that what cannot be imported shows before the first run."""
+    """Import what a run needs, so that import errors surface before the first run."""
     try:
         pickle.loads(task)
     except Exception as error:
         raise RuntimeError(
-            f"a worker process cannot import what the study is made of ({type(error).__name__}: {error}); it looks where this "
-            "process does (sys.path)"
+            f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); it searches the "
+            "sys.path of this process"
         ) from None

@@ -1,4 +1,4 @@
-"""What a study has found, in sentences, and what to know before the numbers are believed."""
+"""The findings of a study in sentences, and warnings about what limits them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Sentences"]
 
 
 class Sentences:
-    """Says in words what is in a report.
+    """Writes the sentences and warnings of a report.
 
     Args:
-        report: whose rows, metric and level are read.
+        report: The report.
     """
 
     def __init__(self, report: Findings) -> None:
         self.report = report
 
     def warnings(self) -> list[str]:
-        """What to know before the numbers are believed: failed and missing runs, and too few seeds."""
+        """What limits the conclusions: failed and missing runs, and too few seeds."""
         sentences = []
         for row in self.report.rows:
             for seed, reason in row.failed.items():
@@ -32,17 +32,17 @@ class Sentences:
                 sentences.append(f'"{row.variant.name}": no run of {seeds_in_words(row.missing)}')
             if row.without_pair:
                 sentences.append(
-                    f'"{row.variant.name}": {seeds_in_words(row.without_pair)} left out, as the baseline has none'
+                    f'"{row.variant.name}": {seeds_in_words(row.without_pair)} omitted, because the baseline has no such run'
                 )
         few: dict[int, list[str]] = {}
         for row in self.report.rows:
-            # Where no pair finished, the lines above say why.
+            # Without any finished pair, the sentences above give the reason.
             if row.comparison and row.comparison.n and self._too_few(row.comparison.n):
                 few.setdefault(row.comparison.n, []).append(f'"{row.variant.name}"')
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can give is {min(1.0, 2.0 ** (1 - n)):.2g}, "
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {min(1.0, 2.0 ** (1 - n)):.2g}, "
                 f"which Holm multiplies by up to {self.report.comparisons}; for {self.report.alpha:g}, {self._needed()}."
             )
         return sentences
@@ -58,13 +58,13 @@ class Sentences:
         )
 
     def findings(self) -> list[str]:
-        """What was found, in words: a sentence for each variant but the baseline, and what became of runs that did not finish."""
+        """The findings in words: a sentence for each variant except the baseline, with its failed and missing runs."""
         sentences = []
         for row in self.report.rows:
             finding = [self._finding(row, row.comparison)] if row.comparison else []
             unfinished = self._unfinished(row)
             if row.comparison is None and unfinished:
-                finding = [f'Of "{row.variant.name}", with which the others are compared, not all runs finished.']
+                finding = [f'Not all runs of "{row.variant.name}", with which the others are compared, finished.']
             if finding:
                 sentences.append(" ".join(finding + unfinished))
         return sentences
@@ -80,9 +80,9 @@ class Sentences:
                 f"{len(row.missing)} of its {count(row.planned, 'run')} {verb} missing ({seeds_in_words(row.missing)})."
             )
         if row.without_pair:
-            verb = "is" if len(row.without_pair) == 1 else "are"
+            verb, them = ("is", "it") if len(row.without_pair) == 1 else ("are", "them")
             sentences.append(
-                f"{seeds_in_words(row.without_pair).capitalize()} {verb} left out, as the baseline did not finish there."
+                f"{seeds_in_words(row.without_pair).capitalize()} {verb} omitted, because the baseline did not finish {them}."
             )
         return sentences
 
@@ -90,9 +90,7 @@ class Sentences:
         what, n = self._what(row.variant), comparison.n
         seeds = count(n, "seed")
         if n == 0:
-            return (
-                f"{what}, nothing can be said of {self.report.metric}: no seed finished both there and in the baseline."
-            )
+            return f"{what}, {self.report.metric} cannot be compared: no seed finished both in this variant and in the baseline."
         if comparison.sd == 0 and comparison.mean == 0:
             return f"{what}, {self.report.metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."
         moved = "fell" if comparison.mean < 0 else "rose"
@@ -116,13 +114,13 @@ class Sentences:
             )
         between = self._between(comparison, comparison.low, comparison.high)
         return (
-            f"{what}, {self.report.metric} shows no difference that {seeds} can show "
+            f"{what}, {self.report.metric} shows no significant difference with {seeds} "
             f"(change of {self._amount(comparison.mean, unit=True)}, {between}, {self._p(row)})."
         )
 
     def _between(self, comparison: Comparison, low: float, high: float, of: str = "") -> str:
         if math.isnan(comparison.low):
-            return "with every seed alike, so that there is no interval"
+            return "the same with every seed, so there is no interval"
         return f"{100 * self.report.level:g} % interval{of} {self._amount(low)} to {self._amount(high)}"
 
     def _p(self, row: Row) -> str:
@@ -130,7 +128,7 @@ class Sentences:
         text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
         if self.report.comparisons > 1:
             text += " adjusted"
-        return text if row.comparison is None or row.comparison.exact else text + ", from drawn signs"
+        return text if row.comparison is None or row.comparison.exact else text + ", from random signs"
 
     def _amount(self, number: float, *, unit: bool = False) -> str:
         if not self.report.percent:
@@ -139,7 +137,7 @@ class Sentences:
         return f"{text} percentage points" if unit else text
 
     def _parts(self, variant: Variant) -> tuple[list[str], list[str], list[tuple[str, str]]]:
-        """What the variant lacks, adds and exchanges, compared with the baseline."""
+        """The handlers that the variant removes from the baseline, adds to it, and replaces."""
         baseline = self.report.rows[0].variant
         swapped = [pair for pair in variant.swapped if pair not in baseline.swapped]
         return sorted(variant.off - baseline.off), sorted(baseline.off - variant.off), swapped
@@ -162,5 +160,5 @@ class Sentences:
             return f"{listed(side)} {'does' if len(side) == 1 else 'do'} better here"
         one = len(lacks or adds) == 1
         if better == bool(adds):
-            return "it earns its place" if one else "they earn their place"
+            return "it contributes" if one else "they contribute"
         return f"the composition is better without {'it' if one else 'them'}"

@@ -1,16 +1,16 @@
-"""What paired runs show: intervals and exact tests of differences, corrections for many of them, and factorial effects.
+"""Statistics of paired runs: intervals and exact tests of differences, corrections for multiple tests, factorial effects.
 
-Runs of two variants with one seed share initialisation, data order and dropout, so that what is examined is the difference
-within each seed. There are few of them, often 5 to 10, which decides what is used here:
+Runs of two variants with the same seed share initialisation, data order and dropout, so the difference within each seed is
+analysed. Seeds are few, often 5 to 10, which determines the methods:
 
 - *Interval*: Student's t of the paired differences. A percentile bootstrap is not used: it has the quantiles of a normal
-  distribution and a spread that is too small by sqrt((n - 1) / n). What was to cover 95 % covered 78 to 84 % with 5 seeds, where
-  Student-t covered 95 to 98 %, and 88 % where the differences themselves are as skewed as an exponential distribution
-  (tests/campaigns/calibration.py, results beside it).
-- *Test*: the exact sign-flip test. If a variant makes no difference, both signs of each difference are equally likely. Nothing
-  else is assumed: the level holds for any distribution that is symmetric around 0. Differences with a mean of 0 that are skewed
-  break that: with exponential ones, 8 to 12 seeds found something at 0.05 in 10 % of studies, in 12 to 16 % in a family of five.
-- *Correction*: Holm, which holds under any dependence; the comparisons of a study share their baseline.
+  distribution and a spread that is too small by sqrt((n - 1) / n). Its 95 % intervals covered 78 to 84 % with 5 seeds, where
+  those of Student-t covered 95 to 98 %, and 88 % where the differences are as skewed as an exponential distribution
+  (tests/campaigns/calibration.py, with the results beside it).
+- *Test*: the exact sign-flip test. If a variant has no effect, both signs of each difference are equally likely. Nothing
+  else is assumed: the level holds for any distribution that is symmetric around 0. It does not for skewed differences with a
+  mean of 0: with exponential ones and 8 to 12 seeds, 10 % of tests were false positives at 0.05, 12 to 16 % of families of five.
+- *Correction*: Holm, which holds under any dependence; the comparisons of a study are dependent, as they share their baseline.
 
 Source: Fisher, The Design of Experiments, 1935, section 21 (the test); Holm, A Simple Sequentially Rejective Multiple Test
 Procedure, Scandinavian Journal of Statistics 6, 1979; Hesterberg, What Teachers Should Know About the Bootstrap, The American
@@ -35,27 +35,27 @@ from .results import Result, Variant
 __all__ = ["Comparison", "Effect", "compare", "effects", "exact", "fewest_seeds", "holm"]
 
 EXACT_UP_TO = 20
-"""The most differences of which all patterns of signs are counted."""
+"""Maximum number of differences for which all sign patterns are counted."""
 
 FLIPS = 2**16
-"""How many patterns of signs are drawn where there are too many to count."""
+"""Number of random sign patterns where there are too many to count."""
 
 LARGEST_DENOMINATOR = 10**6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired differences of two variants, and what they show.
+    """The statistics of the paired differences of two variants.
 
     Attributes:
-        n: how many differences there are.
-        mean: of the differences; NaN if there is none.
-        sd: their standard deviation (n - 1); NaN below two.
-        low: lower end of the Student-t interval of the mean; NaN below two differences, and if all of them are equal: with a
-            standard deviation of 0 its width of 0 would claim a certainty that n equal numbers do not give.
-        high: upper end, likewise.
-        p: of the two-sided sign-flip test: the share of all patterns of signs, the observed one among them, whose sum is at
-            least as far from 0. It is 1 below two differences. See :attr:`exact`.
+        n: Number of differences.
+        mean: Mean of the differences; NaN without any.
+        sd: Their standard deviation (n - 1); NaN for fewer than two.
+        low: Lower end of the Student-t interval of the mean; NaN for fewer than two differences, and if all are equal: an
+            interval of width 0 would claim a certainty that n equal numbers do not give.
+        high: Upper end of the interval, likewise.
+        p: p-value of the two-sided sign-flip test: the fraction of all sign patterns, including the observed one, whose sum is at
+            least as far from 0. It is 1 for fewer than two differences. See :attr:`exact`.
         effect: Cohen's d_z, the mean divided by the standard deviation; None if that is 0 or NaN.
     """
 
@@ -69,22 +69,22 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """Whether all patterns of signs were counted (up to 20 differences), and not 65,536 drawn by chance."""
+        """Whether all sign patterns were counted (up to 20 differences) instead of 65,536 random ones."""
         return self.n <= EXACT_UP_TO
 
 
 def exact(value: float | Fraction) -> Fraction:
-    """The fraction that a number stands for, so that sums of such numbers tie exactly when they should.
+    """The fraction that a float was rounded from, so that equal sums of such numbers tie exactly.
 
-    An accuracy is a fraction, such as 279/360, of which a float is the nearest neighbour; with floats, whether two sums are equal
-    depends on how each was rounded. The fraction with a denominator of at most 1,000,000 that rounds to this very float is taken;
-    there is at most one. If there is none, the float itself is, as the binary fraction it is. No tolerance is involved.
+    An accuracy is a fraction, such as 279/360, and a float is only its nearest approximation; with floats, rounding decides
+    whether two sums are equal. This returns the fraction with a denominator of at most 1,000,000 that rounds to exactly this
+    float; there is at most one. If there is none, it returns the exact value of the float. No tolerance is involved.
 
     Args:
-        value: any finite number.
+        value: Any finite number.
 
-    Errors:
-        ValueError: it is infinite or NaN.
+    Raises:
+        ValueError: if it is infinite or NaN.
 
     Example:
         >>> 0.1 + 0.2 == 0.3, exact(0.1) + exact(0.2) == exact(0.3), exact(279 / 360)
@@ -94,7 +94,7 @@ def exact(value: float | Fraction) -> Fraction:
         return value
     value = float(value)
     if not math.isfinite(value):
-        raise ValueError(f"exact(value={value!r}): it has to be finite; a run that came to this has failed")
+        raise ValueError(f"exact(value={value!r}): expected a finite number; a run with this result counts as failed")
     itself = Fraction(value)
     # Two fractions with denominators up to q are at least 1 / q**2 apart, and here that is more than one float apart.
     limit = min(LARGEST_DENOMINATOR, int(math.ulp(value) ** -0.5 / 2))
@@ -105,21 +105,21 @@ def exact(value: float | Fraction) -> Fraction:
 
 
 def compare(differences: Sequence[float | Fraction], *, level: float = 0.95) -> Comparison:
-    """What paired differences show: mean, Student-t interval, exact sign-flip test and effect size.
+    """Analyse paired differences: mean, Student-t interval, exact sign-flip test and effect size.
 
-    Up to 20 differences all 2**n patterns of signs are counted. Above that, 65,536 patterns are drawn from a generator that is
-    seeded the same way each time, and p is (1 + those as far from 0) / 65,537, which keeps the level (Phipson and Smyth, 2010).
+    Up to 20 differences, all 2**n sign patterns are counted. Above that, 65,536 patterns are drawn from a generator with a fixed
+    seed, and p is (1 + number at least as far from 0) / 65,537, which keeps the level (Phipson and Smyth, 2010).
 
-    Two sums tie if they are equal as fractions (:func:`exact`), and a tie counts as being as far from 0. Differences of
-    accuracies tie best when they are made of fractions too: ``exact(first) - exact(second)``, since the difference of two floats
-    was rounded already. The rule keeps the level whatever it ties, as it treats d and -d alike.
+    Two sums tie if they are equal as fractions (:func:`exact`), and a tie counts as being as far from 0. For accuracies, pass
+    differences of fractions, ``exact(first) - exact(second)``: the difference of two floats is already rounded. This rule
+    keeps the level whichever sums tie, because it treats d and -d alike.
 
     Args:
-        differences: one for each seed, in the unit of the metric.
-        level: of the interval, between 0 and 1.
+        differences: One difference per seed, in the unit of the metric.
+        level: Confidence level of the interval, between 0 and 1.
 
-    Errors:
-        ValueError: a difference is infinite or NaN, or the level is not between 0 and 1.
+    Raises:
+        ValueError: if a difference is infinite or NaN, or the level is not between 0 and 1.
 
     Example:
         >>> found = compare([0.3, 0.1, 0.2, 0.4, 0.2, 0.3])
@@ -127,7 +127,7 @@ def compare(differences: Sequence[float | Fraction], *, level: float = 0.95) -> 
         '0.25 (0.14 to 0.36), p = 0.03125'
     """
     if not 0 < level < 1:
-        raise ValueError(f"compare(level={level!r}): it has to be between 0 and 1, such as 0.95")
+        raise ValueError(f"compare(level={level!r}): expected a number between 0 and 1, such as 0.95")
     fractions = [exact(difference) for difference in differences]
     n, nan = len(fractions), math.nan
     if n < 2:
@@ -142,13 +142,13 @@ def compare(differences: Sequence[float | Fraction], *, level: float = 0.95) -> 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjusted p-values of a family of tests, by Holm's step-down procedure, in the order in which they are given.
+    """Adjusted p-values of a family of tests by Holm's step-down procedure, in the given order.
 
-    Those at most alpha can be rejected together, with a chance of at most alpha that any one of them is rejected wrongly, however
-    the tests depend on each other. A comparison that was planned and could not be made belongs to the family, with p = 1.
+    Rejecting all tests with an adjusted p of at most alpha keeps the probability of any false rejection at most alpha, however
+    the tests depend on each other. A planned comparison that could not be made belongs to the family, with p = 1.
 
-    Errors:
-        ValueError: a p-value is not between 0 and 1.
+    Raises:
+        ValueError: if a p-value is not between 0 and 1.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -156,7 +156,9 @@ def holm(p: Sequence[float]) -> list[float]:
     """
     for one in p:
         if not 0 <= one <= 1:
-            raise ValueError(f"holm(p={one!r}): it has to be between 0 and 1; take 1 for a test that could not be made")
+            raise ValueError(
+                f"holm(p={one!r}): expected a number between 0 and 1; use 1 for a test that could not be made"
+            )
     adjusted = [1.0] * len(p)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p)), key=lambda index: p[index])):
@@ -166,32 +168,32 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def fewest_seeds(comparisons: int, alpha: float = 0.05) -> int:
-    """The fewest seeds with which the exact sign-flip test, after Holm, can reach alpha at all.
+    """The minimum number of seeds with which the exact sign-flip test, after Holm's correction, can reach alpha.
 
-    The smallest p of n seeds is 2 / 2**n: all differences have the same sign. Holm multiplies the smallest of a family by its
-    size. With fewer seeds no result whatever can be significant; with as many, it takes one in which all seeds agree.
+    The smallest p-value of n seeds is 2 / 2**n: all differences have the same sign. Holm multiplies the smallest p-value of a
+    family by its size. With fewer seeds no result can be significant; with exactly this many, all seeds must agree.
 
     Args:
-        comparisons: how many there are in the family.
-        alpha: the level that the adjusted p has to reach.
+        comparisons: Number of comparisons in the family.
+        alpha: Significance level for the adjusted p-value.
 
-    Errors:
-        ValueError: an argument is out of range, or no number of seeds with an exact test is enough.
+    Raises:
+        ValueError: if an argument is out of range, or no number of seeds with an exact test is enough.
 
     Example:
         >>> fewest_seeds(1), fewest_seeds(5)
         (6, 8)
     """
     if comparisons < 1:
-        raise ValueError(f"fewest_seeds(comparisons={comparisons!r}): it has to be at least 1")
+        raise ValueError(f"fewest_seeds(comparisons={comparisons!r}): expected 1 or more")
     if not 0 < alpha < 1:
-        raise ValueError(f"fewest_seeds(alpha={alpha!r}): it has to be between 0 and 1, such as 0.05")
+        raise ValueError(f"fewest_seeds(alpha={alpha!r}): expected a number between 0 and 1, such as 0.05")
     for n in range(2, EXACT_UP_TO + 1):
         if comparisons * 2 ** (1 - n) <= alpha:
             return n
     raise ValueError(
         f"fewest_seeds(comparisons={comparisons!r}, alpha={alpha!r}): the smallest p of {EXACT_UP_TO} seeds is "
-        f"{2 ** (1 - EXACT_UP_TO):.2g}, which is not enough; compare less, or allow a larger alpha"
+        f"{2 ** (1 - EXACT_UP_TO):.2g}, which is not enough; compare fewer variants, or use a larger alpha"
     )
 
 
@@ -200,11 +202,11 @@ class Effect:
     """A main effect or an interaction of a factorial design.
 
     Attributes:
-        factors: the names of its factors: one for a main effect, several for an interaction.
-        comparison: of the contrasts, one for each seed.
-        adjusted: p after Holm over all effects that were asked for together.
-        contrasts: the contrast of each seed, by the seed.
-        left_out: the seeds without a contrast, since a run of theirs failed or is missing.
+        factors: Names of its factors: one for a main effect, two or more for an interaction.
+        comparison: Statistics of the contrasts, one per seed.
+        adjusted: p-value after Holm's correction over all effects of the same call.
+        contrasts: Contrast of each seed, by seed.
+        left_out: Seeds without a contrast, because one of their runs failed or is missing.
     """
 
     factors: tuple[str, ...]
@@ -215,7 +217,7 @@ class Effect:
 
     @property
     def name(self) -> str:
-        """Such as "ema" or "ema x mixup"."""
+        """Name of the effect, such as "ema" or "ema x mixup"."""
         return " x ".join(self.factors)
 
 
@@ -227,46 +229,46 @@ def effects(
     variants: Sequence[Variant],
     level: float = 0.95,
 ) -> list[Effect]:
-    """Main effects and interactions of a full factorial design, as contrasts that are paired within each seed.
+    """Main effects and interactions of a full factorial design, as contrasts paired within each seed.
 
-    The main effect of a factor is the mean of the runs with it less the mean of those without it. An interaction of two is half
-    of what the effect of one changes by when the other is switched on, and so on for more: with k factors in the design, every
-    effect is ``2**(1 - k) * sum(sign * value)`` over the 2**k runs of a seed, so that all have the same standard error. A seed
-    needs all of its runs to finish; those that do not have them are named in ``left_out``.
+    The main effect of a factor is the mean of the runs with it minus the mean of those without it. An interaction of two factors
+    is half the change in the effect of one when the other is switched on, and likewise for more: with k factors in the design,
+    every effect is ``2**(1 - k) * sum(sign * value)`` over the 2**k runs of a seed, so that all have the same standard error. A
+    seed counts only if all of its runs finished; the others are listed in ``left_out``.
 
     Args:
-        results: of all variants and seeds.
-        factors: whose effects are wanted; all the factors of the design.
-        order: of how many factors interactions are looked at; 1: main effects only.
-        variants: the cells of the design; ``Variant.level`` says which factors are on.
-        level: of the intervals.
+        results: Results of all variants and seeds.
+        factors: Names of all factors of the design.
+        order: Maximum number of factors in an interaction; 1 for main effects only.
+        variants: Cells of the design; ``Variant.level`` holds which factors are on.
+        level: Confidence level of the intervals.
 
-    Errors:
-        ValueError: the variants are not a full factorial design of these factors, or an argument is out of range.
+    Raises:
+        ValueError: if the variants are not a full factorial design of these factors, or an argument is out of range.
     """
     factors = list(factors)
     if not factors or len(set(factors)) != len(factors):
-        raise ValueError(f"effects(factors={factors!r}): they have to be different names, at least one")
+        raise ValueError(f"effects(factors={factors!r}): expected at least one name, each only once")
     if not 1 <= order <= len(factors):
-        raise ValueError(f"effects(order={order!r}): it has to be between 1 and {len(factors)}, the number of factors")
+        raise ValueError(f"effects(order={order!r}): expected 1 to {len(factors)}, the number of factors")
     cells = _cells(factors, variants)
     values = _finished(results)
     seeds = sorted({result.seed for result in results if result.variant in cells.values()})
-    whole = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
-    left_out = tuple(seed for seed in seeds if seed not in whole)
+    complete = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
+    left_out = tuple(seed for seed in seeds if seed not in complete)
     of_factors = [those for size in range(1, order + 1) for those in combinations(range(len(factors)), size)]
     share = Fraction(2, len(cells))
     comparisons = []
     of_seeds = []
     for those in of_factors:
         contrasts = []
-        for seed in whole:
+        for seed in complete:
             signed = (
                 values[name, seed] * math.prod(1 if on[index] else -1 for index in those) for on, name in cells.items()
             )
             contrasts.append(share * sum(signed))
         comparisons.append(compare(contrasts, level=level))
-        of_seeds.append({seed: float(contrast) for seed, contrast in zip(whole, contrasts, strict=True)})
+        of_seeds.append({seed: float(contrast) for seed, contrast in zip(complete, contrasts, strict=True)})
     adjusted = holm([comparison.p for comparison in comparisons])
     return [
         Effect(tuple(factors[index] for index in those), comparison, one, contrasts_of, left_out)
@@ -275,14 +277,14 @@ def effects(
 
 
 def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bool, ...], str]:
-    """The name of the variant for each combination of factors that are on."""
+    """The name of the variant for each combination of factor levels."""
     cells: dict[tuple[bool, ...], str] = {}
     for variant in variants:
         on = dict(variant.level)
         if set(on) != set(factors):
             raise ValueError(
                 f"effects(factors={list(factors)!r}): the factors of variant {variant.name!r} are {sorted(on)}; "
-                "give all factors of the design, and its cells only"
+                "pass all factors of the design, and only variants of the design"
             )
         combination = tuple(on[factor] for factor in factors)
         if combination in cells:
@@ -291,12 +293,12 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
     for combination in product((False, True), repeat=len(factors)):
         if combination not in cells:
             on_names = [factor for factor, on_ in zip(factors, combination, strict=True) if on_]
-            raise ValueError(f"effects(variants=...): not a full factorial design, no variant has only {on_names} on")
+            raise ValueError(f"effects(variants=...): not a full factorial design: no variant has only {on_names} on")
     return cells
 
 
 def _finished(results: Sequence[Result]) -> dict[tuple[str, int], Fraction]:
-    """The values of the runs that came to a number, by variant and seed."""
+    """The values of the finished runs, by variant and seed."""
     return {
         (result.variant, result.seed): exact(result.value)
         for result in results
@@ -314,7 +316,7 @@ def _t_quantile(level: float, degrees: int) -> float:
 
 
 def _sign_flip_p(fractions: Sequence[Fraction]) -> float:
-    """The two-sided p of two differences or more, in whole numbers throughout: no sum is rounded."""
+    """The two-sided p-value of two or more differences, computed in integers, so that no sum is rounded."""
     scale = math.lcm(*(one.denominator for one in fractions))
     numbers = [int(one * scale) for one in fractions]
     observed = abs(sum(numbers))
@@ -322,8 +324,8 @@ def _sign_flip_p(fractions: Sequence[Fraction]) -> float:
         return 1.0
     if len(numbers) > EXACT_UP_TO:
         return _drawn_p(numbers, observed)
-    # Each pattern is one of the first half and one of the second: those of the second that go with one of the first are found
-    # in order, so that 2**(n / 2) sums stand for 2**n.
+    # A pattern combines one of the first half with one of the second. Counting the matches of each first half by bisection
+    # in the sorted sums of the second takes 2**(n / 2) steps instead of 2**n.
     half = len(numbers) // 2
     second = sorted(_signed_sums(numbers[half:]))
     count = sum(
@@ -334,7 +336,7 @@ def _sign_flip_p(fractions: Sequence[Fraction]) -> float:
 
 
 def _signed_sums(numbers: Sequence[int]) -> list[int]:
-    """The sums of all patterns of signs; that at index i has the k-th number positive if the k-th bit of i is set."""
+    """The sums of all sign patterns; at index i, the k-th number is positive if the k-th bit of i is set."""
     sums = [0]
     for number in numbers:
         sums = [one - number for one in sums] + [one + number for one in sums]

@@ -1,4 +1,4 @@
-"""The runs of studies on disk: one line of JSON for each, appended when the run is finished."""
+"""Stores the runs of studies on disk: one line of JSON per run, appended when the run finishes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: studies of one process are still told apart
+except ImportError:  # Windows: only studies of the same process exclude each other
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Store", "StoreError"]
 
 _NEEDED = ("configuration", "key", "off", "seed", "swapped")
-_written: set[str] = set()  # the stores that studies of this process write
+_written: set[str] = set()  # stores that studies of this process are writing
 
 
 class StoreError(RuntimeError):
-    """A store that cannot be read, or that another study writes."""
+    """Raised for a store that cannot be read, or that another study is writing."""
 
 
 class Store:
-    """Lines of JSON, one for each finished run; each is on disk before the next is written.
+    """A file with one line of JSON per finished run; each line is on disk before the next is written.
 
-    A process may be killed at any moment: a last line that is cut off is ignored and then removed, and its run is made again.
-    Once a study is finished, its store is rewritten in a fixed order, atomically; so it depends on the runs alone, and not on
-    which of them was finished first.
+    The process may be killed at any moment: a truncated last line is ignored and then removed, and its run is made again. When a
+    study finishes, its store is rewritten atomically in a fixed order, so its content does not depend on the order in which
+    the runs finished.
 
     Args:
-        path: the file; it and its folder are made when something is written. None keeps the lines in memory.
+        path: Path of the file; it and its folder are created on the first write. None keeps the lines in memory.
 
     Example:
         >>> store = Store(None)
@@ -45,18 +45,18 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"Study(store={path!r}): it has to be a path, such as 'runs/ablation.jsonl', or None")
+            raise TypeError(f"Study(store={path!r}): expected a path, such as 'runs/ablation.jsonl', or None")
         self.path = None if path is None else Path(path)
         if self.path is not None and self.path.is_dir():
-            raise IsADirectoryError(f"Study(store={str(path)!r}): it is a folder; give a file in it")
+            raise IsADirectoryError(f"Study(store={str(path)!r}): this is a folder; use a file in it")
         self._memory: list[bytes] = []
         self._file: int | None = None
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """The lines by their keys; of several with one key, the last.
+        """The lines by key; if a key occurs more than once, its last line.
 
         Raises:
-            StoreError: for a line that is no run of a study, other than a last one that is cut off.
+            StoreError: for a line that is not a run of a study, except a truncated last line.
         """
         return {key: json.loads(line) for key, line in self._lines().items()}
 
@@ -71,14 +71,14 @@ class Store:
                     raise KeyError
             except (ValueError, KeyError, TypeError):
                 raise StoreError(
-                    f"line {number} of the store {str(self.path)!r} is no run of a study: {line[:60]!r}; mend or remove the line"
+                    f"line {number} of the store {str(self.path)!r} is not a run of a study: {line[:60]!r}; remove the line"
                 ) from None
             found.pop(key, None)
             found[key] = line
         return found
 
     def _split(self) -> tuple[list[bytes], int]:
-        """The whole lines, and how many bytes they take up; what is cut off at the end is left out."""
+        """The complete lines and their size in bytes, without a truncated last line."""
         if self.path is None:
             return list(self._memory), 0
         try:
@@ -86,7 +86,7 @@ class Store:
         except FileNotFoundError:
             return [], 0
         *lines, rest = content.split(b"\n")
-        if rest:  # the newline is written with its line: without it, the line may be cut off anywhere
+        if rest:  # a line and its newline are written together: without the newline, the line may be truncated
             with contextlib.suppress(ValueError):
                 json.loads(rest)
                 return [*lines, rest], len(content)
@@ -94,10 +94,10 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the only one who writes.
+        """Lock the store for writing inside the ``with`` block.
 
         Raises:
-            StoreError: if another study writes this store.
+            StoreError: if another study is writing this store.
         """
         if self.path is None:
             yield
@@ -119,10 +119,13 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        # A file beside the store, which is itself replaced. It is left there: to remove it would let two studies lock two files.
+        # The lock is a separate file, because the store itself is replaced. It is never removed: otherwise two studies could
+        # lock two different files.
         lock = path.with_name(f".{path.name}.lock")
         name = str(lock.resolve())
-        busy = f"the store {str(path)!r} is being written by another study%s; wait for it, or take another store"
+        busy = (
+            f"the store {str(path)!r} is being written by another study%s; wait until it finishes, or use another store"
+        )
         if name in _written:
             raise StoreError(busy % " of this process")
         _written.add(name)
@@ -130,7 +133,7 @@ class Store:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
             if fcntl is not None:
-                try:  # the system lets go of it if the process dies
+                try:  # the system releases it if the process dies
                     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
@@ -144,7 +147,7 @@ class Store:
             _written.discard(name)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a run's line; it is on disk when this returns."""
+        """Append the line of a run; it is on disk when this returns."""
         encoded = encode(line)
         if self.path is None:
             self._memory.append(encoded)
@@ -153,14 +156,14 @@ class Store:
 
     def _write(self, content: bytes) -> None:
         if self._file is None:
-            raise RuntimeError("the store is written inside `with store.writing()` only")
+            raise RuntimeError("append() was called outside `with store.writing()`; the store is locked only inside it")
         while content:
             content = content[os.write(self._file, content) :]
         os.fsync(self._file)
 
     def settle(self) -> None:
-        """Put the lines into a fixed order, without those that later ones have replaced; all of it or nothing."""
-        ordered = [line for _, line in sorted(self._lines().items(), key=_place)]
+        """Rewrite the file atomically, with its lines in a fixed order and without superseded ones."""
+        ordered = [line for _, line in sorted(self._lines().items(), key=_sort_key)]
         if self.path is None:
             self._memory = ordered
             return
@@ -175,13 +178,13 @@ class Store:
         os.chmod(new, os.stat(self.path).st_mode)
         os.replace(new, self.path)
         _sync_folder(self.path.parent)
-        if self._file is not None:  # what is appended from now on goes to the new file
+        if self._file is not None:  # later lines are appended to the new file
             os.close(self._file)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """A line of the store: JSON with sorted keys, in which numbers that are not finite are strings."""
+    """A line of the store: JSON with sorted keys, and non-finite numbers as strings."""
     return json.dumps(_finite(line), sort_keys=True, allow_nan=False).encode()
 
 
@@ -189,18 +192,18 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # "nan", "inf" or "-inf", which float() takes
+        return str(value)  # "nan", "inf" or "-inf", which float() accepts
     return value
 
 
-def _place(item: tuple[str, bytes]) -> tuple[Any, ...]:
+def _sort_key(item: tuple[str, bytes]) -> tuple[Any, ...]:
     line = json.loads(item[1])
     swapped = sorted(line["swapped"].items())
     return line["configuration"], line["seed"], len(line["off"]) + len(swapped), line["off"], swapped, item[0]
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # where folders cannot be opened
+    with contextlib.suppress(OSError):  # some systems cannot open folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

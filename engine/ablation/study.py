@@ -1,4 +1,4 @@
-"""A study: the same training with some of its handlers off, or others in their place, over the same seeds."""
+"""Studies: the same training with some handlers off or replaced, over the same seeds."""
 
 from __future__ import annotations
 
@@ -30,38 +30,37 @@ if TYPE_CHECKING:
 
 __all__ = ["Study"]
 
-_VERSION = 1  # of what a line of the store means
+_VERSION = 1  # of the lines in the store
 
 
 class Study:
-    """Compares variants of one composition, run for run with the same seeds, and keeps every finished run.
+    """Compares variants of one composition over the same seeds, and stores every finished run.
 
-    The runs of one seed share their random numbers: global generators are seeded before ``build``, and the engines have
-    ``streams="separate"``, so that switching a handler off shifts no other draw. Each run has one thread; so results do not
-    depend on how many are made at a time, nor where.
+    Runs with the same seed share their random numbers: the global generators are seeded before ``build``, and the engines use
+    ``streams="separate"``, so that switching a handler off changes no other draw. Each run uses one thread, so results do not
+    depend on where the runs are made or how many at a time.
 
     Args:
-        build: called as ``build(seed)`` in each run; returns a new engine, made with ``Engine(..., seed=seed)`` and everything
-            attached, and a function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
-        metric: the metric that is compared; its last value in ``engine.state.metrics``.
-        mode: "max" if greater is better, "min" if smaller is.
-        seeds: different ints of 0 or more.
-        store: the file that finished runs are kept in, such as "runs/ablation.jsonl"; other studies may be in it, too. None keeps
-            them in this object.
-        handlers: the names of the handlers that designs switch unless they name their own. By default those that are switched on
-            and take part in the training: that have receivers in the phases CHANGE, FINALIZE or CONTROL, or replace an act. What
-            writes or shows something, sets the model up (devices, precision, processes), or announces metrics is left out.
-        run: runs the engine, if ``build`` returns an engine alone.
-        config: what else tells these runs from others in the store, such as ``{"width": 64}``: plain values by name. The
-            name of ``build``, and the plain arguments of a ``functools.partial`` of one, are told by themselves; what is inside
-            ``build`` is not: change something there, and give another ``config`` or another store.
-        streams: what ``engine.streams`` is set to; None leaves it as it was built.
-        files: whether handlers that write files, such as `Checkpoint`, or show something take part. All variants are built alike,
-            so that those of one seed have the same names for their files.
+        build: Called as ``build(seed)`` in each run; returns a new ``Engine(..., seed=seed)`` with everything attached, and a
+            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
+        metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
+        mode: "max" if greater is better, "min" if smaller is better.
+        seeds: Distinct ints of 0 or more.
+        store: File for the finished runs, such as "runs/ablation.jsonl"; studies may share it. None keeps them in memory.
+        handlers: Names of the handlers that designs switch if they do not name their own. By default all enabled handlers that
+            affect the training: with receivers in the phases CHANGE, FINALIZE or CONTROL, or an override. Handlers that write or
+            show something, set up the model (devices, precision, processes), or announce metrics are omitted.
+        run: Runs the engine if ``build`` returns only an engine.
+        config: Plain values by name, such as ``{"width": 64}``, that distinguish these runs from others in the store. The name
+            of ``build`` and the plain arguments of a ``functools.partial`` are included automatically. The code of ``build`` is
+            not: if you change it, use another ``config`` or another store.
+        streams: Value for ``engine.streams``; None leaves it as built.
+        files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
+            identically, so those of the same seed use the same file names.
 
-    Errors:
-        ValueError: from `plan` and `run`, for a variant that cannot work, or runs in the store that had other handlers.
-        StoreError: if another study writes the store.
+    Raises:
+        ValueError: from `plan` and `run`, for an invalid variant, or stored runs that had other handlers.
+        StoreError: if another study is writing the store.
 
     Example:
         >>> import torch
@@ -76,10 +75,10 @@ class Study:
         ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
         >>> study = Study(build, metric="loss", mode="min", seeds=range(3))
         >>> print(study.plan(LeaveOneOut()))
-        variant              finished  failed  to make  off or exchanged
+        variant              finished  failed  to make  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
-        2 variants x 3 seeds: 6 of 6 runs to make, cost one after the other: unknown
+        2 variants x 3 seeds: 6 of 6 runs to make, estimated time, run sequentially: unknown
     """
 
     def __init__(
@@ -97,18 +96,18 @@ class Study:
         files: bool = False,
     ) -> None:
         if isinstance(build, Engine) or not callable(build):
-            raise TypeError(f"Study(build={build!r}): it has to be a function of a seed that returns a new engine")
+            raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
         if run is not None and not callable(run):
-            raise TypeError(f"Study(run={run!r}): it has to be a function that is called with the engine")
+            raise TypeError(f"Study(run={run!r}): expected a function that takes the engine")
         if not isinstance(metric, str) or not metric:
-            raise TypeError(f"Study(metric={metric!r}): it has to be a name, such as 'accuracy'")
+            raise TypeError(f"Study(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
         self.build = build
         self.metric = metric
         self.mode: Literal["min", "max"] = "min" if check_choice(self, "mode", mode, ("min", "max")) == "min" else "max"
         self.seeds = _seeds(seeds)
         self.store = Store(store)
         if isinstance(handlers, str):
-            raise TypeError(f"Study(handlers={handlers!r}): give a list of names: [{handlers!r}]")
+            raise TypeError(f"Study(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
         self.handlers = None if handlers is None else tuple(handlers)
         self.own_run = run
         if streams is not None:
@@ -117,59 +116,64 @@ class Study:
         self.files = check_bool(self, "files", files)
         self.config = dict(config or {})
         try:
-            told = [_VERSION, _identity(build), self.config, streams]
-            self._configuration = hashlib.sha256(json.dumps(told, sort_keys=True, allow_nan=False).encode()).hexdigest()
+            identity = [_VERSION, _identity(build), self.config, streams]
+            self._configuration = hashlib.sha256(
+                json.dumps(identity, sort_keys=True, allow_nan=False).encode()
+            ).hexdigest()
         except (TypeError, ValueError) as error:
-            raise TypeError(f"Study(config={config!r}): it has to hold plain values by name ({error})") from None
+            raise TypeError(f"Study(config={config!r}): expected plain values by name ({error})") from None
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
-        """What `run` would do, and what it would cost. Nothing is trained.
+        """The runs that `run` would make, and their estimated duration. Nothing is trained.
 
-        The composition is built once, and each variant of it is started without files, up to STARTED: one that cannot
-        work is refused here.
+        The composition is built once, and each variant is run up to STARTED, without files, to detect invalid ones.
+
+        Args:
+            designs: As for `run`.
+            retry_failed: As for `run`.
 
         Raises:
-            ValueError: for names of handlers that are not attached, and variants that cannot work: in which a handler needs what
-                another gives, or nobody measures the metric.
+            ValueError: for names of handlers that are not attached, and invalid variants, in which a handler that another one
+                requires, or that measures the metric, is off.
         """
         check_bool("plan", "retry_failed", retry_failed)
         with self._composed() as (engine, run):
-            reference = start(engine, run, "the composition as it is built")
+            reference = start(engine, run, "the composition as built")
             variants = _variants(designs, candidates(engine, reference, self.handlers))
             factories = _factories(designs)
-            taking_part = {}
+            enabled = {}
             problems = []
             for variant in variants:
                 try:
-                    taking_part[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
+                    enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
-            told = "\n".join(f"- {name!r}: {_message(error)}" for name, error in problems)
+            listing = "\n".join(f"- {name!r}: {_message(error)}" for name, error in problems)
             raise ValueError(
-                f"these variants cannot work; leave them out, or switch what belongs together as one group:\n{told}"
+                f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
             ) from problems[0][1]
         lines = self.store.read()
         for variant in variants:
             for seed in self.seeds:
-                self._check_handlers(lines.get(self._key(variant, seed)), variant, taking_part[variant.name])
+                self._check_handlers(lines.get(self._key(variant, seed)), variant, enabled[variant.name])
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
         """Make the runs that are not in the store, and report on all.
 
-        Each finished run is in the store at once: killed or interrupted and called again, the study goes on. A run that
-        fails is kept with its traceback and counts as one that failed; it is made again only if asked for.
+        Each run is stored as soon as it finishes: called again after an interruption, the study resumes. A failed run is
+        stored with its traceback and is made again only with ``retry_failed``.
 
         Args:
-            designs: one or more; together they may have each name of a variant once.
-            workers: how many processes make runs at a time; or an ``Executor``, such as Dask's ``client.get_executor()``, whose
-                workers can import ``build``; or 0 to make them in this process, which a notebook needs. For processes,
-                ``build`` and the factories of alternatives have to be functions of a module.
-            retry_failed: whether to make runs again that failed.
+            designs: One or more designs; variants with the same name must be identical.
+            workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, whose workers can
+                import ``build``; or 0 to make the runs in this process, as needed in a notebook. With worker processes, ``build``
+                and the factories of alternatives must be module-level functions.
+            retry_failed: Whether to make failed runs again.
 
         Raises:
-            KeyError: if a run ends without the metric, nobody announced it, and no other run has it.
+            KeyError: if a run ends without the metric, no handler announced it, and no other run has it.
         """
         if not callable(getattr(workers, "submit", None)):
             workers = check_int("run", "workers", workers, least=0)
@@ -182,11 +186,11 @@ class Study:
         return self.report(*designs, plan=plan)
 
     def report(self, *designs: Design, plan: Plan | None = None) -> Report:
-        """The report on the runs that are in the store already.
+        """The report on the runs in the store; makes no runs.
 
         Args:
-            designs: as for `run`.
-            plan: what `plan` returned for them, if it is at hand.
+            designs: As for `run`.
+            plan: Return value of `plan` for these designs, if available.
         """
         from .report import Report
 
@@ -194,7 +198,7 @@ class Study:
         return Report(self.results(plan), plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
 
     def results(self, plan: Plan) -> list[Result]:
-        """What the store has of the runs of a plan, variant by variant."""
+        """The stored results of a plan, variant by variant."""
         lines = self.store.read()
         found = []
         for variant in plan.variants:
@@ -203,7 +207,7 @@ class Study:
                     found.append(self._result(variant, line))
         return found
 
-    # ---- what there is to do --------------------------------------------------------------------------------------
+    # ---- planning -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _composed(self) -> Iterator[tuple[Engine, Run]]:
@@ -211,17 +215,16 @@ class Study:
             yield compose(self.build, self.own_run, self.streams, self.files, self.seeds[0])
 
     def _key(self, variant: Variant, seed: int) -> str:
-        told = [self._configuration, sorted(variant.off), sorted(variant.swapped), seed]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        identity = [self._configuration, sorted(variant.off), sorted(variant.swapped), seed]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
-    def _check_handlers(self, line: Mapping[str, Any] | None, variant: Variant, taking_part: list[str]) -> None:
-        if line is None or line["error"] is not None or line["handlers"] == taking_part:
+    def _check_handlers(self, line: Mapping[str, Any] | None, variant: Variant, enabled: list[str]) -> None:
+        if line is None or line["error"] is not None or line["handlers"] == enabled:
             return
-        differing = sorted({*line["handlers"]} ^ {*taking_part})
+        differing = sorted({*line["handlers"]} ^ {*enabled})
         raise ValueError(
-            f"the store's run of {variant.name!r} with seed {line['seed']} was made with other handlers than build attaches now: "
-            f"they differ in {', '.join(differing)}; give config= something that tells the two compositions apart, or another "
-            "store"
+            f"the stored run of {variant.name!r} with seed {line['seed']} was made with other handlers than build attaches now: "
+            f"they differ in {', '.join(differing)}; set config= to distinguish the two compositions, or use another store"
         )
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
@@ -258,7 +261,7 @@ class Study:
                 )
         return Plan(tuple(variants), self.seeds, tuple(runs))
 
-    # ---- doing it -------------------------------------------------------------------------------------------------
+    # ---- running --------------------------------------------------------------------------------------------------
 
     def _make(
         self, plan: Plan, factories: Mapping[tuple[str, str], Callable[[], Handler]], workers: int | Executor
@@ -280,7 +283,7 @@ class Study:
         ]
         has_metric = any(run.status == "finished" for run in plan.runs)
         made = outcomes(tasks, workers)
-        # A bar without a terminal would be noise in a log. What is in the store counts, but not for the speed.
+        # No bar without a terminal, where it would fill the log. Stored runs count as done, but not towards the speed.
         with tqdm(
             total=len(plan.runs),
             initial=len(plan.runs) - len(runs),
@@ -334,24 +337,24 @@ class Study:
     def _no_metric(self, variant: str, there: Iterable[str]) -> str:
         names = sorted(there)
         return (
-            f"the run of {variant!r} ended without the metric {self.metric!r}, or it is not one number. "
+            f"the run of {variant!r} ended without the metric {self.metric!r}, or it is not a scalar. "
             f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{close_match(self.metric, names)}"
         )
 
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
     if isinstance(seeds, int) or not isinstance(seeds, Iterable):
-        raise TypeError(f"Study(seeds={seeds!r}): give several, such as range(8)")
+        raise TypeError(f"Study(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
     found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
     if not found:
-        raise ValueError("Study(seeds=[]): give at least one seed; 8 tell five comparisons apart")
+        raise ValueError("Study(seeds=[]): expected at least one seed; five comparisons need 8")
     if len(set(found)) < len(found) or max(found) >= 2**32:
-        raise ValueError(f"Study(seeds={list(found)}): they have to differ, and to be smaller than 2**32")
+        raise ValueError(f"Study(seeds={list(found)}): expected distinct ints less than 2**32")
     return found
 
 
 def _identity(build: object) -> Any:
-    """The name of a function, with the arguments of a partial of it that are plain values."""
+    """The name of a function; for a partial, also its arguments that are plain values."""
     if isinstance(build, functools.partial):
         arguments = [*enumerate(build.args), *build.keywords.items()]
         plain = {
@@ -363,26 +366,24 @@ def _identity(build: object) -> Any:
 
 def _variants(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:
     if not designs:
-        raise TypeError("give a design, such as LeaveOneOut()")
+        raise TypeError("expected at least one design, such as LeaveOneOut()")
     found: dict[str, Variant] = {}
     for design in designs:
         if not isinstance(design, Design):
-            hint = f"give an instance: {design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
-            raise TypeError(f"{design!r} is no design; {hint}")
+            hint = f"{design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
+            raise TypeError(f"{design!r} is not a design; pass an instance, {hint}")
         for variant in design.variants(candidates):
             other = found.setdefault(variant.name, variant)
             if (other.off, other.swapped) != (variant.off, variant.swapped):
-                raise ValueError(
-                    f"the designs have different variants named {variant.name!r}; make a study of each, which may share the store"
-                )
+                raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
     if BASELINE not in found:
         raise ValueError(
             f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
         )
     if len(found) == 1:
         raise ValueError(
-            "there is nothing to compare with the baseline: the design has no other variant. Handlers that take part in the "
-            f"training: {', '.join(candidates) or 'none'}; name some with Study(handlers=[...])"
+            "the design has no variant to compare with the baseline. Handlers that affect the training: "
+            f"{', '.join(candidates) or 'none'}; name others with Study(handlers=[...])"
         )
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Trying out the variants of a study: each is started, and none is trained, to find those that cannot work."""
+"""Checks the variants of a study: runs each up to STARTED, without training, to find invalid ones."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
 
 
 class _Started(BaseException):
-    """Ends a run that was only to be started; no code that catches errors is to take it for one."""
+    """Ends a run at STARTED; not an `Exception`, so that ``except Exception`` does not catch it."""
 
 
 def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
-    """Run the engine up to STARTED, without files; returns which handler announces each metric."""
+    """Run the engine up to STARTED, without files; returns the handler that announces each metric."""
     announced: dict[str, str] = {}
 
     def stop(engine: Engine) -> None:
@@ -37,7 +37,7 @@ def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
     except _Started:
         return announced
     except Exception as error:
-        error.add_note(f"when {what} was tried out, up to STARTED")
+        error.add_note(f"while {what} was checked by running it up to STARTED")
         raise
     finally:
         engine.dry_run = was_dry
@@ -53,23 +53,23 @@ def try_out(
     reference: Mapping[str, str],
     metric: str,
 ) -> list[str]:
-    """Start a variant; returns the names of the handlers that take part in it.
+    """Run a variant up to STARTED; returns the names of its enabled handlers.
 
     Args:
-        engine, run: the composition.
-        variant: what is switched off or exchanged in it; afterwards the engine is as it was.
-        factories: of the alternatives, by the names of the handler and the alternative.
-        reference: what `start` returned for the composition as it was built.
-        metric: that the study compares.
+        engine, run: The composition; afterwards the engine is as before.
+        variant: The variant to check.
+        factories: Factories of the alternatives, by the names of the handler and the alternative.
+        reference: Return value of `start` for the composition as built.
+        metric: Name of the metric that the study compares.
 
     Raises:
-        ValueError: if it cannot work.
+        ValueError: if the variant is invalid.
     """
     for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
         _check_attached(engine, name)
         if not engine.handlers[name].enabled:
-            who = "a study, unless it is given files=True" if writes_or_shows(engine.handlers[name]) else "build"
-            raise ValueError(f"the handler {name!r} is switched off already, by {who}")
+            who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
+            raise ValueError(f"the handler {name!r} is already switched off, by {who}")
     originals = [engine.handlers[name] for name, _ in variant.swapped]
     others: list[Handler] = []
     try:
@@ -86,7 +86,7 @@ def try_out(
             }
             for needed, why in {**monitored, metric: "the study compares"}.items():
                 if needed in reference and needed not in announced:
-                    raise ValueError(f"the metric {needed!r}, which {why}, is measured by {reference[needed]!r}")
+                    raise ValueError(f"the metric {needed!r}, which {why}, is missing without {reference[needed]!r}")
             return sorted(handler.name for handler in on)
     finally:
         for handler in others:
@@ -97,7 +97,7 @@ def try_out(
 
 
 def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[str] | None) -> list[str]:
-    """The names of the handlers that designs switch: ``handlers``, or by default those that take part in the training."""
+    """The names of the handlers that designs switch: ``handlers``, by default those that affect the training."""
     if handlers is not None:
         for name in handlers:
             _check_attached(engine, name)
@@ -108,8 +108,8 @@ def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[
         phases = {subscription.phase for subscription in handler.subscriptions}
         sets_up = engine.has(name, Events.MODEL_SETUP)
         overrides = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
-        left_out = writes_or_shows(handler) or sets_up or name in measuring
-        if handler.enabled and not left_out and (overrides or not phases.isdisjoint(_CHANGING)):
+        omitted = writes_or_shows(handler) or sets_up or name in measuring
+        if handler.enabled and not omitted and (overrides or not phases.isdisjoint(_CHANGING)):
             found.append(name)
     return found
 
@@ -117,7 +117,7 @@ def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[
 def _check_attached(engine: Engine, name: str) -> None:
     if name not in engine.handlers:
         raise ValueError(
-            f"no handler {name!r} is attached to what build returns; there are: {', '.join(engine.handlers) or 'none'}"
+            f"build attaches no handler {name!r}; there are: {', '.join(engine.handlers) or 'none'}"
             f"{close_match(name, list(engine.handlers))}"
         )
 

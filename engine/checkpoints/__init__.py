@@ -1,8 +1,9 @@
-"""Checkpoints on disk, as versions: written whole, verified before they are read, removed only by the run that owns them.
+"""Checkpoint versions on disk: written atomically, verified before they are loaded, removed only by the run that owns them.
 
-`manifest` is what a version consists of, `names` what it is called; `store` writes, finds, reads and removes versions, through
-the operations of `files`. `ownership` says which of them belong to a run, `retention` which are kept, `failures` which are not
-worth another try. `saver` makes the saves of a handler, and `writer` is one of them. Nothing here knows the loop or handlers.
+`manifest` defines the content of a version and `names` its name; `store` writes, finds, reads and removes versions through the
+operations of `files`. `ownership` determines which versions belong to a run, `retention` which ones are kept, and `failures`
+which ones are no longer resumed from. `saver` makes the saves of a handler, each a `writer.Write`. Nothing here depends on
+the loop or on handlers.
 """
 
 from .failures import ResumeFailures

@@ -1,4 +1,4 @@
-"""Counting the runs that failed after they were resumed, so that a script that is restarted does not fail for ever."""
+"""Counts the runs that failed after resuming, so that a restarted script does not fail forever."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TRIES = 3
 
 
 class ResumeFailures:
-    """Counts, for each version of a handler, the runs that were resumed from it and failed before their next save.
+    """Counts, for each version of a handler, the runs that resumed from it and failed before their next save.
 
-    Each such run is an empty file ``<version>@<run>`` in a hidden folder; the next successful save removes them all.
+    Each such run is recorded as an empty file ``<version>@<run>`` in a hidden folder; the next successful save removes them all.
 
     Args:
-        folder: of the versions.
-        handler: the handler's name.
+        folder: Folder of the versions.
+        handler: Name of the handler.
 
     Attributes:
-        resumed_from: the version that this run was resumed from, until it saves one itself; else None.
+        resumed_from: Version that this run resumed from, until the run saves one itself; else None.
     """
 
     def __init__(self, folder: Path, handler: str) -> None:
@@ -35,38 +35,43 @@ class ResumeFailures:
         self.resumed_from: str | None = None
 
     def resumed(self, version: str) -> None:
-        """The run was resumed from a version."""
+        """Note the version that the run resumed from."""
         self.resumed_from = version
 
     def add(self, run: str) -> None:
-        """Count a run that failed, if it has not saved since it was resumed. All its processes may do so at the same time."""
+        """Record that a run failed, if it has not saved since it resumed. All ranks may call this at the same time."""
         if self.resumed_from is not None:
             self.path.mkdir(exist_ok=True)
             (self.path / f"{self.resumed_from}@{run}").touch()
 
     def saved(self, *, clear: bool) -> None:
-        """The run has saved a version of its own; ``clear`` the files, which is for one process to do."""
+        """Note that the run has saved a version.
+
+        Args:
+            clear: Whether to remove the records, which only one rank should do.
+        """
         if self.resumed_from is not None:
             self.resumed_from = None
             if clear:
-                shutil.rmtree(self.path, ignore_errors=True)  # files that stay only shorten a later count
+                # After an error, a remaining file only makes a later count reach its limit sooner.
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def given_up(self) -> list[str]:
-        """The versions from which three runs failed."""
+        """The versions from which three resumed runs failed."""
         if not self.path.is_dir():
             return []
         counts = Counter(path.name.rpartition("@")[0] for path in self.path.iterdir())
         return sorted(name for name, runs in counts.items() if runs >= TRIES)
 
     def newest(self, *, where: str, files: Files) -> str | None:
-        """The name of the newest good version that was not given up; None if the folder holds no version.
+        """The name of the newest intact version that is not given up; None if the folder contains no version.
 
         Args:
-            where: the caller, for messages.
-            files: the operations to use.
+            where: Caller, for messages.
+            files: File-system operations.
 
         Raises:
-            FileNotFoundError: if all versions were given up.
+            FileNotFoundError: if all versions are given up.
         """
         given_up = self.given_up()
         failed = f"{TRIES} runs that resumed from {', '.join(given_up)} failed before the next checkpoint was written"
@@ -76,7 +81,7 @@ class ResumeFailures:
             if not given_up:
                 return None
             raise FileNotFoundError(
-                f"{where}: {failed}, and there is no other; remove {self.path.name!r} from the folder to try again"
+                f"{where}: {failed}, and there is no other checkpoint; remove {self.path.name!r} from the folder to try again"
             ) from None
         if given_up:
             warnings.warn(f"{where}: {failed}; this run resumes from {path.name}", RuntimeWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The file-system operations that checkpoints are made of, so that a test can record each of them or let it fail."""
+"""The file-system operations of checkpoints, so that a test can record each of them or make it fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Files:
             file.write(content)
 
     def sync(self, path: Path) -> None:
-        """Return once a file's content, or a folder's entries, are on the disk."""
+        """Block until the content of a file, or the entries of a folder, are on disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -29,7 +29,7 @@ class Files:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a file or folder; an OSError if ``new`` is a folder that is not empty."""
+        """Rename a file or folder; raises an OSError if ``new`` is a folder that is not empty."""
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class Files:
 
 
 def make_folders(folder: Path, files: Files) -> None:
-    """Make a folder and its parents, and sync them to the disk."""
+    """Create a folder and its parents, and sync them to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
@@ -58,7 +58,7 @@ def make_folders(folder: Path, files: Files) -> None:
 
 
 def remove_folder(folder: Path, files: Files) -> list[OSError]:
-    """Remove a folder and the files in it, as far as possible; returns the errors."""
+    """Remove a folder and the files in it; continues after errors and returns them."""
     problems = []
 
     def attempt(remove: Callable[[Path], None], path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What a checkpoint version consists of: a folder with a state and a manifest, and how both are verified.
+"""The content of a checkpoint version: a folder with a state and a manifest that verifies it.
 
-The manifest stores the size and the sha256 of the state, computed from memory before it is written, and a sha256 of itself:
-`torch.load` would load a flipped bit without noticing.
+The manifest holds the size and sha256 of the state, computed in memory before it is written, and a sha256 of itself:
+`torch.load` does not detect a flipped bit.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ _json = json.JSONEncoder(sort_keys=True).encode
 
 
 class Damaged(ValueError):
-    """A version that is not as it was written."""
+    """Raised for a version whose content differs from what was written."""
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
 def serialize(state: Mapping[str, Any]) -> memoryview:
-    """Encode a state in memory: torch.save to a file would turn a full disk, or Ctrl-C, into a RuntimeError."""
+    """Encode a state in memory, because torch.save to a file turns a full disk, or Ctrl-C, into a RuntimeError."""
     content = BytesIO()
     torch.save(dict(state), content)
     return content.getbuffer()
 
 
 def file_entry(content: bytes | memoryview) -> dict[str, Any]:
-    """A file's entry in the manifest."""
+    """The manifest entry of a file."""
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def seal_manifest(about: Mapping[str, Any], *, name: str, writer: str, files: Mapping[str, Any]) -> bytes:
-    """Encode a manifest that is complete: with the format, the version's name, its writer and its files."""
+    """Add the format, the name, the writer and the files to the entries of a manifest, and encode it."""
     return encode({**about, "format": FORMAT, "name": name, "writer": writer, "files": files})
 
 
 def encode(manifest: Mapping[str, Any]) -> bytes:
-    """Encode a manifest: one line per entry, first the sha256 of the other lines. Equal manifests give equal bytes."""
+    """Encode a manifest with one line per entry, the first with the sha256 of the others. Equal manifests give equal bytes."""
     lines = [f" {_json(key)}: {_json(manifest[key])}" for key in sorted(manifest.keys() - {"sha256"})]
     content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return content[:2] + _seal(content) + content[2:]
@@ -83,7 +83,7 @@ def _seal(content: bytes) -> bytes:
 
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
-    """What the bits of a run depend on besides its state."""
+    """The environment that determines, besides the state, whether a run is bit-exact."""
     return {
         "processes": processes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -96,39 +96,47 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
 
 
 def warn_if_environment_changed(origin: Mapping[str, Any] | None, device: torch.device, processes: int) -> None:
-    """Warn if a run is resumed in another environment than the one that wrote its origin; None is no origin."""
+    """Warn if a run resumes in a different environment than the one that wrote its checkpoint.
+
+    Args:
+        origin: Entry "origin" of the loaded state; None does nothing.
+        device: Device of the model.
+        processes: Number of ranks.
+    """
     if origin is None:
         return
     then, now = {"processes": 1} | origin["manifest"]["environment"], environment(device, processes)
-    changes = [f"{key}: {then.get(key)} then, {value} now" for key, value in now.items() if then.get(key) != value]
+    changes = [
+        f"{key}: {then.get(key)} when saved, {value} now" for key, value in now.items() if then.get(key) != value
+    ]
     if changes:
         warnings.warn(
-            f"the run resumes from {origin['path']!r} in another environment ({', '.join(changes)}): it may not be bit-exact",
+            f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}): it may not be bit-exact",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def check_json(where: str, value: Any) -> Any:
-    """Check that JSON stores a value as it is.
+    """Check that JSON stores a value exactly.
 
     Raises:
-        TypeError: naming the part that JSON does not have.
+        TypeError: if not, naming the part that JSON cannot store.
     """
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise TypeError(f"{where}={value!r}: it has to be a finite number, since JSON has no other")
+            raise TypeError(f"{where}={value!r}: JSON stores only finite numbers; use None or a str")
         return value
     if isinstance(value, list):
         return [check_json(f"{where}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"{where}={value!r}: the key {wrong[0]!r} has to be a str")
+            raise TypeError(f"{where}={value!r}: the key {wrong[0]!r} is not a str")
         return {key: check_json(f"{where}[{key!r}]", item) for key, item in value.items()}
     raise TypeError(
-        f"{where}={value!r}: it has to be a value of JSON: a str, a number, True, False, None, or a list or mapping of these"
+        f"{where}={value!r}: JSON cannot store this; use a str, a number, True, False, None, or a list or mapping of these"
     )
 
 
@@ -139,25 +147,27 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
     """Read the manifest of a version.
 
     Raises:
-        Damaged: if it is missing, or not as it was written.
+        Damaged: if it is missing, or differs from what was written.
     """
     try:
         content = files.read(path / MANIFEST)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except NotADirectoryError:
-        raise Damaged("it is no folder") from None
+        raise Damaged("it is not a folder") from None
     begin = content.find(b'\n "sha256": ') + 1
     end = content.find(b"\n", begin) + 1
     sealed = content[begin:end] == _seal(content[:begin] + content[end:])
     try:
         manifest = json.loads(content) if sealed else None
-    except (ValueError, RecursionError):  # the sha256 is right, but this program did not write it
+    except (ValueError, RecursionError):  # the sha256 is correct, but this library did not write it
         manifest = None
     if not isinstance(manifest, dict):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 differs")
     if manifest.get("format") != FORMAT:
-        raise Damaged(f"{MANIFEST} has the format {manifest.get('format')!r}, which this version does not read")
+        raise Damaged(
+            f"{MANIFEST} has the format {manifest.get('format')!r}, which this version of Signalfire does not support"
+        )
     wrong = [key for key, kind in _ENTRIES.items() if not isinstance(manifest.get(key), kind)]
     if (
         wrong
@@ -169,7 +179,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
 
 
 def read_manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
-    """Read the manifest of a version; None if that is not possible."""
+    """Read the manifest of a version; None if it is missing, damaged or unreadable."""
     try:
         return read_manifest(path, files)
     except (Damaged, OSError):
@@ -177,10 +187,10 @@ def read_manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
 
 
 def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Read the state of a version, after comparing every file with the manifest.
+    """Verify every file of a version against the manifest, and read the state.
 
     Raises:
-        Damaged: naming the file and what is wrong with it.
+        Damaged: if a file is wrong, naming it and what is wrong.
     """
     entry = manifest["files"][STATE]
     try:
@@ -202,15 +212,15 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
         position = state["engine"]
         for key in ("epoch", "iteration"):
             if position[key] != manifest[key]:
-                raise Damaged(f"{MANIFEST} says {key} {manifest[key]}, but {STATE} holds {key} {position[key]}")
+                raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
     return dict(state)
 
 
 def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
-    """Compare a file that is not read here with the manifest."""
+    """Verify a shard file, which is not read here, against the manifest."""
     try:
         if Path(file).name != file:
-            raise Damaged(f"{MANIFEST} lists {file!r}, which is no file of the checkpoint")
+            raise Damaged(f"{MANIFEST} lists {file!r}, which is not a file of the checkpoint")
         if (size := (path / file).stat().st_size) != entry["size"]:
             raise Damaged(f"{file} has {size} bytes and not the {entry['size']} that were written")
         if sha256_of(path / file) != entry["sha256"]:

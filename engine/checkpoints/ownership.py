@@ -1,4 +1,4 @@
-"""Which versions in a folder belong to a run: no run replaces or removes what another one wrote."""
+"""Ownership of versions: no run replaces or removes a version that another run wrote."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .manifest import read_manifest_or_none
 from .names import visible_name
 from .store import find, set_aside
 
-__all__ = ["Ownership", "adopt_versions"]
+__all__ = ["Ownership", "find_owned_versions"]
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Which versions in a folder one handler of one run may replace and remove.
+    """Determines which versions in a folder one handler of one run may replace and remove.
 
     Args:
-        handler: the handler's name.
-        run: the run's id.
-        lineage: the ids of the runs that this one continues.
-        source: the name of the version that the run was resumed from; it is never replaced or removed.
+        handler: Name of the handler.
+        run: Id of the run.
+        lineage: Ids of the runs that this run continues.
+        source: Name of the version that the run resumed from; it is never replaced or removed.
     """
 
     handler: str
@@ -34,9 +34,9 @@ class Ownership:
     source: str | None = None
 
     def owns(self, name: str, manifest: Mapping[str, Any]) -> bool:
-        """Whether a version was written by this handler in this run, or in a run of the lineage that has ended.
+        """Whether this handler wrote a version in this run, or in a run of the lineage that has ended.
 
-        A version that was copied or renamed belongs to the user.
+        Copied or renamed versions belong to the user.
         """
         if manifest["handler"] != self.handler or manifest["name"] != name:
             return False
@@ -46,29 +46,29 @@ class Ownership:
         return manifest["run"] in self.lineage and not runs_elsewhere
 
     def may_remove(self, name: str, manifest: Mapping[str, Any]) -> bool:
-        """Whether a version that is superseded may be removed."""
+        """Whether a superseded version may be removed."""
         return name != self.source and self.owns(name, manifest)
 
     def may_replace(self, path: Path, iteration: int, files: Files) -> bool:
-        """Whether the version at a path is of the same iteration of this run, so that a new one may take its place."""
+        """Whether a new version may replace the one at a path, which must be of the same iteration of this run."""
         manifest = read_manifest_or_none(path, files)
         return manifest is not None and manifest["iteration"] == iteration and self.may_remove(path.name, manifest)
 
 
-def adopt_versions(
+def find_owned_versions(
     folder: Path, *, handler: str, run: str, origin: Mapping[str, Any] | None, files: Files
 ) -> tuple[Ownership, dict[str, dict[str, Any]]]:
-    """Find the versions in a folder that belong to a run, and set those aside that were damaged when it was resumed.
+    """Find the versions in a folder that a run owns, and set aside those that were found damaged when it resumed.
 
     Args:
-        folder: where the versions are.
-        handler: the handler's name.
-        run: the run's id.
-        origin: the entry "origin" of the state that the run was resumed from; None if it was not.
-        files: the operations to use.
+        folder: Folder of the versions.
+        handler: Name of the handler.
+        run: Id of the run.
+        origin: Entry "origin" of the state that the run resumed from; None if it did not resume.
+        files: File-system operations.
 
     Returns:
-        The ownership, and the manifests of the run's own versions by name.
+        The ownership, and the manifests of the versions that the run owns, by name.
     """
     lineage, source = set[str](), None
     if origin is not None:
@@ -80,7 +80,7 @@ def adopt_versions(
         source = visible_name(path.name) if _same(path.parent, folder) else None
     found = {name: read_manifest_or_none(path, files) for name, path in find(folder, files)}
     manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
-    # Only runs that still have a version here, so that the lineage does not grow with every resume.
+    # Only runs that still have a version here; otherwise the lineage would grow with every resume.
     lineage &= {manifest["run"] for manifest in manifests.values()}
     ownership = Ownership(handler, run, frozenset(lineage), source)
     return ownership, {name: manifest for name, manifest in manifests.items() if ownership.owns(name, manifest)}

@@ -1,4 +1,4 @@
-"""Which versions a handler keeps: the last ones, or the best ones."""
+"""Retention: which versions a handler keeps, the last or the best ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Entry(NamedTuple):
     """A version that is kept.
 
     Attributes:
-        base: its name, to which a number is added if the name is taken.
-        value: of the monitored metric; None without one.
-        iteration: in which it was selected.
+        base: Name of the version, without the number that is appended if the name is taken.
+        value: Value of the monitored metric; None without one.
+        iteration: Iteration in which it was selected.
     """
 
     base: str
@@ -26,22 +26,22 @@ class Entry(NamedTuple):
 
 
 class Retention:
-    """The versions that are kept, as they are planned and as they are on the disk.
+    """Tracks the kept versions, both as planned and as written to disk.
 
-    A save is selected at one point of an iteration and written at a later one, perhaps in a thread. `planned` is what is kept
-    once every selected save is written, `written` is what is kept on the disk now. The two are equal whenever no save is
-    selected or being written: `saved` moves `written` forward, `failed` and `restart` take `planned` back. No list has two
-    entries of one iteration, or more than ``keep``. What is superseded is removed after the save that supersedes it.
+    A save is selected at one point of an iteration and written later, possibly in a thread. `planned` holds the versions that
+    are kept once every selected save is written, `written` those that are on disk now. The two are equal whenever no save is
+    selected or being written: `saved` updates `written`; `failed` and `restart` reset `planned`. Neither list has two entries of
+    the same iteration, or more than ``keep`` entries. A superseded version is removed after the save that supersedes it.
 
     Args:
-        keep: the number of versions to keep.
+        keep: Number of versions to keep.
 
     Attributes:
-        planned: the entries that are kept after the pending save, the best or the oldest first; part of a saved state.
-        written: the entries that are kept on the disk.
-        names: the names on the disk of the written entries, by iteration; not part of a saved state, since the folder has them.
-        superseded: the names of further versions to be removed after the next save.
-        selected: the entry that is to be written; None if there is none.
+        planned: Entries kept after the pending save, the best or the oldest first; part of a saved state.
+        written: Entries kept on disk.
+        names: Names on disk of the written entries, by iteration; not part of a saved state, because the folder has them.
+        superseded: Names of further versions to remove after the next save.
+        selected: Entry to write next; None if there is none.
     """
 
     def __init__(self, keep: int) -> None:
@@ -54,59 +54,61 @@ class Retention:
 
     @property
     def kept(self) -> list[tuple[str, Entry]]:
-        """The entries on the disk, with their names."""
+        """The entries on disk, with their names."""
         return [(self.names[one.iteration], one) for one in self.written if one.iteration in self.names]
 
     # ---- selecting
 
     def select_last(self, entry: Entry) -> None:
-        """Select an entry that takes the place of the oldest one."""
+        """Select an entry that replaces the oldest one."""
         self.planned = [*self._others(entry.iteration), entry][-self.keep :]
         self.selected = entry
 
     def place(self, value: float, iteration: int, better: Callable[[float, float | None], bool]) -> int | None:
-        """The place of a value of the metric among those that are kept; None if it is too bad, or NaN."""
+        """The rank of a value among the kept ones, 0 being the best; None if it is not among the best, or NaN."""
         others = self._others(iteration)
         place = next((i for i, one in enumerate(others) if better(value, one.value)), len(others))
         return place if place < self.keep and value == value else None
 
     def select_best(self, entry: Entry, place: int) -> None:
-        """Select an entry that is one of the best, at its `place`."""
+        """Select an entry that is among the best, at its `place`."""
         others = self._others(entry.iteration)
         self.planned = [*others[:place], entry, *others[place:]][: self.keep]
         self.selected = entry
 
     def drop(self, iteration: int) -> None:
-        """Plan without the entry of an iteration: a second, worse value in one iteration replaces the first."""
+        """Remove the entry of an iteration from the plan: a second, worse value in one iteration replaces the first."""
         self.planned = self._others(iteration)
 
     def _others(self, iteration: int) -> list[Entry]:
         return [one for one in self.planned if one.iteration != iteration]
 
     def take_selected(self) -> Entry | None:
-        """The entry to be written now; it is selected no longer."""
+        """Return the selected entry and clear the selection."""
         entry, self.selected = self.selected, None
         return entry
 
     # ---- writing
 
     def superseded_by(self, entry: Entry) -> list[str]:
-        """The names of the versions that are removed once an entry is written, which the plan includes."""
-        stays = {one.iteration for one in self.planned} - {entry.iteration}  # a second one of an iteration replaces it
+        """The names of the versions to remove once a planned entry is written."""
+        stays = {one.iteration for one in self.planned} - {
+            entry.iteration
+        }  # a second entry of an iteration replaces the first
         return [name for iteration, name in self.names.items() if iteration not in stays] + self.superseded
 
-    def names_besides(self, entry: Entry) -> frozenset[str]:
-        """The names of the other entries, which a new version must not take."""
+    def other_names(self, entry: Entry) -> frozenset[str]:
+        """The names of the other entries, which a new version must not use."""
         return frozenset(name for iteration, name in self.names.items() if iteration != entry.iteration)
 
     def saved(self, entry: Entry, name: str, planned: list[Entry], left: list[str]) -> None:
-        """An entry is on the disk, and what it supersedes is removed.
+        """Note that an entry is on disk, and that the versions it supersedes are removed.
 
         Args:
-            entry: what was written.
-            name: its name on the disk.
-            planned: the entries that are kept with it, as planned when it was selected.
-            left: names of superseded versions that could not be removed; the next save tries again.
+            entry: The written entry.
+            name: Name of its version on disk.
+            planned: Kept entries including this one, as planned when it was selected.
+            left: Names of superseded versions that could not be removed; the next save tries again.
         """
         self.written, self.superseded = planned, left
         stays = {one.iteration for one in planned}
@@ -114,34 +116,39 @@ class Retention:
         self.names[entry.iteration] = name
 
     def failed(self, tried: Iterable[str] = ()) -> None:
-        """A save failed: what is on the disk stays as it is.
+        """Note that a save failed: the versions on disk are unchanged.
 
         Args:
-            tried: the names under which it may be there nevertheless, if it could not be undone either.
+            tried: Names under which the version may exist nevertheless, if removing it also failed.
         """
         self.restart()
         self.superseded = self.superseded + [name for name in tried if name not in self.names.values()]
 
     def share(self, processes: Processes) -> None:
-        """Take over what rank 0 knows of the disk: after an error it alone knows what was still being written."""
+        """Broadcast rank 0's view of the disk: after an error only rank 0 knows whether a pending write finished."""
         known = self.written, self.names, self.superseded
         self.written, self.names, self.superseded = processes.broadcast(known)
 
     def restart(self) -> None:
-        """Begin with what is on the disk."""
+        """Reset the plan to the versions on disk."""
         self.selected = None
         self.planned = list(self.written)
 
     # ---- saved states
 
     def load(self, entries: Iterable[Entry]) -> None:
-        """Begin with the entries of a saved state, whose names `look_up` finds."""
+        """Load the entries of a saved state; `look_up` then finds their names."""
         self.planned = list(entries)
         self.written = list(self.planned)
         self.names, self.superseded = {}, []
 
     def look_up(self, manifests: Mapping[str, Mapping[str, Any]], iteration: int) -> None:
-        """Find the names of the entries among a run's own versions; its other ones up to an iteration are superseded."""
+        """Find the names of the entries on disk, and mark the run's other versions up to an iteration as superseded.
+
+        Args:
+            manifests: Manifests of the versions that the run owns, by name.
+            iteration: Iteration at which the run resumes.
+        """
         for one in self.planned:
             names = [
                 name

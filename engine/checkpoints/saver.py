@@ -1,4 +1,4 @@
-"""Writing the versions of one handler, one at a time, and keeping track of what is on the disk."""
+"""Writes the versions of one handler, one at a time, and tracks what is on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ..distributed import Processes, ShardFiles, split_shards
 from .files import Files
 from .manifest import environment
-from .ownership import Ownership, adopt_versions
+from .ownership import Ownership, find_owned_versions
 from .retention import Entry, Retention
 from .writer import Write
 
@@ -25,12 +25,12 @@ class SavingRun:
     """The run that saves.
 
     Attributes:
-        id: the run's id.
-        origin: the entry "origin" of the state that it was resumed from; None if it was not.
-        position: where it is now: "epoch", "iteration", "epoch_open" and the "steps" of each update.
-        device: on which it computes.
-        processes: that train together.
-        files: the file-system operations to use.
+        id: Id of the run.
+        origin: Entry "origin" of the state that the run resumed from; None if it did not resume.
+        position: Current position: "epoch", "iteration", "epoch_open" and the "steps" of each update.
+        device: Device of the model.
+        processes: Ranks of the run.
+        files: File-system operations.
     """
 
     id: str
@@ -42,21 +42,21 @@ class SavingRun:
 
 
 class Saver:
-    """Writes versions one at a time: `start` begins a write, which stays `pending` until `collect` takes over its outcome.
+    """Writes versions one at a time: `start` begins a write, which stays `pending` until `collect` records its outcome.
 
-    Only `collect` and `adopt` change what `retention` knows of the disk. All versions have the same constants in their manifest.
+    Only `collect` and `ownership` update the disk state in `retention`. All manifests share the same constants.
 
     Args:
-        folder: of the versions.
-        retention: which versions are kept.
-        handler: the handler's name.
-        weights_only: whether its states are weights alone.
-        monitor: the name of the monitored metric.
-        hyperparameters: stored with each version.
-        sync: whether to wait for the disk.
+        folder: Folder of the versions.
+        retention: Bookkeeping of the kept versions.
+        handler: Name of the handler.
+        weights_only: Whether only weights are saved.
+        monitor: Name of the monitored metric.
+        hyperparameters: Values to store with each version.
+        sync: Whether to wait until the data is on disk.
 
     Attributes:
-        pending: the write that was started and not collected yet.
+        pending: Write that was started and not yet collected.
     """
 
     def __init__(
@@ -86,33 +86,33 @@ class Saver:
         self._shard_files: ShardFiles | None = None
 
     def abandon(self) -> None:
-        """Drop a write that was never collected, of a run that ended with an error."""
+        """Discard a pending write of a run that ended with an error."""
         self.pending = None
 
     def forget(self) -> None:
-        """Forget which versions are the run's own: another state is loaded."""
+        """Discard the ownership, because another state was loaded."""
         self._ownership = None
 
-    def adopt(self, run: SavingRun) -> Ownership:
-        """Find out, once for a run, which versions in the folder are its own; rank 0 alone needs it."""
+    def ownership(self, run: SavingRun) -> Ownership:
+        """The versions in the folder that a run owns, looked up once per run; for rank 0 only."""
         if self._ownership is None or self._ownership.run != run.id:
-            self._ownership, manifests = adopt_versions(
+            self._ownership, manifests = find_owned_versions(
                 self.folder, handler=self.handler, run=run.id, origin=run.origin, files=run.files
             )
             self.retention.look_up(manifests, run.position["iteration"])
         return self._ownership
 
     def prepare(self, run: SavingRun, entry: Entry, state: Mapping[str, Any], *, counted: bool) -> Write:
-        """Make the write of a state, without starting it.
+        """Prepare the write of a state, without starting it.
 
         Args:
-            run: the run that saves.
-            entry: under what name, and with which value.
-            state: a whole state, or the current weights.
-            counted: whether the entry is one of the retention's plan.
+            run: The run that saves.
+            entry: Entry to write.
+            state: Complete state, or the current weights.
+            counted: Whether the entry is part of the retention's plan.
         """
-        first = run.processes.is_rank_zero
-        ownership = self.adopt(run) if first else Ownership(self.handler, run.id)
+        is_rank_zero = run.processes.is_rank_zero
+        ownership = self.ownership(run) if is_rank_zero else Ownership(self.handler, run.id)
         about = {
             **self.constants,
             **(run.position if self.weights_only else _position(state)),
@@ -121,7 +121,7 @@ class Saver:
             "value": entry.value if entry.value is None or math.isfinite(entry.value) else str(entry.value),
             "environment": environment(run.device, run.processes.world_size),
         }
-        if self.weights_only:  # shards are found by their path in a whole state
+        if self.weights_only:  # shards are identified by their path in a complete state
             parts, shards = split_shards({"modules": state})
             state = parts["modules"]
         else:
@@ -137,15 +137,15 @@ class Saver:
             ownership,
             planned=list(self.retention.planned) if counted else None,
             superseded=self.retention.superseded_by(entry) if counted else [],
-            avoid=self.retention.names_besides(entry),
+            avoid=self.retention.other_names(entry),
             shards=shards,
             shard_files=self._shard_files,
-            is_rank_zero=first,
+            is_rank_zero=is_rank_zero,
             sync=self.sync,
         )
 
     def start(self, write: Write, *, asynchronous: bool = False) -> None:
-        """Run a write, in a thread if it is ``asynchronous``; a process that has no part in it does nothing."""
+        """Run a write, in a thread if ``asynchronous``; does nothing on a rank that has nothing to write."""
         self.pending = write
         if not write.takes_part:
             return
@@ -154,12 +154,12 @@ class Saver:
         else:
             write.run()
 
-    def collect(self, processes: Processes, *, alone: bool = False) -> Write:
-        """Wait for the pending write, and take over its outcome.
+    def collect(self, processes: Processes, *, rank_local: bool = False) -> Write:
+        """Wait for the pending write, and record its outcome.
 
         Args:
-            processes: all of which take over rank 0's outcome.
-            alone: whether the others cannot be asked, as after an error.
+            processes: Ranks that all receive rank 0's outcome.
+            rank_local: Whether to skip communication with the other ranks, as necessary after an error.
 
         Raises:
             BaseException: the error of the write.
@@ -168,7 +168,7 @@ class Saver:
         assert write is not None
         write.join()
         self.pending = None
-        if processes.distributed and not alone:
+        if processes.distributed and not rank_local:
             write.share(processes)
         if write.name is None:
             self.retention.failed(write.tried)
@@ -180,6 +180,6 @@ class Saver:
 
 
 def _position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the run was when a whole state was taken."""
+    """The position at which a complete state was taken."""
     position = {key: state["engine"][key] for key in ("epoch", "iteration", "epoch_open")}
     return position | {"steps": {name: update["steps"] for name, update in state["updates"].items()}}

@@ -1,4 +1,4 @@
-"""Writing, finding, reading and removing the versions in a folder, so that a crash at any moment leaves each whole or absent."""
+"""Writes, finds, reads and removes the versions in a folder; after a crash at any moment, each is complete or absent."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .names import hidden_name, match_hidden, visible_name
 
 __all__ = ["Taken", "clean", "commit", "find", "open_version", "prune", "set_aside"]
 
-_STALE = 24 * 3600.0  # seconds after which another machine has given up what it was writing
-_being_written: set[str] = set()  # hidden names of this process
+_STALE = 24 * 3600.0  # seconds after which an unfinished write of another machine counts as abandoned
+_being_written: set[str] = set()  # hidden names that this process is writing
 
 
 class Taken(Exception):
-    """Another run's version, or something else, has the name."""
+    """Raised if the name is taken by another run's version, or by something else."""
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -50,25 +50,25 @@ def commit(
     sync: bool = True,
     write_more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> None:
-    """Put a new version into a folder: at any moment, also of a crash, it is either whole or not there.
+    """Write a new version atomically: even after a crash it is either complete or absent.
 
-    Its files are written and synced under a hidden name, the manifest last, and the folder is then renamed into place. When
-    this returns, it is on the disk.
+    Its files are written and synced under a hidden name, the manifest last, and then the folder is renamed into place. When
+    this returns, the version is on disk.
 
     Args:
-        folder: where.
-        name: of the version.
-        content: the encoded state.
-        about: the manifest's entries besides those of the format, the name, the writer and the files.
-        files: the operations to use.
-        may_replace: called if the name is taken; says whether the version there may be replaced.
-        sync: whether to wait for the disk. Without it, the operating system has the files, and a crash of the process alone does
-            no harm.
-        write_more: called with the hidden folder; writes and syncs further files there, and returns their manifest entries.
+        folder: Folder of the versions.
+        name: Name of the version.
+        content: Encoded state.
+        about: Entries of the manifest except the format, the name, the writer and the files.
+        files: File-system operations.
+        may_replace: Called if the name is taken; returns whether the existing version may be replaced.
+        sync: Whether to wait until the data is on disk. Without it, the operating system still writes the files if only the
+            process crashes.
+        write_more: Called with the hidden folder; writes and syncs further files there, and returns their manifest entries.
 
     Raises:
-        Taken: if the name is taken and may not be replaced.
-        OSError: if it cannot be written. After this and any other error, what was there before is still there.
+        Taken: if the name is taken and the existing version may not be replaced.
+        OSError: if the version cannot be written. After any error the previous content of the folder is unchanged.
     """
     target, aside = folder / name, hidden_name(folder, name, "new")
     replaced: Path | None = None
@@ -85,7 +85,7 @@ def commit(
         try:
             files.rename(aside, target)
         except OSError:
-            if files.exists(target):  # another process was faster
+            if files.exists(target):  # another process created it first
                 raise Taken(name) from None
             raise
         if sync:
@@ -93,7 +93,7 @@ def commit(
     except BaseException as error:
         if not isinstance(error, Taken):
             error.add_note(f"while writing the checkpoint {str(target)!r}; the earlier ones are untouched")
-        # Each of these may fail, too: what a hidden name holds is never taken for a version, and `clean` removes it later.
+        # Each of these may also fail: a hidden folder is never read as a version, and `clean` removes it later.
         with contextlib.suppress(OSError):
             if placing and not files.exists(aside):
                 files.rename(target, aside)
@@ -143,12 +143,12 @@ def prune(
     *,
     sync: bool = True,
 ) -> tuple[list[str], list[OSError]]:
-    """Remove versions that were superseded, unless they are damaged or ``may_remove(name, manifest)`` says no.
+    """Remove superseded versions, except damaged ones and those for which ``may_remove(name, manifest)`` is false.
 
-    Removing a folder takes several operations: it gets a hidden name first, so that nobody ever sees half of it.
+    Removing a folder takes multiple operations, so it is first renamed to a hidden name: a partial version is never visible.
 
     Returns:
-        The names of those that could not be removed, and the errors.
+        The names of the versions that could not be removed, and the errors.
     """
     left: list[str] = []
     problems: list[OSError] = []
@@ -175,11 +175,11 @@ def prune(
 
 
 def clean(folder: Path, files: Files) -> None:
-    """Remove what dead processes left under hidden names, and restore what they were replacing.
+    """Remove the hidden folders of dead processes, and restore the versions that these were replacing.
 
-    What cannot be removed is left for the next call.
+    Folders that cannot be removed remain for the next call.
     """
-    for entry, found in sorted(_hidden_in(folder, files), key=lambda one: not _is_whole(one[0], files)):
+    for entry, found in sorted(_hidden_in(folder, files), key=lambda one: not _is_intact(one[0], files)):
         writer, kind = found["owner"], found["kind"]
         if writer == identity():
             abandoned = entry.name not in _being_written
@@ -195,8 +195,8 @@ def clean(folder: Path, files: Files) -> None:
             remove_folder(entry, files)
 
 
-def _is_whole(path: Path, files: Files) -> bool:
-    """Whether a replaced version would load: a half-removed one of the same name must not take the name."""
+def _is_intact(path: Path, files: Files) -> bool:
+    """Whether a replaced version can be loaded: a half-removed one must not be restored in its place."""
     if not path.name.endswith(".replaced"):
         return False
     try:
@@ -207,7 +207,7 @@ def _is_whole(path: Path, files: Files) -> bool:
 
 
 def set_aside(path: Path, files: Files) -> None:
-    """Rename a damaged version to ``<name>.damaged``, so that its name is free; it is never removed."""
+    """Rename a damaged version to ``<name>.damaged``, to free its name; it is never removed."""
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}{'' if number == 1 else f'-{number}'}.damaged")
         if not files.exists(aside):
@@ -233,14 +233,14 @@ def _age(path: Path) -> float:
 
 
 def find(folder: Path, files: Files) -> list[tuple[str, Path]]:
-    """The versions in a folder, damaged ones too, as (name, path)."""
+    """The versions in a folder, including damaged ones, as (name, path)."""
     names = files.list(folder)
     found = [
         (name, folder / name)
         for name in names
         if not name.startswith(".") and not name.endswith(".damaged") and _is_version(folder / name, files)
     ]
-    # A version that was being replaced when its process died is found under a hidden name only.
+    # A version that was being replaced when the process died exists only under a hidden name.
     return found + [
         (match["name"], entry)
         for entry, match in _hidden_in(folder, files)
@@ -249,7 +249,7 @@ def find(folder: Path, files: Files) -> list[tuple[str, Path]]:
 
 
 def _is_version(path: Path, files: Files) -> bool:
-    """Whether a folder is meant to be a version, damaged or not."""
+    """Whether a folder looks like a version, intact or damaged."""
     try:
         inside = files.list(path)
     except NotADirectoryError:
@@ -263,38 +263,38 @@ def open_version(
     """Find, verify and read a version.
 
     Args:
-        path: a version, the state in it, or a folder of versions, of which the newest good one is taken.
-        name: of the handler whose versions are meant, in a folder with those of several.
-        where: the caller, for messages.
-        files: the operations to use.
-        without: names of versions in a folder that are not taken.
+        path: A version, its state file, or a folder of versions, of which the newest intact one is opened.
+        name: Name of the handler whose versions are considered, in a folder shared by multiple handlers.
+        where: Caller, for messages.
+        files: File-system operations.
+        without: Names of versions in a folder to skip.
 
     Returns:
-        Its path, manifest and state, and the damaged versions that were skipped.
+        Its path, manifest and state, and the paths of the damaged versions that were skipped.
 
     Raises:
         FileNotFoundError: if there is no version.
-        ValueError: if the version is damaged, or every one in the folder.
+        ValueError: if the version, or every version in the folder, is damaged.
     """
     given = Path(path)
     inside = files.exists(given / STATE) or files.exists(given / MANIFEST)
     if inside or given.name in (STATE, MANIFEST):
         version = given if inside else given.parent
         if not files.exists(version):
-            raise FileNotFoundError(f"{where}: there is no such checkpoint")
+            raise FileNotFoundError(f"{where}: no such checkpoint")
         try:
             manifest = read_manifest(version, files)
             state = read_state(version, manifest, files)
         except Damaged as error:
-            raise ValueError(f"{where}: this is not a whole checkpoint: {error}") from error
+            raise ValueError(f"{where}: this is not an intact checkpoint: {error}") from error
         _compare_names(version.name, manifest, where)
         return version, manifest, state, []
     if not files.exists(given):
-        raise FileNotFoundError(f"{where}: there is no such checkpoint")
+        raise FileNotFoundError(f"{where}: no such checkpoint")
     if not given.is_dir():
         raise ValueError(
-            f"{where}: this is not a whole checkpoint, which is a folder with a {STATE} and a {MANIFEST}; a file alone "
-            "can be read, unverified, with torch.load(path, weights_only=True)"
+            f"{where}: this is not a checkpoint, which is a folder with a {STATE} and a {MANIFEST}; to read a single file "
+            "without verification, use torch.load(path, weights_only=True)"
         )
     return _open_newest(given, name=name, where=where, files=files, without=without)
 
@@ -302,7 +302,7 @@ def open_version(
 def _open_newest(
     folder: Path, *, name: str | None, where: str, files: Files, without: Collection[str]
 ) -> tuple[Path, dict[str, Any], dict[str, Any], list[Path]]:
-    """Open the newest good version in a folder; full states come before weights alone."""
+    """Open the newest intact version in a folder; complete states are preferred to weights only."""
     bad: list[str] = []
     damaged: list[Path] = []
     good = []
@@ -337,14 +337,14 @@ def _open_newest(
         return path, manifest, state, damaged
     of_name = "" if name is None else f" of {name!r}"
     if not bad:
-        raise FileNotFoundError(f"{where}: the folder holds no checkpoint{of_name}")
-    raise ValueError(f"{where}: of the folder's checkpoints{of_name} none is whole: {'; '.join(bad)}")
+        raise FileNotFoundError(f"{where}: the folder contains no checkpoint{of_name}")
+    raise ValueError(f"{where}: all checkpoints{of_name} in the folder are damaged: {'; '.join(bad)}")
 
 
 def _compare_names(label: str, manifest: Mapping[str, Any], where: str) -> None:
     if manifest["name"] != visible_name(label):
         warnings.warn(
-            f"{where}: {label!r} holds the checkpoint that was written as {manifest['name']!r}",
+            f"{where}: {label!r} contains the checkpoint that was written as {manifest['name']!r}",
             RuntimeWarning,
             stacklevel=5,
         )

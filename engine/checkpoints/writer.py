@@ -1,4 +1,4 @@
-"""One save of a checkpoint version, in this thread or another; it changes nothing but the disk and itself."""
+"""One save of a checkpoint version, in this thread or another; it changes only the disk and itself."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ __all__ = ["Write"]
 
 @dataclass
 class Write:
-    """Writes one version and then removes those that it supersedes: `run` or `start` it, `join`, `share`, and read the outcome.
+    """Writes one version, then removes the versions it supersedes.
 
-    Rank 0 writes the version; if there are shards, every process writes its part of them.
+    Call `run` or `start`, then `join` and `share`, and read the attributes. Rank 0 writes the version; each rank writes its part
+    of the shards, if there are any.
 
     Args:
-        folder: where.
-        files: the operations to use.
-        entry: what is written.
-        state: of which rank 0 writes the whole.
-        about: the manifest's entries.
-        ownership: which versions it may replace and remove.
-        planned: the entries that are kept with it; None if it does not count among those.
-        superseded: names of versions that are removed once it is written.
-        avoid: names that it must not take.
-        shards: tensors of which each process writes its part.
-        shard_files: writes them; None without shards.
-        is_rank_zero: whether this is the process of rank 0.
-        sync: whether to wait for the disk.
+        folder: Folder of the versions.
+        files: File-system operations.
+        entry: Entry to write.
+        state: State, written by rank 0.
+        about: Entries of the manifest.
+        ownership: Determines which versions may be replaced and removed.
+        planned: Kept entries including this one; None if this one does not count.
+        superseded: Names of versions to remove once this one is written.
+        avoid: Names that the version must not use.
+        shards: Sharded tensors, of which each rank writes its part.
+        shard_files: Writer of the shards; None without shards.
+        is_rank_zero: Whether this is rank 0.
+        sync: Whether to wait until the data is on disk.
 
     Attributes:
-        name: on the disk, once it is there; None if it could not be written.
-        tried: the names under which it was tried.
-        left: those of ``superseded`` that could not be removed.
-        problems: why they could not.
-        error: of the write.
+        name: Name on disk once it is written; None if it could not be.
+        tried: Names under which writing was attempted.
+        left: Names in ``superseded`` that could not be removed.
+        problems: Errors of these removals.
+        error: Error of the write.
     """
 
     folder: Path
@@ -72,21 +73,21 @@ class Write:
 
     @property
     def in_progress(self) -> bool:
-        """Whether its thread still runs."""
+        """Whether the thread is still running."""
         return self.thread is not None and self.thread.is_alive()
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process writes anything."""
+        """Whether this rank writes anything."""
         return self.is_rank_zero or bool(self.shards)
 
     def start(self) -> None:
-        """Run it in a thread."""
+        """Run the write in a thread."""
         self.thread = threading.Thread(target=self.run, name="signalfire checkpoint")
         self.thread.start()
 
     def join(self) -> None:
-        """Wait for the thread, if there is one."""
+        """Wait for the thread, if any."""
         if self.thread is not None:
             self.thread.join()
 
@@ -100,10 +101,10 @@ class Write:
             )
 
     def share(self, processes: Processes) -> None:
-        """Give every process rank 0's outcome; each keeps its own error. All processes call it together.
+        """Broadcast rank 0's outcome to every rank; each keeps its own error. Collective.
 
         Raises:
-            BaseException: what is no Exception, such as Ctrl-C, in this process alone: the others cannot be asked any more.
+            BaseException: an interruption of this rank, such as Ctrl-C, after which it cannot communicate with the others.
         """
         if self._interrupted:
             assert self.error is not None
@@ -122,7 +123,7 @@ class Write:
         return self.error is not None and not isinstance(self.error, Exception)
 
     def run(self) -> None:
-        """Write it here; an error is kept in `error`."""
+        """Write in the current thread; an error is stored in `error`."""
         try:
             if not self.shards:
                 self._write_version()
@@ -149,14 +150,14 @@ class Write:
             self.error = error
 
     def _commit(self) -> str:
-        """Write the version under the first free name, or that of an earlier version of the same iteration."""
+        """Write the version under the first free name, or replace an earlier version of the same iteration."""
         content = serialize(self.state)
         for name in numbered(self.entry.base):
             path = self.folder / name
             if name in self.avoid or (self.files.exists(path) and not self._may_replace(path)):
                 continue
             self.tried.append(name)
-            with suppress(Taken):  # another process was faster
+            with suppress(Taken):  # another process created it first
                 commit(
                     self.folder,
                     name,
@@ -168,7 +169,7 @@ class Write:
                     write_more=self._write_shards if self.shards else None,
                 )
                 return name
-        raise AssertionError("the numbers do not end")
+        raise AssertionError("numbered() is infinite")
 
     def _write_shards(self, folder: Path) -> dict[str, dict[str, Any]]:
         assert self.shard_files is not None

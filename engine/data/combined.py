@@ -1,4 +1,4 @@
-"""Combining data sets: several side by side, and one that is reloaded every few epochs."""
+"""Combined data: multiple data sets iterated in parallel, and one that is reloaded every few epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CombinedData", "ReloadedData"]
 
 
 class CombinedData:
-    """Several data sets iterated side by side: each batch contains one batch of each.
+    """Multiple data sets iterated in parallel: each batch contains one batch of each.
 
     The order and the random numbers of a part depend on the random state at the start of the epoch, on the part, and on how
     often it began in this epoch, but not on the other parts. A resumed run skips to its position in each part that supports it

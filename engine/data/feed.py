@@ -1,4 +1,4 @@
-"""The batches of an engine's runs: what is iterated now, where an epoch ends, and where an earlier run stood."""
+"""The batches of an engine's runs: the current iterator, the end of the epoch, and the saved position."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Feed"]
 
 
 class Feed:
-    """Gives the loop its batches, and knows how far the data was read.
+    """Provides the batches of a run, and tracks the position in the data.
 
     Attributes:
-        source: the data of the run that is under way, or of the last one; None before the first run.
-        position: where the data of an earlier run stood, until an epoch resumes there.
-        has_data: whether the run has data. Without, every batch is None.
-        epoch_end: the epoch's last iteration; 0 while it is not known.
+        source: Data of the current or last run; None before the first run.
+        position: Saved position in the data, until an epoch resumes there.
+        has_data: Whether the run has data. Without data, every batch is None.
+        epoch_end: Last iteration of the epoch; 0 while unknown.
     """
 
     def __init__(self, state: State) -> None:
@@ -35,7 +35,7 @@ class Feed:
     @property
     def current(self) -> Source:
         """The data of the run."""
-        assert self.source is not None, "no run has begun"
+        assert self.source is not None, "no run has started"
         return self.source
 
     # ---- a run ----------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ class Feed:
         self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
         reseed: Callable[[int, int], None] | None,
     ) -> Source:  # fmt: skip
-        """Take the data of the next run, which `begin_run` puts to use; what an earlier run had reached stays known.
+        """Build the source of the next run, which `begin_run` installs; the position of an earlier run is kept.
 
         Raises:
             TypeError, ValueError: for data that cannot be iterated, is empty, or cannot be sharded.
@@ -59,7 +59,7 @@ class Feed:
         return source
 
     def begin_run(self, source: Source, *, training: bool) -> None:
-        """Continue where the run before stood in its data, if this engine trains."""
+        """Set the source of the run; a training engine continues at the position of the previous run."""
         previous, self.source = self.source, source
         self.epoch_end = 0
         if previous is not None and training:
@@ -68,7 +68,7 @@ class Feed:
                 source.take_over_iterator(previous)
 
     def load(self, position: dict[str, Any] | None, seed: int) -> None:
-        """Continue from a saved position; the state holds the epoch and the iteration of it."""
+        """Continue from a saved position; the epoch and iteration are those in the state."""
         source = self.current
         self.position = position
         source.load(max(self.state.epoch - 1, 0))
@@ -78,25 +78,32 @@ class Feed:
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
     def announce_epoch(self) -> None:
-        """Take the data of a new epoch."""
+        """Select the data of a new epoch."""
         self.current.announce(self.state.epoch - 1)
         self.state.epoch_length = self.current.epoch_length
 
     def find_epoch_end(self) -> None:
-        """Work out the epoch's last iteration, where the data tells its length."""
+        """Determine the last iteration of the epoch, if its length is known."""
         length = self.current.epoch_length
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
-    def batches(self, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]) -> Iterator[Any]:
-        """The batches that are left of the epoch.
+    def take_position(self) -> dict[str, Any] | None:
+        """Return the position of an earlier run, and clear it."""
+        position, self.position = self.position, None
+        return position
+
+    def batches(
+        self, position: dict[str, Any] | None, *, resumed: bool, ahead: bool, before_pass: Callable[[], None]
+    ) -> Iterator[Any]:
+        """The remaining batches of the epoch.
 
         Args:
-            resumed: whether the epoch began in an earlier run.
-            ahead: whether an accumulation window has to know the last batch before it is used.
-            before_pass: called before a new pass over the data draws its order.
+            position: Return value of `take_position`.
+            resumed: Whether the epoch began in an earlier run.
+            ahead: Whether to read one batch ahead, because an accumulation window must recognize the last batch.
+            before_pass: Called before a new pass over the data draws its order.
         """
         state, source = self.state, self.current
-        position, self.position = self.position, None
         if source.iterator is not None and isinstance(source.data, Iterator):
             return source.iterator
         fits = position is not None and source.fits(position, state.epoch, state.epoch_start)
@@ -112,10 +119,10 @@ class Feed:
         return source.begin(state.iteration, state.epoch - 1, ahead=ahead)
 
     def starts_again(self) -> bool:
-        """Whether data that gave no more batches starts again within the epoch; False where an unsized epoch ends.
+        """Whether exhausted data starts again within the epoch; False if an unsized epoch ends.
 
         Raises:
-            DataError: for data that is empty, or ended before the length that it has.
+            DataError: for data that is empty, or that ended before its length.
         """
         state, source = self.state, self.current
         kind = type(source.data).__name__
@@ -123,40 +130,38 @@ class Feed:
         taken = state.iteration - source.started_at
         if source.epoch_length is None:
             if in_epoch == 0:
-                again = "" if state.epoch == 1 else (f"; it gave batches in epoch 1 but cannot be iterated again in epoch "
-                                                     f"{state.epoch}: give an iterable, not an iterator")  # fmt: skip
-                raise DataError(f"the data ({kind}) is empty: it gave no batch{again}")
+                again = "" if state.epoch == 1 else (f"; it had batches in epoch 1 but cannot be iterated again in epoch "
+                                                     f"{state.epoch}; pass an iterable, not an iterator")  # fmt: skip
+                raise DataError(f"the data ({kind}) is empty: it yielded no batch{again}")
             return False
         if taken == 0:
-            raise DataError(f"the data ({kind}) is empty: it gave no batch, or cannot be iterated again")
+            raise DataError(f"the data ({kind}) is empty: it yielded no batch, or cannot be iterated again")
         if source.length is not None and taken != source.length:
-            raise DataError(
-                f"the data ({kind}) says that its length is {source.length} but ended after {taken} batches"
-            )
+            raise DataError(f"the data ({kind}) has length {source.length} but ended after {taken} batches")
         if not source.continues:
             raise DataError(f"the data ({kind}) ended after {in_epoch} of the epoch's {source.epoch_length} batches")
         return True
 
     def begin_again(self) -> Iterator[Any]:
-        """Begin another pass over the data within the epoch."""
+        """Start another pass over the data within the epoch."""
         return self.current.begin(self.state.iteration, self.state.epoch - 1, ahead=False)
 
     def on_last_batch(self) -> bool:
-        """Whether the current batch is the epoch's last; for unsized data, one batch is read ahead to know."""
+        """Whether the current batch is the epoch's last; for unsized data, this reads one batch ahead."""
         if self.epoch_end:
             return self.state.iteration >= self.epoch_end
         return self.current.last()
 
     def epoch_ended(self) -> bool:
-        """Whether every batch of the epoch was taken."""
+        """Whether every batch of the epoch was used."""
         source = self.current
         if source.epoch_length is not None:
             return self.state.epoch_iteration >= source.epoch_length
-        with unchanged_random_state():  # one batch may be read to know, and is read again if the run continues
+        with unchanged_random_state():  # may read one batch ahead, which is read again if the run continues
             return source.ended()
 
     def only_its_end_is_missing(self) -> bool:
-        """Whether the epoch of an earlier run has no batch left, but was not completed; a saved run may stop just there."""
+        """Whether the resumed epoch has no batches left, but EPOCH_COMPLETED has not been emitted."""
         state, source = self.state, self.current
         if not state.epoch_open or state.stop_reason is not None or self.position is None:
             return False
@@ -168,22 +173,22 @@ class Feed:
             source.resume(self.position, state.iteration)
             return source.last()
 
-    # ---- what else is asked ---------------------------------------------------------------------------------------
+    # ---- weight and state -----------------------------------------------------------------------------------------
 
     def share(self) -> float:
-        """How much this rank's batch counts beside those of the other ranks.
+        """The weight of this rank's batch relative to those of the other ranks.
 
-        1, unless they differ in their number of samples, as the last ones do: then more than 1 for one that has more. With it as
-        the weight of the loss, the gradients are those of the batches joined.
+        1, unless the batches differ in their number of samples, as the last ones may: then more than 1 for larger ones. Weighted
+        by it, the losses give the gradients of the concatenated batches.
         """
         return 1 if self.source is None else self.source.share(self.state.iteration)
 
     def state_dict(self) -> dict[str, Any] | None:
         """The position in the data; None before the first run."""
-        if self.position is not None:  # loaded, or that of the run before: the data is not there yet
+        if self.position is not None:  # loaded, or of the previous run: the data is not yet iterated
             return self.position
         return None if self.source is None else self.source.state_dict()
 
     def reset(self) -> None:
-        """Forget the data of earlier runs."""
+        """Discard the data and position of earlier runs."""
         self.source = self.position = None

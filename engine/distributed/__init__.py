@@ -1,8 +1,8 @@
-"""Processes that train together, and tensors that are sharded over them. Nothing here knows the loop.
+"""Distributed training: the process group, and sharded tensors. Nothing here depends on the loop.
 
-`processes` holds what ranks ask each other; `rendezvous` lets them find each other under torchrun; `watch` notices a rank that
-died; `liveness` says whether a process of this machine still runs; `sharded` reads and writes DTensors; `differences` merges
-the states of all ranks into one.
+`processes` provides the collectives; `rendezvous` joins the process group under torchrun; `watch` detects failed and dead ranks;
+`liveness` checks whether a process of this machine is running; `sharded` reads and writes DTensors; `differences` merges the
+states of all ranks into one.
 """
 
 from .processes import SINGLE_PROCESS, Processes, lost_another, process_group

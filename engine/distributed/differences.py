@@ -1,7 +1,7 @@
-"""The states of all ranks as one: the state of rank 0, and for every other rank what differs in its own.
+"""Merges the states of all ranks into one: the state of rank 0, and for every other rank its differences.
 
-Most of the state is the same on all ranks; random states and the gradients of an open window are not. Nothing is assumed to be
-the same: every tensor is compared, by its sha256.
+Most of the state is the same on all ranks, except for example random states and the gradients of an open window. Nothing is
+assumed to be equal: every tensor is compared by its sha256.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .sharded import is_sharded
 
 __all__ = ["for_rank", "of_all"]
 
-# A difference is None if nothing differs, else a pair of one of these and a value; as a list, since a safe load accepts that.
+# A difference is None, or a pair of one of these and a value; a list, because torch.load(weights_only=True) accepts it.
 IS, WITHIN = "is", "within"
 
 
 def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
-    """Merge the states of all ranks on rank 0; the others get their own back. Collective: each rank passes its own state."""
+    """Merge the states of all ranks on rank 0; on other ranks, return their own. Collective: each rank passes its own state."""
     if not processes.distributed:
         return own
     digests = processes.broadcast(_digest(own) if processes.is_rank_zero else None)
@@ -33,19 +33,19 @@ def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """The state of one rank; ``state["rank"]`` says whose it is if this rank's was not saved."""
+    """The state of one rank; if it was not saved, the state of the rank in ``state["rank"]``."""
     difference = state.get("ranks", {}).get(str(rank))
     own: dict[str, Any] = _merged({key: state[key] for key in state if key not in ("rank", "ranks")}, difference)
     return own | {"rank": rank if str(rank) in state.get("ranks", {}) else state.get("rank", 0)}
 
 
 def _digest(value: Any) -> Any:
-    """A tree like the state, with a sha256 in place of every leaf."""
+    """A tree with the structure of the state and a sha256 in place of every leaf."""
     if isinstance(value, Mapping):
         return {key: _digest(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_digest(item) for item in value] if _has_tensors(value) else _sha256(repr(value).encode())
-    if is_sharded(value) or (isinstance(value, Tensor) and value.is_meta):  # each has its part of one tensor
+    if is_sharded(value) or (isinstance(value, Tensor) and value.is_meta):  # each rank has its part of one tensor
         return _sha256(f"{value.dtype} {tuple(value.shape)}".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
@@ -64,7 +64,7 @@ def _has_tensors(values: Iterable[Any]) -> bool:
 
 
 def _difference(own: Any, digest: Any) -> Any:
-    """How a state differs from the one with this digest; None if it does not."""
+    """The difference of a state to the one with this digest; None if they are equal."""
     if isinstance(own, Mapping) and isinstance(digest, dict) and own.keys() == digest.keys():
         pairs = [(key, item, digest[key]) for key, item in own.items()]
     elif isinstance(own, list | tuple) and isinstance(digest, list) and len(own) == len(digest):

@@ -1,4 +1,4 @@
-"""Who this process is, and whether another one still runs. The only reader of ``/proc`` for these questions."""
+"""Identifies this process, and checks whether another one is running. The only module that reads ``/proc`` for this."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Process", "boot_id", "find_process", "identity", "is_alive", "machin
 
 
 class Process(NamedTuple):
-    """What the system says about a process.
+    """A running process.
 
     Attributes:
-        started: when it started, in clock ticks since the machine booted, since process ids are reused. 0 where the system does
-            not say.
-        defunct: whether it has ended and only its exit status is left for its parent to collect (a zombie).
+        started: Start time in clock ticks since boot, which distinguishes processes with a reused id; 0 if the system does not
+            report it.
+        defunct: Whether it is a zombie: it has ended, and its parent has not yet collected the exit status.
     """
 
     started: int
@@ -27,7 +27,7 @@ def find_process(pid: int) -> Process | None:
     """Look up a process of this machine by its id; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name in front of it may hold anything
+            fields = file.read().rpartition(b")")[2].split()  # the process name before it may contain any character
         return Process(started=int(fields[19]), defunct=fields[0] in (b"Z", b"X"))
     except OSError:
         if os.path.isdir("/proc/self"):
@@ -42,7 +42,7 @@ def find_process(pid: int) -> Process | None:
 
 
 def machine_name() -> str:
-    """The host name and the process namespace; containers on one machine do not see each other's processes."""
+    """The host name and the PID namespace; containers on one machine do not see each other's processes."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -51,7 +51,7 @@ def machine_name() -> str:
 
 
 def boot_id() -> str:
-    """What identifies the time since the machine's last boot; empty where the system does not say."""
+    """An id of the machine's current boot; empty if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -60,11 +60,11 @@ def boot_id() -> str:
 
 
 def identity() -> str:
-    """This process as a text for other processes: its machine, its id, and when it started; `is_alive` reads it."""
+    """A string that identifies this process: machine, process id and start time. `is_alive` parses it."""
     pid = os.getpid()
-    if pid not in _identities:  # a forked child is another process
+    if pid not in _identities:  # a forked child is a different process
         found = find_process(pid)
-        if found is None:  # temporary, such as too many open files: not remembered
+        if found is None:  # a temporary error, such as too many open files: not cached
             return f"{_machine_digest()}~{pid}~None"
         _identities[pid] = f"{_machine_digest()}~{pid}~{found.started}"
     return _identities[pid]
@@ -74,7 +74,7 @@ _identities: dict[int, str] = {}
 
 
 def is_alive(process: str) -> bool | None:
-    """Whether the process with this `identity` still runs; None if it is one of another machine. A zombie counts as alive."""
+    """Whether the process with this `identity` is running; None for another machine. A zombie counts as running."""
     machine, pid, started = process.split("~")
     if machine != _machine_digest():
         return None

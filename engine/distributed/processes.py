@@ -1,4 +1,4 @@
-"""What the ranks of a distributed run ask each other; a single process is a group of one."""
+"""Collectives between the ranks of a distributed run; a single process is a group of one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "lost_another", "proce
 
 
 class Processes:
-    """A single process, with the methods that a process group has; `ProcessGroup` is the group of a distributed run.
+    """A single process with the interface of a process group; `ProcessGroup` is that of a distributed run.
 
-    Every method but `print` is collective: all processes call it, in the same order.
+    Every method except `print` is collective: all ranks call it, in the same order.
 
     Attributes:
-        rank: of this process.
-        world_size: the number of processes.
-        local_rank: the rank on its machine.
-        distributed: whether the run is distributed, that is, there is more than one process.
-        is_rank_zero: whether this is rank 0, which writes what is written once.
-        timeout: seconds after which a process that does not join a collective counts as lost.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine.
+        distributed: Whether there is more than one rank.
+        is_rank_zero: Whether this is rank 0, which writes files and logs.
+        timeout: Seconds after which a rank that does not join a collective counts as lost.
 
     Example:
         >>> SINGLE_PROCESS.gather("here"), SINGLE_PROCESS.sum(1, 2.5), SINGLE_PROCESS.is_rank_zero
@@ -52,59 +52,59 @@ class Processes:
         return self.rank == 0
 
     def sum(self, *numbers: float) -> list[float]:
-        """The sum of each number over all processes, in double precision, with the same bits in each of them."""
+        """The sum of each number over all ranks, in double precision, bitwise equal on all ranks."""
         return [float(number) for number in numbers]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true in any of the processes."""
+        """Whether the flag is true on any rank."""
         return bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, by rank; anything that can be pickled."""
+        """The values of all ranks, in the order of the ranks; any value that can be pickled."""
         return [value]
 
     def collect(self, value: Any) -> list[Any]:
-        """Like `gather`, but for rank 0 only; the others get an empty list."""
+        """Like `gather`, but only on rank 0; other ranks get an empty list."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0."""
+        """The value of rank 0, on all ranks."""
         return value
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all ranks."""
 
     def gather_samples(self, value: Any) -> Any:
-        """Concatenate the tensors of all processes along their first dimension, in the order of the ranks.
+        """Concatenate the tensors of all ranks along their first dimension, in the order of the ranks.
 
         Args:
-            value: a tensor, or tensors in tuples, lists, dicts, namedtuples and dataclasses, nested; everything else is given
-                back as it is here. First dimensions may differ between the processes, also be 0; nothing is padded.
+            value: A tensor, or tensors nested in tuples, lists, dicts, namedtuples and dataclasses; everything else is returned
+                unchanged. First dimensions may differ between ranks, and may be 0; nothing is padded.
         """
         return value
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
-        """Start reporting what this process does, and noticing which of the others is lost.
+        """Start reporting the position of this rank to the others, and detecting lost ranks.
 
         Args:
-            where: returns in a few words what this process does now; called in a thread, once a second.
+            where: Returns a short description of the current position; called in a thread, once a second.
 
         Returns:
-            The watch; None in a single process.
+            The watch; None for a single process.
         """
         return None
 
     def print(self, *values: object, all: bool = False, **options: Any) -> None:
-        """Print on rank 0 only, or on every rank with the rank in front.
+        """Print on rank 0 only, or on every rank, prefixed with the rank.
 
         Args:
-            values: what is printed.
-            all: whether each process prints.
-            options: of `print`, such as ``file``.
+            values: Values to print.
+            all: Whether every rank prints.
+            options: Options of `print`, such as ``file``.
         """
         if self.is_rank_zero or all:
-            told = (f"[rank {self.rank}]",) if all and self.distributed else ()
-            print(*told, *values, **{"flush": True} | options)
+            prefix = (f"[rank {self.rank}]",) if all and self.distributed else ()
+            print(*prefix, *values, **{"flush": True} | options)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.world_size}>"
@@ -115,10 +115,9 @@ SINGLE_PROCESS = Processes()
 
 
 class ProcessGroup(Processes):
-    """The processes of ``torch.distributed``.
+    """The process group of ``torch.distributed``.
 
-    They communicate over a gloo group of its own, so that this neither waits for a device nor delays gradients that are reduced
-    at the same time.
+    Its collectives use a separate gloo group, so that they neither wait for a device nor delay the reduction of gradients.
     """
 
     def __init__(self, store: Store, timeout: float) -> None:
@@ -127,7 +126,7 @@ class ProcessGroup(Processes):
         self.world_size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        # Under a random prefix, so that nothing is read that a process of an earlier attempt left.
+        # A random prefix hides keys that processes of an earlier attempt have left.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
     def sum(self, *numbers: float) -> list[float]:
@@ -159,22 +158,22 @@ class ProcessGroup(Processes):
     def gather_samples(self, value: Any) -> Any:
         if not tensors_in(value):
             return value
-        return map_leaves(self._joined, value)
+        return map_leaves(self._concatenate, value)
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
         watch = Watch(self.store, self.rank, self.world_size, timeout=self.timeout, where=where)
         watch.start()
         return watch
 
-    def _joined(self, leaf: Any) -> Any:
+    def _concatenate(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         own = leaf.detach().contiguous()
         shapes = self.gather(tuple(own.shape))
         if any(shape[1:] != shapes[0][1:] or not shape for shape in shapes):
             raise ValueError(
-                f"gather_samples(): tensors of shapes {shapes} cannot be joined along their first dimension; all others have "
-                "to agree"
+                f"gather_samples(): tensors of shapes {shapes} cannot be concatenated along the first dimension; all other "
+                "dimensions must be equal"
             )
         longest = max(shape[0] for shape in shapes)
         if longest == 0:
@@ -182,13 +181,13 @@ class ProcessGroup(Processes):
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in shapes]
-        # Tensors on a device go through the main group, whose backend is that of the device.
+        # Tensors on a device use the main group, which has the backend of the device.
         dist.all_gather(parts, padded, group=self.group if own.device.type == "cpu" else None)
         return torch.cat([part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)])
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an error only says that another process did not take part in a collective."""
+    """Whether an error only means that another rank did not take part in a collective."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -196,15 +195,15 @@ _joined: list[ProcessGroup] = []
 
 
 def process_group(*, backend: str | None = None, timeout: float = 300.0) -> Processes:
-    """The process group of this run, joined at the first call; `SINGLE_PROCESS` if this process was launched by itself.
+    """The process group of this run, joined on the first call; `SINGLE_PROCESS` if the run is not distributed.
 
     Args:
-        backend: of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
-        timeout: seconds after which a process that does not join a collective counts as lost; joining the group may take
-            a few seconds more.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        timeout: Seconds after which a rank that does not join a collective counts as lost; joining the group may take a few
+            seconds longer.
 
-    Errors:
-        RuntimeError: the environment tells of several processes, but not of all that it takes to join them.
+    Raises:
+        RuntimeError: if the environment describes a distributed run, but lacks variables that are needed to join it.
 
     Example:
         >>> process_group().world_size

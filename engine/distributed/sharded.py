@@ -1,7 +1,7 @@
-"""Sharded tensors (DTensors): their local parts, the whole tensors, and how both are saved and loaded.
+"""Sharded tensors (DTensors): local shards, full tensors, and how they are saved and loaded.
 
-The parameters of a model that `fully_shard` has sharded are DTensors, and so are its gradients, optimizer states and averages.
-Everything here passes ordinary tensors through, and imports nothing as long as there are only these.
+The parameters of a model sharded by `fully_shard` are DTensors, and so are its gradients, optimizer states and averages. All
+functions return plain tensors unchanged, and import nothing while there are no others.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ __all__ = [
 ]
 
 SHARDS = "shards"
-"""The entry of a loaded state with the folder of its sharded tensors."""
+"""Key of the folder with the sharded tensors, in a loaded state."""
 
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a tensor is a DTensor, of which each process holds a part."""
-    if type(value) in _PLAIN:  # asked for every parameter in every step
+    """Whether a tensor is a DTensor, of which each rank holds a shard."""
+    if type(value) in _PLAIN:  # fast path: called for every parameter in every step
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    module = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part that this process holds, sharing its memory; an ordinary tensor is whole everywhere."""
+    """The local shard of a DTensor, sharing its memory; a plain tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor. Collective for a sharded one."""
+    """The full tensor; collective if it is sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def spread_like(value: Any, own: Any) -> Any:
-    """Shard a value like another tensor, or make it whole if the other one is not sharded."""
+    """Shard a tensor like another one, or gather it if the other one is not sharded."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or value.is_meta:
         return value
     if is_sharded(own) and not is_sharded(value):
@@ -72,18 +72,18 @@ def spread_like(value: Any, own: Any) -> Any:
         from torch.distributed.tensor import distribute_tensor
 
         mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
-        # Each process has the whole, and keeps a copy of its part: there is nothing to send.
+        # Each rank has the full tensor and copies its shard, so no communication is needed.
         return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None).clone()
     return whole_tensor(value) if is_sharded(value) and not is_sharded(own) else value
 
 
 def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norms of tensors from those of the parts that this process holds; NaN stays NaN.
+    """The norms of full tensors, from the norms of their local shards; NaN stays NaN. Collective if any is sharded.
 
     Args:
-        norms: the norm of each part, in one tensor.
-        of: the tensors, all of them spread over the same processes, or none.
-        norm_type: the p of the norm.
+        norms: Norms of the local shards, in one tensor.
+        of: The tensors; all sharded ones are on the same device mesh.
+        norm_type: Order p of the norm.
     """
     sharded = next((tensor for tensor in of if is_sharded(tensor)), None)
     if sharded is None:
@@ -91,7 +91,7 @@ def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> T
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = sharded.device_mesh  # type: ignore[attr-defined]
-    # Gathered and not reduced: one collective for all of them, whatever p is, and a maximum may lose a NaN.
+    # Gathered instead of reduced: one collective for any p, and a maximum could lose a NaN.
     gathered = DTensor.from_local(norms[None], mesh, [Shard(0)], run_check=False).full_tensor()
     together = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     return torch.where(torch.tensor([is_sharded(t) for t in of], device=norms.device), together, norms)
@@ -108,14 +108,14 @@ def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Free the whole parameters that a forward without a backward may have gathered."""
+    """Free the full parameters that a forward pass without a backward pass may have gathered."""
     for module in _sharded_modules(roots):
         module.reshard()
 
 
 @contextmanager
 def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Hold whole parameters, so that a forward needs no other process. Collective to enter; no training inside."""
+    """Keep full parameters, so that a forward pass needs no other rank. Collective to enter; not for training."""
     modules = _sharded_modules(roots)
     before = [_reshards(module) for module in modules]
     try:
@@ -130,9 +130,9 @@ def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def discard_unreduced(roots: Iterable[nn.Module]) -> None:
-    """Release gradients that no backward has reduced.
+    """Free gradients that no backward pass has reduced.
 
-    torch has no function for it: in 2.13 ``reset_iter_state``, which is to do it, leaves them for the next backward.
+    torch has no function for this: in 2.13, ``reset_iter_state`` leaves them for the next backward pass.
     """
     for module in _sharded_modules(roots):
         for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -152,12 +152,14 @@ Place = tuple[Any, ...]
 
 
 def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a state into the state without its sharded tensors, and these tensors by their paths in it.
+    """Split a state into the state without its sharded tensors, and the sharded tensors by their path in it.
 
-    In its place, each leaves a tensor of the same shape and dtype on the meta device.
+    Each sharded tensor is replaced by a tensor of the same shape and dtype on the meta device.
     """
     shards: dict[str, Tensor] = {}
-    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():  # then there is none
+    if (
+        "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized()
+    ):  # then there are no DTensors
         return state, shards
 
     def split(value: Any, path: Place) -> Any:
@@ -170,12 +172,12 @@ def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], device: torch.device) -> Mapping[str, Any]:
-    """Fill the sharded tensors of a loaded state: each process reads its own parts of them, a single process reads all.
+    """Fill in the sharded tensors of a loaded state: each rank reads its own shards, a single process reads all of them.
 
     Args:
-        state: as `Checkpoint.load` returns it; one without sharded tensors is returned as it is.
-        parameters: of the model, which say how tensors are spread over the processes.
-        device: where tensors are put if no parameter is sharded.
+        state: State from `Checkpoint.load`; without sharded tensors it is returned unchanged.
+        parameters: Parameters of the model, which determine how tensors are sharded.
+        device: Device of the tensors if no parameter is sharded.
 
     Raises:
         ValueError: if they cannot be read.
@@ -199,7 +201,7 @@ def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], devic
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there are no collectives, which nothing here needs
+                warnings.simplefilter("ignore")  # a warning that no collectives are used; none are needed
                 load(tensors, storage_reader=_reader(folder), no_dist=True)
         except (Exception, CheckpointException) as error:
             raise ValueError(f"the sharded tensors in {os.fspath(folder)!r} cannot be read: {error}") from error
@@ -211,15 +213,15 @@ def _empty(meta: Tensor, model: Tensor | None, device: torch.device) -> Tensor:
         return torch.empty(meta.shape, dtype=meta.dtype, device=device)
     from torch.distributed.tensor import empty
 
-    # As `fully_shard` spreads parameters, whatever it is that has their shapes.
+    # Sharded as `fully_shard` shards parameters.
     mesh, placements = model.device_mesh, model.placements  # type: ignore[attr-defined]
     return empty(tuple(meta.shape), dtype=meta.dtype, device_mesh=mesh, placements=placements)
 
 
 def _mapped(value: Any, path: Place, function: Any) -> Any:
-    """A value with what a function of (value, path) makes of the things in it."""
+    """A copy of a container with ``function(value, path)`` applied to its items; other values unchanged."""
     if isinstance(value, dict):
-        same = copy.copy(value)  # a module's state has metadata
+        same = copy.copy(value)  # keeps the metadata of a module's state_dict
         for key, item in value.items():
             same[key] = function(item, (*path, key))
         return same
@@ -229,20 +231,19 @@ def _mapped(value: Any, path: Place, function: Any) -> Any:
 
 
 def _key(path: Place) -> str:
-    return json.dumps(path, default=repr)  # no two paths give the same, whatever their keys are made of
+    return json.dumps(path, default=repr)  # unique for each path
 
 
 # ---- the disk -----------------------------------------------------------------------------------------------------
 
 
 class ShardFiles:
-    """Writes sharded tensors with torch.distributed.checkpoint: each process writes its parts, and rank 0 coordinates.
+    """Writes sharded tensors with torch.distributed.checkpoint: each rank writes its shards, and rank 0 coordinates.
 
-    The processes talk over a gloo group of its own, so that it can be used in a thread while they train. All processes
-    create one at the same time.
+    It uses a separate gloo group, so that it can run in a thread during training. All ranks create it at the same time.
 
     Args:
-        timeout: seconds after which a process that does not answer counts as lost; others may be writing meanwhile.
+        timeout: Seconds after which a rank that does not answer counts as lost; it includes the time in which others write.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -253,20 +254,20 @@ class ShardFiles:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """Rank 0: let every process write its parts into a new folder; returns the files with their sizes and sha256.
+        """On rank 0: make every rank write its shards to a new folder; returns the files with their sizes and sha256.
 
         Raises:
-            OSError: if any process could not.
+            OSError: if any rank could not.
         """
         self._send(("write", str(folder)))
         return self._write(folder, shards)
 
     def done(self, outcome: Any) -> None:
-        """Rank 0: end the others' `assist`, which returns ``outcome``."""
+        """On rank 0: end `assist` on the other ranks, which returns ``outcome``."""
         self._send(("done", outcome))
 
     def assist(self, shards: Mapping[str, Tensor]) -> Any:
-        """Any other rank: write its parts whenever rank 0 asks, until rank 0 is done; returns rank 0's outcome."""
+        """On other ranks: write the local shards whenever rank 0 requests it, until `done`; returns rank 0's outcome."""
         while True:
             what, value = self._receive()
             if what == "done":
@@ -274,7 +275,7 @@ class ShardFiles:
             try:
                 self._write(Path(value), shards)
             except Exception:
-                continue  # rank 0 gets the error, too, and decides how to continue
+                continue  # rank 0 also gets the error, and decides how to continue
 
     def _write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         import torch.distributed as dist
@@ -284,13 +285,15 @@ class ShardFiles:
 
         try:
             save(dict(shards), storage_writer=FileSystemWriter(folder), process_group=self.group)
-        except CheckpointException as error:  # all of them get it, and it is no Exception
+        except CheckpointException as error:  # raised on all ranks; it is not an Exception
             failures = {rank: failure for rank, (failure, _) in error.failures.items()}
             own_failure = failures.get(dist.get_rank(self.group))
             if own_failure is not None and not isinstance(own_failure, Exception):
                 raise own_failure from None  # Ctrl-C
-            told = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items())
-            raise OSError(f"the shards could not be written to {str(folder)!r}: {told}") from None
+            causes = "; ".join(
+                f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items()
+            )
+            raise OSError(f"the shards could not be written to {str(folder)!r}: {causes}") from None
         rank = dist.get_rank(self.group)
         own: dict[str, Any] = {}
         problem = None
@@ -303,8 +306,8 @@ class ShardFiles:
         every: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(every, (own, problem), group=self.group)
         if problems := [problem for _, problem in every if problem is not None]:
-            raise OSError(f"what was written to {str(folder)!r} cannot be read: {'; '.join(problems)}")
-        return {name: told for files, _ in every for name, told in files.items()}
+            raise OSError(f"the shards written to {str(folder)!r} cannot be read: {'; '.join(problems)}")
+        return {name: entry for files, _ in every for name, entry in files.items()}
 
     def _send(self, message: Any) -> None:
         import torch.distributed as dist
@@ -337,14 +340,14 @@ _HARMLESS_FROM = {"torch.distributed.checkpoint.metadata", "torch.distributed.ch
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata that torch.distributed.checkpoint pickles, and calls nothing that such metadata does not consist of."""
+    """Unpickles the metadata of torch.distributed.checkpoint, restricted to the classes that such metadata contains."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module in _HARMLESS_FROM or module == "torch" else None
         is_class = isinstance(found, type) and found.__module__ in _HARMLESS_FROM
         if (module, name) in _HARMLESS or is_class or isinstance(found, torch.dtype):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the metadata of a checkpoint does not hold a {module}.{name}")
+        raise pickle.UnpicklingError(f"the metadata of a checkpoint must not contain a {module}.{name}")
 
 
 def _reader(folder: str | os.PathLike[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Reports to the other ranks what this process does, and finds the rank that broke a collective and where it was."""
+"""Reports the position of this rank to the others, and finds the rank that broke a collective and its position."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from .liveness import boot_id, find_process, machine_name
 
 __all__ = ["Watch", "cut_connections"]
 
-BLOCK = 64  # processes whose news are read at a time: every process reads as much, whatever the number of them
-ORDER = {event.name: place for place, event in enumerate(Events)}  # they are declared in the order of the loop
+BLOCK = 64  # ranks whose reports are read at a time, so that the load of a rank does not grow with the number of ranks
+ORDER = {event.name: place for place, event in enumerate(Events)}  # in declaration order, which is that of the loop
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 
 
 class Watch:
-    """A thread that reports once a second where this process is, and notices which of the others failed or died.
+    """A thread that reports the position of this rank once a second, and detects ranks that failed or died.
 
-    A broken collective only says "Connection closed by peer", or that it timed out. ``explain`` says which rank caused it, and
-    what that rank was doing.
+    A broken collective only raises "Connection closed by peer", or a timeout. ``explain`` returns which rank caused it, and the
+    position of that rank.
 
-    - A rank that raises and ends, or is killed, closes its connections: gloo raises in the others in a fraction of a second.
-    - A rank that raised while its process lives on (the script caught it) would be waited for until the group's timeout. No
-      call of torch 2.13 ends a collective of gloo that waits: ``abort``, ``shutdown`` and ``destroy_process_group`` from a
-      thread have no effect on it. But the thread can shut down the sockets under it (``cut_connections``, on Linux), and it
-      raises in the main thread, like any other error. This is done ``interval`` seconds after a failure or a death was
-      noticed, unless this rank has failed or asked for an explanation by then; the group is of no use afterwards.
-    - Where that is not possible, or with NCCL (after an abort its streams would go on with whatever is in the buffers), the
-      explanation is printed, and the process left with ``os._exit(1)`` once ``where`` has not changed for ``grace`` seconds.
-    - Only the group's timeout tells a rank that is stopped or hangs from a slow one. ``explain`` then names the rank that was
-      waited for: one that is silent, or the one whose event is behind.
+    - If a rank raises and exits, or is killed, its connections are closed: gloo raises on the other ranks within a second.
+    - If a rank raises, but its process continues (the script caught the error), the others would wait until the group's timeout.
+      In torch 2.13 nothing interrupts a waiting gloo collective: ``abort``, ``shutdown`` and ``destroy_process_group`` from
+      another thread have no effect. But this thread can shut down its sockets (``cut_connections``, on Linux), and then it
+      raises in the main thread. This happens ``interval`` seconds after a failure or death was detected, unless this rank has
+      failed or called ``explain`` by then; the group cannot be used afterwards.
+    - Where that is not possible, or with NCCL (after an abort, its streams would continue with undefined buffers), the
+      explanation is printed, and the process exits with ``os._exit(1)`` once ``where`` has not changed for ``grace`` seconds.
+    - A rank that is stopped or hangs can be distinguished from a slow one only by the group's timeout. ``explain`` then names
+      the rank that the others waited for: one that stopped reporting, or the one with the earliest position.
 
-    Every process creates its watches in the same order. The thread ends quietly if the store's host is gone.
+    All ranks create their watches in the same order. The thread ends silently if the host of the store is gone.
 
     Args:
-        store: of the group; it is cloned, so that the thread waits for nobody.
-        rank, size: of this process, and how many there are.
-        timeout: of the group's collectives, in seconds.
-        interval: seconds between two reports.
-        where: what this process is doing, such as "BACKWARD_STARTED, epoch 1, iteration 7"; called in the thread.
-        grace: seconds before the process is left, see above.
+        store: Store of the group; it is cloned, so that the thread does not wait for other users of it.
+        rank, size: Rank of this process, and number of ranks.
+        timeout: Timeout of the group's collectives, in seconds.
+        interval: Seconds between two reports.
+        where: Returns the current position, such as "BACKWARD_STARTED, epoch 1, iteration 7"; called in the thread.
+        grace: Seconds before the process exits, see above.
     """
 
     made = 0
@@ -77,17 +77,17 @@ class Watch:
         self.grace = grace
         self.where = where
         self.others = [other for other in range(size) if other != rank]
-        self.told: dict[int, Told] = {}  # what each rank told last
-        self.heard: dict[int, float] = {}  # when that was new, by this process's clock
+        self.reports: dict[int, Report] = {}  # the latest report of each rank
+        self.received: dict[int, float] = {}  # when it was first read, by the clock of this process
         self.gone: str | None = None  # why the store cannot be reached
         self._store = PrefixStore(f"signalfire/watch/{Watch.made}", store.clone())  # type: ignore[attr-defined]
         Watch.made += 1
-        self._own: Told = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "reports": 0}
+        self._own: Report = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "reports": 0}
         self._own["started"] = _started(os.getpid())
         self._since = 0.0
-        self._next = 0  # of self.others, to be read
-        self._explained = self._failed = False  # this rank knows by itself
-        self._asked = threading.Condition()
+        self._next = 0  # index in self.others of the next report to read
+        self._explained = self._failed = False  # whether this rank knows of the problem
+        self._condition = threading.Condition()
         self._requests = self._answers = 0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="signalfire watch", daemon=True)
@@ -98,26 +98,26 @@ class Watch:
             atexit.register(self._end)
 
     def stop(self) -> None:
-        """Report that the run has ended here without an error, so that a rank that still waits for this one learns why."""
+        """Report that the run ended on this rank without an error, for ranks that still wait for it."""
         if self._thread.is_alive():
             self._own["left"] = True
             self._end()
         atexit.unregister(self._end)
 
     def failed(self, error: BaseException) -> None:
-        """Report at once that this rank leaves its run with an error, since the others will wait for it."""
+        """Report immediately that the run ends on this rank with an error, because the others will wait for it."""
         if not self._thread.is_alive() or self._failed:
             return
         self._failed = True
         consequence = self._explained or isinstance(error, dist.DistError) or "/gloo/" in str(error)
         message = str(error).strip().split("\n")[0][:500]
         self._own["failed"] = {"error": type(error).__name__, "message": message, "consequence": consequence}
-        self._ask(2.0)
+        self._report_now(2.0)
 
     def explain(self) -> list[str]:
-        """The ranks that caused the error that a collective raised here, the likeliest first; one line each.
+        """The ranks that caused the error of a collective on this rank, the most likely first; one line each.
 
-        This takes up to two and a half intervals if no rank has failed or died, since only its reports show that a process on
+        This takes up to two and a half intervals if no rank has failed or died, because only its reports show that a process on
         another host is alive.
         """
         if not self.others:
@@ -125,7 +125,7 @@ class Watch:
         self._explained = self._own["raised"] = True
         deadline = time.monotonic() + 2.5 * self.interval
         while True:
-            answered = self._ask(max(0.5, self.interval))
+            answered = self._report_now(max(0.5, self.interval))
             lines = self._causes()
             if lines or not answered or time.monotonic() > deadline:
                 break
@@ -138,19 +138,19 @@ class Watch:
                 if self.gone
                 else "its host, the launcher or rank 0, is stopped or cannot be reached"
             )
-            lines.append(f"the store that the ranks talk through does not answer: {host}")
+            lines.append(f"the store of the process group does not answer: {host}")
         return lines + self._suspects()
 
-    # What is known
+    # ---- analysis -------------------------------------------------------------------------------------------------
 
     def _causes(self) -> list[str]:
-        """The ranks that died, that failed by themselves, or that have left."""
+        """The ranks that died, that failed first, or that ended their run."""
         died = [other for other in self.others if self._died(other)]
-        lines = [f"{self._name(other)} died; the last event that it told was {self._event(other)}" for other in died]
-        failures = [(other, self.told[other]) for other in self.others if self.told.get(other, {}).get("failed")]
-        for other, told in sorted(failures, key=lambda found: found[1]["order"]):
-            if not told["failed"]["consequence"]:
-                lines.append(f"{self._name(other)} failed with {_error(told)} at {told['where']}")
+        lines = [f"{self._name(other)} died; its last reported event was {self._event(other)}" for other in died]
+        failures = [(other, self.reports[other]) for other in self.others if self.reports.get(other, {}).get("failed")]
+        for other, report in sorted(failures, key=lambda found: found[1]["order"]):
+            if not report["failed"]["consequence"]:
+                lines.append(f"{self._name(other)} failed with {_error(report)} at {report['where']}")
         left = [other for other in self.others if self._left(other)]
         for other in left:
             lines.append(f"{self._name(other)} has ended its run; its last event was {self._event(other)}")
@@ -158,96 +158,98 @@ class Watch:
 
     def _consequences(self) -> list[str]:
         return [
-            f"{self._name(other)} failed because of it with {_error(told)} at {told['where']}"
-            for other, told in sorted(self.told.items())
-            if told.get("failed") and told["failed"]["consequence"] and not self._died(other)
+            f"{self._name(other)} failed as a consequence, with {_error(report)} at {report['where']}"
+            for other, report in sorted(self.reports.items())
+            if report.get("failed") and report["failed"]["consequence"] and not self._died(other)
         ]
 
     def _suspects(self) -> list[str]:
-        """The ranks that may have been waited for, if none has failed or died: silent ones, or one that is behind."""
+        """The ranks that the others may have waited for, if none has failed or died: silent ones, or the one furthest behind."""
         now = time.monotonic()
-        age = {other: now - heard for other, heard in self.heard.items()}
+        age = {other: now - received for other, received in self.received.items()}
         lost = [other for other in self.others if age.get(other, 1e9) > 2 * self.interval]
         missed = [] if lost else self._missed()
         lines = []
         for other in [*lost, *missed, *(other for other in self.others if other not in lost + missed)]:
-            told = self.told.get(other)
-            if told is None:
-                lines.append(f"rank {other} has never told anything")
+            report = self.reports.get(other)
+            if report is None:
+                lines.append(f"rank {other} has never reported")
             elif other in lost:
                 lines.append(
-                    f"{self._name(other)} has been silent for {age[other]:.1f} s: it is stopped or cut off; "
-                    f"the last event that it told was {told['where']}"
+                    f"{self._name(other)} has not reported for {age[other]:.1f} s: it is stopped or disconnected; "
+                    f"its last reported event was {report['where']}"
                 )
-            elif told.get("failed"):
-                lines.append(f"{self._name(other)} failed too, with {_error(told)} at {told['where']}")
+            elif report.get("failed"):
+                lines.append(f"{self._name(other)} also failed, with {_error(report)} at {report['where']}")
             else:
-                line = f"{self._name(other)} is alive, and at {told['where']} for {told['since'] + age[other]:.1f} s"
-                lines.append(f"{line}: it is the one that was waited for" if other in missed else line)
+                line = (
+                    f"{self._name(other)} is alive, and at {report['where']} for {report['since'] + age[other]:.1f} s"
+                )
+                lines.append(f"{line}: the others waited for this rank" if other in missed else line)
         return lines
 
     def _missed(self) -> list[int]:
-        """Of the ranks in which no collective has raised, those whose event is earliest: they did not reach it."""
+        """Of the ranks on which no collective has raised, those with the earliest position: they did not reach it."""
         places = {
-            other: _place(told["where"])
-            for other, told in self.told.items()
-            if not told.get("failed") and not told.get("raised")
+            other: _place(report["where"])
+            for other, report in self.reports.items()
+            if not report.get("failed") and not report.get("raised")
         }
         return sorted(other for other, place in places.items() if place == min(places.values()))
 
     def _left(self, other: int) -> bool:
-        told = self.told.get(other, {})
-        return bool(told.get("left")) and not told.get("failed")
+        report = self.reports.get(other, {})
+        return bool(report.get("left")) and not report.get("failed")
 
     def _died(self, other: int) -> bool:
-        """Whether the rank's process is gone; False for one of another machine, of which nothing is known."""
-        told = self.told.get(other)
-        if told is None or told.get("failed") or told.get("left") or told["machine"] != self._own["machine"]:
+        """Whether the process of a rank has ended; False on another machine, where this is unknown."""
+        report = self.reports.get(other)
+        if report is None or report.get("failed") or report.get("left") or report["machine"] != self._own["machine"]:
             return False
-        return bool(_started(told["pid"]) != told["started"])
+        return bool(_started(report["pid"]) != report["started"])
 
     def _name(self, other: int) -> str:
-        told = self.told[other]
-        return f"rank {other} (pid {told['pid']} on {told['host']})"
+        report = self.reports[other]
+        return f"rank {other} (pid {report['pid']} on {report['host']})"
 
     def _event(self, other: int) -> str:
-        return str(self.told[other]["where"])
+        return str(self.reports[other]["where"])
 
-    # The thread, which alone uses the store: an operation on a store whose host is stopped never returns
+    # ---- the thread: only it uses the store, because an operation on a store whose host is stopped never returns ----
 
-    def _ask(self, timeout: float) -> bool:
-        """Let the thread report and read everything now; returns whether it did so in time."""
-        with self._asked:
+    def _report_now(self, timeout: float) -> bool:
+        """Make the thread report and read all reports now; returns whether it did so in time."""
+        with self._condition:
             self._requests += 1
             mine = self._requests
-            self._asked.notify_all()
-            self._asked.wait_for(lambda: self._answers >= mine or self.gone is not None, timeout)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._answers >= mine or self.gone is not None, timeout)
             return self._answers >= mine and self.gone is None
 
     def _end(self) -> None:
-        """End the thread: one that comes back from the store while the interpreter is torn down aborts the process."""
+        """End the thread: if it returned from the store during interpreter shutdown, it would abort the process."""
         if self._thread.is_alive():
             self._stopped = True
-            self._ask(2.0)
+            self._report_now(2.0)
             self._thread.join(2.0)
 
     def _run(self) -> None:
-        found: float | None = None  # when a failure or a death was noticed
+        found: float | None = None  # when a failure or death was detected
         cut = False
         while True:
-            with self._asked:
+            with self._condition:
                 requests = self._requests
             try:
                 self._report()
                 self._read(everything=requests > self._answers)
-            except Exception as error:  # the store's host has ended; in an ending process, that has many kinds
-                with self._asked:
+            except Exception as error:  # the host of the store is gone; at exit this raises errors of many types
+                with self._condition:
                     self.gone = str(error) or type(error).__name__
-                    self._asked.notify_all()
+                    self._condition.notify_all()
                 return
-            with self._asked:
+            with self._condition:
                 self._answers = requests
-                self._asked.notify_all()
+                self._condition.notify_all()
             if self._stopped:
                 return
             if found is None:
@@ -255,13 +257,13 @@ class Watch:
             elif not (self._explained or self._failed):
                 if not cut and time.monotonic() - found >= self.interval:
                     cut = True
-                    with contextlib.suppress(Exception):  # then the process is left after the grace, see below
+                    with contextlib.suppress(Exception):  # then the process exits after the grace period, see below
                         if cut_connections() and not _nccl():
-                            found = float("inf")  # gloo raises in the main thread
+                            found = float("inf")  # gloo raises in the main thread instead
                 if cut and time.monotonic() - max(found, self._since) > self.grace:
                     self._exit()
-            with self._asked:
-                self._asked.wait_for(lambda: self._requests > self._answers, self.interval)
+            with self._condition:
+                self._condition.wait_for(lambda: self._requests > self._answers, self.interval)
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -280,20 +282,20 @@ class Watch:
             ranks = (ranks + ranks)[self._next : self._next + BLOCK]
             self._next = (self._next + BLOCK) % len(self.others)
         keys = [str(other) for other in ranks]
-        if not self._store.check(keys):  # only at the start
+        if not self._store.check(keys):  # not all ranks have reported yet
             keys = [key for key in keys if self._store.check([key])]
         for key, value in zip(keys, self._store.multi_get(keys) if keys else [], strict=True):
-            told = json.loads(value)
-            if told["reports"] != self.told.get(int(key), {}).get("reports"):
-                self.told[int(key)], self.heard[int(key)] = told, time.monotonic()
+            report = json.loads(value)
+            if report["reports"] != self.reports.get(int(key), {}).get("reports"):
+                self.reports[int(key)], self.received[int(key)] = report, time.monotonic()
 
     def _broken(self) -> bool:
-        return any(told.get("failed") or self._died(other) for other, told in self.told.items())
+        return any(report.get("failed") or self._died(other) for other, report in self.reports.items())
 
     def _exit(self) -> None:
         lines = "\n  ".join(self._causes() + self._consequences())
         print(
-            f"rank {self.rank} waits in vain in {self._own['where']} and is ended:\n  {lines}",
+            f"rank {self.rank} cannot continue at {self._own['where']} and exits:\n  {lines}",
             file=sys.stderr,
             flush=True,
         )
@@ -303,12 +305,12 @@ class Watch:
 def cut_connections() -> int:
     """Shut down the connections of all gloo groups of this process, so that every collective raises; returns their number.
 
-    Only sockets with an end at an address that gloo published in a group's store are touched. On Linux only.
+    Only sockets with an endpoint that gloo published in the store of a group are shut down. On Linux only.
     """
     published = b"".join(_published(group) for group in list(dist.distributed_c10d._world.pg_map))
     cut = 0
     for name in os.listdir("/proc/self/fd") if published and os.path.isdir("/proc/self/fd") else []:
-        # Most are no sockets, not connected, or closed meanwhile.
+        # Most descriptors are not sockets, or are not connected.
         with contextlib.suppress(OSError), _copy(int(name)) as connection:
             ends = [connection.getsockname(), connection.getpeername()]
             if any(_packed(connection.family, end) in published for end in ends):
@@ -327,8 +329,8 @@ def _copy(descriptor: int) -> socket.socket:
 
 
 def _published(group: dist.ProcessGroup) -> bytes:
-    """What gloo wrote into the group's store for its members: among other things their socket addresses."""
-    store = group.get_group_store().clone()  # type: ignore[attr-defined]  # the main thread may wait in the original
+    """The values that gloo wrote into the store of a group, which include socket addresses."""
+    store = group.get_group_store().clone()  # type: ignore[attr-defined]  # the main thread may be waiting in the original
     store.set_timeout(timedelta(seconds=2))
     keys = [key for key in store.list_keys() if "cpu//" in key and store.check([key])]
     return b"".join(store.multi_get(keys)) if keys else b""
@@ -340,7 +342,7 @@ def _packed(family: int, end: tuple[Any, ...]) -> bytes:
     if family == socket.AF_INET:
         return start + socket.inet_pton(socket.AF_INET, end[0])
     if family != socket.AF_INET6:
-        raise OSError("not of the internet")
+        raise OSError("not an internet socket")
     return start + bytes(4) + socket.inet_pton(socket.AF_INET6, end[0].partition("%")[0])
 
 
@@ -348,23 +350,23 @@ def _nccl() -> bool:
     return any("nccl" in str(dist.get_backend_config(group)) for group in list(dist.distributed_c10d._world.pg_map))
 
 
-def _error(told: Told) -> str:
-    failed = told["failed"]
+def _error(report: Report) -> str:
+    failed = report["failed"]
     return f"{failed['error']}: {failed['message']}" if failed["message"] else str(failed["error"])
 
 
 def _place(where: str) -> tuple[int, ...]:
-    """A sort key by time: the numbers in a report (epoch, iteration), then the event's place in the loop."""
+    """A sort key of a position: its numbers (epoch, iteration), then the event's place in the loop."""
     event = next((ORDER[word] for word in re.findall(r"[A-Z_]+", where) if word in ORDER), -1)
     return (*(int(number) for number in re.findall(r"\d+", where)), event)
 
 
 def _started(pid: int) -> int | None:
-    """When a process of this machine started; None if it has ended, as a zombie has."""
+    """Start time of a process of this machine; None if it has ended or is a zombie."""
     found = find_process(pid)
     return None if found is None or found.defunct else found.started
 
 
 def _machine() -> str:
-    """Equal for processes that can look each other up by their ids: of one machine since its boot, in one namespace."""
+    """An id that is equal for processes that can find each other by process id: same machine, boot and PID namespace."""
     return f"{machine_name()} {boot_id()}"

@@ -35,7 +35,7 @@ class Distribution(Handler):
     Args:
         shard_policy: Policy for sharding data over the ranks; see `Group.join`.
         backend: Backend of torch.distributed.
-        timeout: Timeout in seconds; see `together`.
+        timeout: Timeout in seconds; see `process_group`.
 
     Attributes:
         processes: The process group: a single process before the handler is attached, and without torchrun.

@@ -79,13 +79,13 @@ def test_attributes_that_every_handler_has() -> None:
 
 
 def test_checks_of_what_cannot_be_checked() -> None:
-    with pytest.raises(TypeError, match="give a function that makes a new handler each time"):
+    with pytest.raises(TypeError, match="expected a function that makes a new handler on each call"):
         check_handler(build, History(), DATA, max_epochs=2)  # type: ignore[arg-type]
 
     def unseeded() -> Engine:
         return Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=nn.Linear(3, 1), seed=0)
 
-    with pytest.raises(AssertionError, match="build\\(\\) makes another engine"):
+    with pytest.raises(AssertionError, match="build\\(\\) or the data differ on each call"):
         check_handler(unseeded, History, DATA, max_epochs=2)
 
 

@@ -214,7 +214,7 @@ def test_a_progress_bar_goes_on_in_a_resumed_epoch() -> None:
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "no.pt").write_text("not a checkpoint")
-    with pytest.raises(ValueError, match=r"no\.pt.*not a whole checkpoint"):
+    with pytest.raises(ValueError, match=r"no\.pt.*not a checkpoint"):
         Checkpoint.load(tmp_path / "no.pt")
 
 

@@ -286,9 +286,13 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
             ValueError,
             "index=1, but 'momentum' is a single value",
         ),
-        (lambda: ParameterScheduling("momentum", {0: "high"}), TypeError, "gives 'high' for 'momentum', which is 0.9"),
-        (lambda: ParameterScheduling("momentum", lambda n: None), TypeError, "gives None for 'momentum'"),
-        (lambda: ParameterScheduling("nesterov", {0: 1.0}), TypeError, "gives 1.0 for 'nesterov', which is False"),
+        (
+            lambda: ParameterScheduling("momentum", {0: "high"}),
+            TypeError,
+            "returns 'high' for 'momentum', which is 0.9",
+        ),
+        (lambda: ParameterScheduling("momentum", lambda n: None), TypeError, "returns None for 'momentum'"),
+        (lambda: ParameterScheduling("nesterov", {0: 1.0}), TypeError, "returns 1.0 for 'nesterov', which is False"),
     ],
 )
 def test_what_does_not_fit_the_optimizer_is_refused_before_the_first_batch(

@@ -385,14 +385,14 @@ def test_a_schedule_that_counts_in_steps_alone_does_not_bound_the_run() -> None:
 
 
 def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
-    message = r"cosine_with_warmup\(warmup=12\): these are 12 steps, but the run has only 10"
+    message = r"cosine_with_warmup\(warmup=12\): these add up to 12 steps, but the run has only 10"
     engine = build()
     engine.attach(LRScheduling(cosine_with_warmup(warmup=12)))
     with pytest.raises(ValueError, match=message):
         engine.run(batches(), max_epochs=2)
     assert engine.state.iteration == 0
     assert "step" not in vars(engine.updates[0].optimizer)
-    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these are 11 steps"):
+    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these add up to 11 steps"):
         warmup_stable_decay(warmup=0.5, decay=6)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"polynomial\(warmup=11\)"):
         polynomial(warmup=11)(optimizer_of(0.4), total_steps=10)
@@ -402,7 +402,7 @@ def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
         one_cycle(warmup=11)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"one_cycle\(warmup=1\.0\).*leaves none"):
         one_cycle(warmup=1.0)(optimizer_of(0.4), total_steps=10)
-    with pytest.raises(ValueError, match=r"warmup\(amount=11\): these are 11"):
+    with pytest.raises(ValueError, match=r"warmup\(amount=11\): these add up to 11"):
         warmup(11, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"warmup\(amount=10\).*leaves none for the schedule"):
         warmup(10, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)
@@ -436,7 +436,11 @@ def test_a_factory_that_does_not_get_the_length_of_the_run_says_so() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: cosine_with_warmup(warmup=1.5), ValueError, r"cosine_with_warmup\(warmup=1\.5\).*steps as an int"),
+        (
+            lambda: cosine_with_warmup(warmup=1.5),
+            ValueError,
+            r"cosine_with_warmup\(warmup=1\.5\).*number of steps is an int",
+        ),
         (lambda: cosine_with_warmup(warmup=-1), ValueError, r"cosine_with_warmup\(warmup=-1\)"),
         (lambda: cosine_with_warmup(cooldown=-0.1), ValueError, r"cosine_with_warmup\(cooldown=-0\.1\)"),
         (lambda: cosine_with_warmup(warmup=cast(Any, "5")), TypeError, r"cosine_with_warmup\(warmup='5'\)"),
@@ -451,7 +455,7 @@ def test_a_factory_that_does_not_get_the_length_of_the_run_says_so() -> None:
         (lambda: piecewise({3: -1}), ValueError, r"piecewise\(factors\[3\]=-1\)"),
         (lambda: piecewise({-3: 1}), ValueError, r"piecewise\(factors=-3\)"),
         (lambda: piecewise({3: math.inf}), ValueError, r"piecewise\(factors\[3\]=inf\)"),
-        (lambda: one_cycle(pct_start=0.3), TypeError, r"one_cycle\(pct_start=0\.3\).*give warmup="),
+        (lambda: one_cycle(pct_start=0.3), TypeError, r"one_cycle\(pct_start=0\.3\).*use warmup="),
         (lambda: one_cycle(div=3), TypeError, r"one_cycle\(div=3\).*div_factor"),
         (lambda: one_cycle(warmup=2.0), ValueError, r"one_cycle\(warmup=2\.0\)"),
         (lambda: warmup(5, then=cast(Any, StepLR(optimizer_of(0.4), 3))), TypeError, r"warmup\(then=.*factory"),
@@ -466,7 +470,7 @@ def test_bad_arguments_are_refused(make: Callable[[], Any], error: type[Exceptio
 
 
 def test_two_factors_for_one_step_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"there are two factors for step 5"):
+    with pytest.raises(ValueError, match=r"two factors for step 5"):
         piecewise({5: 1, 0.5: 2})(optimizer_of(0.4), total_steps=10)
 
 

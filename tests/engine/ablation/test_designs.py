@@ -47,7 +47,7 @@ def test_a_factorial_has_every_combination_once_and_gives_the_levels() -> None:
 
 def test_a_factorial_of_too_many_runs_is_refused_with_their_number() -> None:
     assert len(Factorial([f"h{n}" for n in range(6)]).variants([])) == 64
-    with pytest.raises(ValueError, match="7 factors make 128 runs for each seed, more than limit=64"):
+    with pytest.raises(ValueError, match="7 factors make 128 runs per seed, more than limit=64"):
         Factorial([f"h{n}" for n in range(7)])
     assert len(Factorial([f"h{n}" for n in range(7)], limit=128).variants([])) == 128
 
@@ -64,24 +64,24 @@ def test_a_swap_has_one_variant_for_each_alternative() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LeaveOneOut("ema"), "LeaveOneOut(handlers='ema'): give a list of names"),
-        (lambda: LeaveOneOut(["ema", "ema"]), "LeaveOneOut(handlers=['ema', 'ema']): each name may be there once"),
-        (lambda: OneAtATime(cast(Any, [MixUp()])), "give the names of handlers"),
-        (lambda: LeaveOneOut(groups={"all": []}), "LeaveOneOut(groups={'all': []}): a group has at least one"),
+        (lambda: LeaveOneOut("ema"), "LeaveOneOut(handlers='ema'): expected a list of names"),
+        (lambda: LeaveOneOut(["ema", "ema"]), "LeaveOneOut(handlers=['ema', 'ema']): a name appears more than once"),
+        (lambda: OneAtATime(cast(Any, [MixUp()])), "expected names of handlers"),
+        (lambda: LeaveOneOut(groups={"all": []}), "LeaveOneOut(groups={'all': []}): the group is empty"),
         (
             lambda: LeaveOneOut(groups=cast(Any, ["ema"])),
-            "LeaveOneOut(groups=['ema']): give names of handlers by the name of",
+            "LeaveOneOut(groups=['ema']): expected lists of handler names by group",
         ),
         (lambda: LeaveOneOut(["ema"], groups={"a": ["ema"]}).variants([]), "'ema' is in both 'ema' and 'a'"),
         (
             lambda: LeaveOneOut(["ema"], groups={"ema": ["swa"]}).variants([]),
-            "both a handler and a group are named 'ema'",
+            "a handler and a group are both named 'ema'",
         ),
         (lambda: Factorial({"a": ["ema"], "b": ["ema", "swa"]}), "'ema' is in both 'a' and 'b'"),
-        (lambda: Factorial([]), "give at least one factor"),
+        (lambda: Factorial([]), "expected at least one factor"),
         (lambda: Swap({}), "Swap(alternatives={})"),
-        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "give its alternatives by name"),
-        (lambda: Swap(cast(Any, {"mix_up": {"cutmix": CutMix()}})), "called for a new handler in each run"),
+        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected its alternatives by name"),
+        (lambda: Swap(cast(Any, {"mix_up": {"cutmix": CutMix()}})), "each run needs a new handler"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(make: Any, message: str) -> None:

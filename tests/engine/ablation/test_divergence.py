@@ -152,8 +152,8 @@ def test_clipping_parts_the_gradients_when_they_are_ready() -> None:
     assert parted.difference is not None
     assert re_found(parted.difference) < 1
     assert str(parted) == (
-        "The runs part at GRADIENTS_READY, epoch 1, iteration 1: the gradient of model.1.weight differs by up to "
-        f"{parted.difference:.3g}; 5 more differ there."
+        "The runs diverge at GRADIENTS_READY, epoch 1, iteration 1: the gradient of model.1.weight differs by up to "
+        f"{parted.difference:.3g}; 5 more differ at this event."
     )
 
 
@@ -205,7 +205,7 @@ def test_an_extra_draw_parts_the_random_states(draw: Callable[[Engine], object],
     assert place(parted) == ("ITERATION_COMPLETED", 7, "random", name)
     assert parted is not None
     assert str(parted) == (
-        f"The runs part at ITERATION_COMPLETED, epoch 2, iteration 7: the random state of {name} differs."
+        f"The runs diverge at ITERATION_COMPLETED, epoch 2, iteration 7: the random state of {name} differs."
     )
 
 
@@ -274,7 +274,7 @@ def test_a_run_that_ends_earlier_parts_there() -> None:
     parted = found(After(stop, 5))
     assert place(parted)[:3] == ("COMPLETED", 5, "length")
     assert str(parted) == (
-        "The runs part at COMPLETED, epoch 2, iteration 5: run 'a' ends there (enough), and run 'b' goes on."
+        "The runs diverge at COMPLETED, epoch 2, iteration 5: run 'a' ends (enough), while run 'b' continues."
     )
 
 
@@ -303,10 +303,10 @@ def test_models_that_are_built_otherwise_part_by_name_and_by_shape() -> None:
 
     wide = divergence(build(3), build(4), run=train)
     assert place(wide) == ("MODEL_SETUP", 0, "parameters", "model.1.weight")
-    assert "its shape is (3, 8) and (4, 8)" in str(wide)
+    assert "shapes (3, 8) and (4, 8)" in str(wide)
     more = divergence(build(3), build(3, nn.Linear(3, 3)), run=train)
     assert place(more) == ("MODEL_SETUP", 0, "parameters", "model.2.weight")
-    assert "there is one in run 'b' alone" in str(more)
+    assert "only run 'b' has one" in str(more)
 
 
 # ---- around it ---------------------------------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ def test_what_stops_by_a_metric_is_compared_up_to_its_stop() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     engine = make_engine()
     cases: list[tuple[Any, Any, Any, type[Exception], str]] = [
-        (make_engine, make_engine, None, TypeError, r"divergence\(run=None\): give a function run\(engine\)"),
-        (make_engine, lambda: 3, train, TypeError, r"divergence\(build_b=...\) returned 3; it has to return an Engine"),
+        (make_engine, make_engine, None, TypeError, r"divergence\(run=None\): expected a function run\(engine\)"),
+        (make_engine, lambda: 3, train, TypeError, r"divergence\(build_b=...\) returned 3; expected an Engine"),
         (lambda: engine, lambda: engine, train, ValueError, "the builds share the engine"),
     ]
     for build, other, run, error, message in cases:
@@ -381,15 +381,15 @@ def test_what_cannot_be_compared_is_refused() -> None:
     def shared() -> Engine:
         return Engine(Update.supervised(cross_entropy, Adam), model=model, seed=0)
 
-    with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; build a model of its own in each"):
+    with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; build a separate one in each"):
         divergence(shared, shared, run=train)
     with pytest.raises(RuntimeError, match=r"'preemption': Python delivers signals to the main thread only"):
         found(Preemption())
-    with pytest.raises(TypeError, match=r"divergence\(build_a=5\): give a function"):
+    with pytest.raises(TypeError, match=r"divergence\(build_a=5\): expected a function"):
         divergence(5, found)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"divergence\(watch=\('weights',\)\): give some of parameters, gradients"):
+    with pytest.raises(ValueError, match=r"divergence\(watch=\('weights',\)\): expected some of parameters, gradients"):
         found(watch="weights")
-    with pytest.raises(ValueError, match=r"divergence\(rtol=-1\): it has to be a number with 0 <= rtol < 1"):
+    with pytest.raises(ValueError, match=r"divergence\(rtol=-1\): expected a number with 0 <= rtol < 1"):
         found(rtol=-1)
 
 

@@ -141,11 +141,11 @@ def test_a_failed_baseline_takes_the_pair_away_and_this_is_said() -> None:
     assert found.rows[1].without_pair == (4,)
     assert found.rows[1].comparison is not None
     assert found.rows[1].comparison.n == 7
-    assert '"- ema": seed 4 left out, as the baseline has none' in found.warnings()
+    assert '"- ema": seed 4 omitted, because the baseline has no such run' in found.warnings()
     assert '"baseline", seed 4: failed: ValueError: boom' in found.warnings()
     baseline, ema = found.sentences()
     assert "1 of its 8 runs failed (seed 4: ValueError: boom)." in baseline
-    assert ema.endswith("Seed 4 is left out, as the baseline did not finish there.")
+    assert ema.endswith("Seed 4 is omitted, because the baseline did not finish it.")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -177,30 +177,30 @@ def test_sentences_of_leaving_one_out() -> None:
     found = report({"- ema": WORSE, "- mixup": BETTER, "- clip": NOTHING, "- noise": [0] * 8, "- sched": [-2] * 8})
     assert found.sentences() == [
         "Without ema, accuracy fell by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
-        "it earns its place.",
+        "it contributes.",
         "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
         "the composition is better without it.",
-        "Without clip, accuracy shows no difference that 8 seeds can show (change of 0.1 percentage points, 95 % interval "
+        "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
         "-1.0 to 1.3, p = 1 adjusted).",
         "Without noise, accuracy was exactly the same with all 8 seeds.",
-        "Without sched, accuracy fell by 2.0 percentage points (with every seed alike, so that there is no interval, "
-        "p = 0.039 adjusted, 8 seeds): it earns its place.",
+        "Without sched, accuracy fell by 2.0 percentage points (the same with every seed, so there is no interval, "
+        "p = 0.039 adjusted, 8 seeds): it contributes.",
     ]
 
 
 def test_sentences_know_which_direction_is_better() -> None:
     found = report({"- ema": BETTER, "- mixup": WORSE}, metric="loss", mode="min")
     assert "loss rose by 0.016 (95 % interval 0.010 to 0.022" in found.sentences()[0]
-    assert found.sentences()[0].endswith("it earns its place.")
+    assert found.sentences()[0].endswith("it contributes.")
     assert found.sentences()[1].endswith("the composition is better without it.")
 
 
 @pytest.mark.parametrize(
     ("variant", "baseline", "change", "begin", "end"),
     [
-        (without("a", "b"), Variant("baseline"), WORSE, "Without a and b, ", "they earn their place."),
+        (without("a", "b"), Variant("baseline"), WORSE, "Without a and b, ", "they contribute."),
         (without("a", "b"), Variant("baseline"), BETTER, "Without a and b, ", "better without them."),
-        (Variant("+ a"), Variant("baseline", frozenset({"a"})), BETTER, "With a, ", ": it earns its place."),
+        (Variant("+ a"), Variant("baseline", frozenset({"a"})), BETTER, "With a, ", ": it contributes."),
         (Variant("+ a"), Variant("baseline", frozenset({"a"})), WORSE, "With a, ", "better without it."),
         (
             Variant("s", swapped=(("a", "b"),)),
@@ -239,7 +239,7 @@ def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
     assert found.needed == 8
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can give is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
         "8 seeds are needed."
     ]
     for sentence in found.sentences():
@@ -259,14 +259,14 @@ def test_what_is_significant_only_before_the_adjustment_is_not_called_a_differen
     assert row.adjusted is not None
     assert row.comparison.p < 0.05 < row.adjusted
     assert row.comparison.high < 0  # nor does the interval decide, which is not adjusted
-    assert found.sentences()[0].startswith("Without a, accuracy shows no difference that 8 seeds can show")
+    assert found.sentences()[0].startswith("Without a, accuracy shows no significant difference with 8 seeds")
 
 
 def test_only_the_variants_with_too_few_pairs_are_named() -> None:
     found = report({"- a": [*WORSE[:5], None], "- b": WORSE[:6]}, seeds=range(6), level=0.9)
     assert found.needed == 6
     (few,) = [line for line in found.warnings() if line.startswith("Too few")]
-    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can give is 0.062')
+    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
 
 
 def test_one_pair_or_none_is_reported_as_such() -> None:
@@ -274,7 +274,7 @@ def test_one_pair_or_none_is_reported_as_such() -> None:
     one, none = found.sentences()
     assert one.startswith("Without a, accuracy fell by 1.00 percentage points (1 seed), but 1 seed is too few")
     assert none.startswith(
-        "Without b, nothing can be said of accuracy: no seed finished both there and in the baseline."
+        "Without b, accuracy cannot be compared: no seed finished both in this variant and in the baseline."
     )
     assert "2 of its 2 runs failed" in none
     assert "0/2" in str(found)
@@ -303,9 +303,9 @@ def test_a_study_of_the_baseline_alone_has_a_table() -> None:
 def test_drawn_signs_are_said() -> None:
     runs = results("baseline", [0.5] * 21) + results("- a", [0.4 - 0.001 * seed for seed in range(21)])
     found = Report(runs, [Variant("baseline"), without("a")], metric="accuracy", mode="max")
-    assert "65,536 drawn sign patterns" in str(found).replace("\n", " ")
-    assert "p < 0.001, from drawn signs" in found.sentences()[0]
-    assert "drawn" not in str(report({"- ema": WORSE}))
+    assert "65,536 random sign patterns" in str(found).replace("\n", " ")
+    assert "p < 0.001, from random signs" in found.sentences()[0]
+    assert "random" not in str(report({"- ema": WORSE}))
 
 
 def test_percentage_points_are_for_accuracies_up_to_one_or_on_request() -> None:
@@ -446,7 +446,7 @@ def test_a_factorial_design_shows_its_effects() -> None:
     assert "Holm over 3 effects" in str(found)
     assert "| ema x mixup | 8/8 |" in found.markdown()
     part = report({"- ema": WORSE}, FACTORIAL[:2])
-    assert "effect of it" not in str(part)
+    assert "estimate" not in str(part)
     with pytest.raises(ValueError, match="not a full factorial design"):
         part.effects()
 
@@ -477,10 +477,10 @@ def test_the_picture_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "best"}, r"Report\(mode='best'\): it has to be"),
-        ({"level": 95}, r"Report\(level=95\): it has to be between 0 and 1"),
-        ({"baseline": "all"}, r"Report\(baseline='all'\): it is not among the variants: \['baseline', '- a'\]"),
-        ({"seeds": [0]}, r"variant 'baseline' with seed 1, which is not among the seeds: \[0\]"),
+        ({"mode": "best"}, r"Report\(mode='best'\): expected 'min' or 'max'"),
+        ({"level": 95}, r"Report\(level=95\): expected a number between 0 and 1"),
+        ({"baseline": "all"}, r"Report\(baseline='all'\): no such variant; there are: \['baseline', '- a'\]"),
+        ({"seeds": [0]}, r"variant 'baseline' with seed 1, which is not one of the seeds: \[0\]"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -492,11 +492,11 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
 def test_results_that_belong_nowhere_or_twice_are_refused() -> None:
     runs = results("baseline", [0.5]) + results("- a", [0.4])
     variants = [Variant("baseline"), without("a")]
-    with pytest.raises(ValueError, match="variant '- a' with seed 0, which is not among the variants"):
+    with pytest.raises(ValueError, match="variant '- a' with seed 0, which is not one of the variants"):
         Report(runs, variants[:1], metric="accuracy", mode="max")
     with pytest.raises(ValueError, match="variant '- a' with seed 0 more than once"):
         Report([*runs, runs[-1]], variants, metric="accuracy", mode="max")
-    with pytest.raises(ValueError, match=r"more than one is called \['- a'\]"):
+    with pytest.raises(ValueError, match=r"two variants have the same name: \['- a'\]"):
         Report(runs, [*variants, variants[1]], metric="accuracy", mode="max")
 
 

@@ -94,7 +94,7 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "store.jsonl"
     good = json.dumps(line("a")).encode() + b"\n"
     path.write_bytes(good + bad + good)
-    with pytest.raises(StoreError, match=r"line 2 of the store .* is no run of a study"):
+    with pytest.raises(StoreError, match=r"line 2 of the store .* is not a run of a study"):
         Store(path).read()
 
 
@@ -116,7 +116,7 @@ def test_two_processes_do_not_write_at_once_and_one_that_was_killed_does_not_cou
     with python("-c", holding, path, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "holding\n"
-        with pytest.raises(StoreError, match=rf"process {other.pid}\); wait for it"), Store(path).writing():
+        with pytest.raises(StoreError, match=rf"process {other.pid}\); wait until it finishes"), Store(path).writing():
             pass
         other.kill()
         other.wait()
@@ -134,13 +134,13 @@ def test_without_a_path_it_is_kept_in_memory() -> None:
 
 
 def test_a_path_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="give a file in it"):
+    with pytest.raises(IsADirectoryError, match="use a file in it"):
         Store(tmp_path)
-    with pytest.raises(TypeError, match="it has to be a path"):
+    with pytest.raises(TypeError, match="expected a path"):
         Store(cast(Any, 3))
 
 
 def test_it_is_written_inside_writing_only(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"inside `with store\.writing"):
+    with pytest.raises(RuntimeError, match=r"outside `with store\.writing"):
         Store(tmp_path / "store.jsonl").append(line("a"))
     assert not os.listdir(tmp_path)

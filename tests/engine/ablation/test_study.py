@@ -314,7 +314,7 @@ def test_the_plan_says_what_is_to_be_made_and_what_it_costs(tmp_path: Path) -> N
     store = tmp_path / "store.jsonl"
     plan = make_study(store=store).plan(DESIGN)
     assert plan.seconds is None
-    assert str(plan).endswith("4 variants x 2 seeds: 8 of 8 runs to make, cost one after the other: unknown")
+    assert str(plan).endswith("4 variants x 2 seeds: 8 of 8 runs to make, estimated time, run sequentially: unknown")
     assert not store.exists()
     make_study(store=store, seeds=[0]).run(LeaveOneOut(["ema"]), workers=0)
     plan = make_study(store=store).plan(DESIGN)
@@ -353,7 +353,7 @@ def test_nothing_is_written_or_shown_unless_files_are_wanted(
     assert [row.finished for row in report.rows] == [2] * 4
     assert not os.listdir(tmp_path)
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(ValueError, match=r"'checkpoint' is switched off already, by a study, unless .* files=True"):
+    with pytest.raises(ValueError, match=r"'checkpoint' is already switched off, by the study; .* files=True"):
         make_study(build).plan(LeaveOneOut(["checkpoint"]))
 
     make_study(partial(writing, tmp_path, False), seeds=[0], files=True).run(DESIGN, workers=0)
@@ -367,7 +367,7 @@ def test_a_run_that_goes_on_from_that_of_another_variant_has_failed(tmp_path: Pa
     baseline, *others = report.rows
     assert baseline.finished == 1
     for row in others:
-        assert "the run would go on from what another had saved" in row.failed[0]
+        assert "the run would resume from a saved one" in row.failed[0]
 
 
 def test_nothing_is_trained_to_plan() -> None:
@@ -391,7 +391,7 @@ def test_nothing_is_trained_to_plan() -> None:
 @pytest.mark.parametrize(
     ("build", "design", "message"),
     [
-        (builds.build, LeaveOneOut(["emma"]), r"'- emma': no handler 'emma' is attached .* did you mean 'ema'\?"),
+        (builds.build, LeaveOneOut(["emma"]), r"'- emma': build attaches no handler 'emma'.* did you mean 'ema'\?"),
         (builds.build, LeaveOneOut(["validation"]), "'- validation': the metric 'val_loss', which the study compares"),
         (
             builds.stopping,
@@ -403,12 +403,12 @@ def test_nothing_is_trained_to_plan() -> None:
             Swap({"ema": {"noise": partial(GradientNoise, 0.2)}}),
             "'ema = noise': .*'gradient_noise'",
         ),
-        (builds.build, Swap({"ema": {"nothing": cast(Any, dict)}}), "'ema = nothing': .*it has to be a Handler"),
+        (builds.build, Swap({"ema": {"nothing": cast(Any, dict)}}), "'ema = nothing': .*expected a Handler"),
         (builds.build, Swap({"emma": {"other": EMA}}), "no handler 'emma'"),
     ],
 )
 def test_variants_that_cannot_work_are_refused_together(build: Any, design: Design, message: str) -> None:
-    with pytest.raises(ValueError, match="these variants cannot work") as caught:
+    with pytest.raises(ValueError, match="these variants are invalid") as caught:
         make_study(build).plan(design)
     assert re.search(message, str(caught.value), re.DOTALL)
 
@@ -419,7 +419,9 @@ def test_a_monitor_whose_metric_is_gone_is_refused() -> None:
         engine.attach(Metrics(loss=Average()))
         return engine, run
 
-    with pytest.raises(ValueError, match=r"'val_loss', which 'early_stopping' monitors, is measured by 'validation'"):
+    with pytest.raises(
+        ValueError, match=r"'val_loss', which 'early_stopping' monitors, is missing without 'validation'"
+    ):
         make_study(build, metric="loss").plan(LeaveOneOut(["validation"]))
 
 
@@ -458,7 +460,7 @@ def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> N
     options = {"store": tmp_path / "store.jsonl", "seeds": [0]}
     make_study(build, **options).run(LeaveOneOut(["ema"]), workers=0)
     extra.append(partial(History, name="second"))
-    with pytest.raises(ValueError, match=r"they differ in second; give config="):
+    with pytest.raises(ValueError, match=r"they differ in second; set config="):
         make_study(build, **options).plan(LeaveOneOut(["ema"]))
     make_study(build, **options, config={"second": True}).plan(LeaveOneOut(["ema"]))
 
@@ -489,10 +491,10 @@ def test_a_design_without_a_baseline_is_refused() -> None:
         ({"seeds": []}, "Study(seeds=[])"),
         ({"seeds": [1, 1]}, "Study(seeds=[1, 1])"),
         ({"seeds": [-1]}, "Study(seeds=-1)"),
-        ({"seeds": 3}, "Study(seeds=3): give several, such as range(8)"),
+        ({"seeds": 3}, "Study(seeds=3): expected a sequence of ints, such as range(8)"),
         ({"files": 1}, "Study(files=1)"),
-        ({"seeds": [2**32]}, "smaller than 2**32"),
-        ({"handlers": "ema"}, "give a list of names: ['ema']"),
+        ({"seeds": [2**32]}, "less than 2**32"),
+        ({"handlers": "ema"}, "expected a list of names, such as ['ema']"),
         ({"streams": "own"}, "Study(streams='own')"),
         ({"run": 3}, "Study(run=3)"),
         ({"config": {"a": object()}}, "plain values"),
@@ -506,10 +508,10 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda seed: None, "returned None; it has to be an Engine"),
-        (lambda seed: builds.composed(seed), "returned an engine alone"),
-        (lambda seed: (builds.composed(seed), 3), "it has to be an Engine, or an Engine and a function"),
-        (lambda seed: (builds.composed(9), builds.train), "whose seed is 9: give it Engine(..., seed=seed)"),
+        (lambda seed: None, "returned None; expected an Engine"),
+        (lambda seed: builds.composed(seed), "returned only an engine"),
+        (lambda seed: (builds.composed(seed), 3), "expected an Engine, or an Engine and a function"),
+        (lambda seed: (builds.composed(9), builds.train), "with seed=9; build it with Engine(..., seed=seed)"),
         (lambda seed: (builds.composed(seed), lambda engine: None), "did not run the engine"),
     ],
 )
@@ -533,7 +535,7 @@ def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkey
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(builds.build, "__module__", "__main__")
     main.build = builds.build  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="written in an interactive session"):
+    with pytest.raises(TypeError, match="defined in an interactive session"):
         make_study().run(DESIGN, workers=2)
 
 

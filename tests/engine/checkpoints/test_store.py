@@ -158,22 +158,22 @@ def test_of_a_folder_with_several_the_handler_may_be_named(folder: Path) -> None
     )
     assert Checkpoint.load(folder, name="often")["engine"]["iteration"] == 3
     assert Checkpoint.load(folder, name="seldom")["engine"]["iteration"] == 2
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint of 'never'"):
+    with pytest.raises(FileNotFoundError, match="contains no checkpoint of 'never'"):
         Checkpoint.load(folder, name="never")
 
 
 def test_what_is_not_there_or_something_else_is_named(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere'\): there is no such checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere'\): no such checkpoint"):
         Checkpoint.load(folder / "nowhere")
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="contains no checkpoint"):
         Checkpoint.load(folder)
     (folder / "plots").mkdir()
     (folder / "plots" / "loss.png").write_text("")
     (folder / "events.out").write_text("")
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="contains no checkpoint"):
         Checkpoint.load(folder)
     (folder / "state.txt").write_text("")
-    with pytest.raises(ValueError, match=r"state\.txt.*not a whole checkpoint.*torch\.load"):
+    with pytest.raises(ValueError, match=r"state\.txt.*not a checkpoint.*torch\.load"):
         Checkpoint.load(folder / "state.txt")
 
 
@@ -262,7 +262,7 @@ def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -
                 continue
             path.write_bytes(changed)
         seen[kind] = seen.get(kind, 0) + 1
-        with pytest.raises(ValueError, match=r"not a whole checkpoint: (state\.pt|manifest\.json)") as caught:
+        with pytest.raises(ValueError, match=r"not an intact checkpoint: (state\.pt|manifest\.json)") as caught:
             Checkpoint.load(newest)
         assert newest.name in str(caught.value)
         with warnings.catch_warnings(record=True) as reported:
@@ -313,7 +313,10 @@ def test_if_none_is_whole_the_error_lists_each(folder: Path) -> None:
     first, second = trained(folder, 2)
     (first / "state.pt").unlink()
     (second / "manifest.json").write_text("{}")
-    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="none is whole") as caught:
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(ValueError, match="all checkpoints in the folder are damaged") as caught,
+    ):
         Checkpoint.load(folder)
     assert f"{first.name}: state.pt is missing" in str(caught.value)
     assert f"{second.name}: manifest.json is not what was written" in str(caught.value)
@@ -330,7 +333,7 @@ def test_a_folder_that_a_crash_emptied_is_named(folder: Path) -> None:
 def test_one_that_was_renamed_as_a_whole_is_loaded_and_the_warning_tells_its_name(folder: Path) -> None:
     (path,) = trained(folder, 1)
     path.rename(folder / "mine")
-    with pytest.warns(RuntimeWarning, match=rf"'mine' holds the checkpoint that was written as '{path.name}'"):
+    with pytest.warns(RuntimeWarning, match=rf"'mine' contains the checkpoint that was written as '{path.name}'"):
         assert iteration(folder / "mine") == 1
 
 
@@ -359,7 +362,7 @@ def test_a_run_that_goes_on_elsewhere_is_warned_that_it_may_not_be_exact(what: s
     (path / "manifest.json").write_bytes(encode(manifest))
     engine = engine_of(Checkpoint(folder, every="1it"))
     engine.load_state_dict(Checkpoint.load(folder))
-    with pytest.warns(RuntimeWarning, match=rf"{path.name}.*{what}: {then} then.*may not be bit-exact"):
+    with pytest.warns(RuntimeWarning, match=rf"{path.name}.*{what}: {then} when saved.*may not be bit-exact"):
         engine.run(DATA, max_iters=2)
 
 

@@ -232,15 +232,15 @@ def test_empty_data_that_has_a_length_is_refused_before_the_run(data: Any, name:
 
 @pytest.mark.parametrize("bounds", [{"max_epochs": 2}, {"max_epochs": 2, "epoch_length": 3}], ids=str)
 def test_an_empty_generator_is_an_error(bounds: dict[str, int]) -> None:
-    with pytest.raises(DataError, match=r"the data \(generator\) is empty: it gave no batch"):
+    with pytest.raises(DataError, match=r"the data \(generator\) is empty: it yielded no batch"):
         made_of((n for n in range(0)), **bounds)
-    with pytest.raises(DataError, match=r"the data \(Unsized\) is empty: it gave no batch"):
+    with pytest.raises(DataError, match=r"the data \(Unsized\) is empty: it yielded no batch"):
         made_of(Unsized(0), **bounds)
 
 
 def test_a_generator_that_is_exhausted_in_the_second_epoch_is_an_error_that_says_so() -> None:
     engine, seen = make_engine()
-    with pytest.raises(DataError, match="cannot be iterated again in epoch 2: give an iterable, not an iterator"):
+    with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):
         engine.run((n for n in range(3)), max_epochs=2)
     assert seen == [(1, 1, 0), (1, 2, 1), (1, 3, 2)]
 
@@ -258,7 +258,7 @@ def test_a_generator_that_is_exhausted_inside_an_epoch_of_a_given_length_is_an_e
 
 @pytest.mark.parametrize("bounds", [{}, {"epoch_length": 5}, {"epoch_length": 7}, {"epoch_length": 4}], ids=str)
 def test_sized_data_that_ends_early_is_an_error_that_names_both_lengths(bounds: dict[str, int]) -> None:
-    with pytest.raises(DataError, match=r"the data \(Sized\) says that its length is 5 but ended after 3 batches"):
+    with pytest.raises(DataError, match=r"the data \(Sized\) has length 5 but ended after 3 batches"):
         made_of(Sized(3, 5), max_epochs=2, **bounds)
 
 
@@ -267,14 +267,14 @@ def test_sized_data_that_ends_early_in_the_second_epoch_is_an_error_too() -> Non
         def __iter__(self) -> Iterator[int]:
             return itertools.islice(super().__iter__(), 3 - self.begun)
 
-    with pytest.raises(DataError, match="says that its length is 3 but ended after 2 batches"):
+    with pytest.raises(DataError, match="has length 3 but ended after 2 batches"):
         made_of(Tiring(3, 3), max_epochs=3)
 
 
 def test_an_iterable_dataset_that_ends_early_is_an_error_that_names_both_lengths() -> None:
     loader: DataLoader[Tensor] = DataLoader(SizedStream(), batch_size=2)
     engine = Engine(Update.from_function(lambda engine, batch: None))
-    with pytest.raises(DataError, match=r"DataLoader.* is 6 but ended after 5 batches"):
+    with pytest.raises(DataError, match=r"DataLoader.* length 6 but ended after 5 batches"):
         engine.run(loader, max_epochs=1)
 
 
@@ -289,7 +289,7 @@ def test_sized_data_that_ends_early_inside_a_window_makes_no_step_of_it() -> Non
     )
     trainer.attach(GradientAccumulation(4))
     before = model.weight.detach().clone()
-    with pytest.raises(DataError, match="is 5 but ended after 3"):
+    with pytest.raises(DataError, match="length 5 but ended after 3"):
         trainer.run(Sized(3, 5), max_epochs=1)
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None

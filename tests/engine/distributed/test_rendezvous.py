@@ -313,7 +313,7 @@ def test_another_number_of_processes_agrees_after_a_larger_one() -> None:
 @pytest.mark.parametrize(
     ("come", "said"),
     [
-        ([0, 2], "of 4 processes, rank 1, 3 did not come within 1.5 s"),
+        ([0, 2], "of 4 ranks, rank 1, 3 did not join within 1.5 s"),
         ([1, 2], "rank {rank} of 4 waited 1.5 s, and rank 0 did not answer"),
     ],
 )
@@ -335,7 +335,7 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "0")
     assert launched()
-    with pytest.raises(RuntimeError, match="RANK=0 has to be from 0 to WORLD_SIZE - 1, which is -1"):
+    with pytest.raises(RuntimeError, match="RANK=0: expected 0 to WORLD_SIZE - 1, which is -1"):
         join(timeout=1.0)
 
 
@@ -389,7 +389,7 @@ def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_store_that_nobody_holds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     _environment(monkeypatch, RANK="1", WORLD_SIZE="2")
-    with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 holds"):
+    with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 hosts"):
         join(timeout=1.0)
 
 
@@ -404,5 +404,5 @@ def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() 
     ended = finished_program("-c", script)
     assert ended.returncode == 1
     assert ended.stdout == "goes on\n"
-    assert "rank 1 of 2 was not connected with the others within 0.2 s" in ended.stderr
+    assert "rank 1 of 2 was not connected to the other ranks within 0.2 s" in ended.stderr
     assert "rank 0 of 2" not in ended.stderr
