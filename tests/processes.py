@@ -87,13 +87,13 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
     torch.set_num_threads(1)
     try:
-        told = ("result", function(*args))
+        reported = ("result", function(*args))
     except BaseException:
-        told = ("error", traceback.format_exc())
-    (folder / f"{rank}.new").write_bytes(pickle.dumps(told))
+        reported = ("error", traceback.format_exc())
+    (folder / f"{rank}.new").write_bytes(pickle.dumps(reported))
     (folder / f"{rank}.new").rename(folder / str(rank))
-    if told[0] == "result" and dist.is_initialized():
+    if reported[0] == "result" and dist.is_initialized():
         with suppress(RuntimeError):  # another one has failed, and says so itself
             dist.barrier()
     sys.stdout.flush()
-    os._exit(0 if told[0] == "result" else 1)
+    os._exit(0 if reported[0] == "result" else 1)

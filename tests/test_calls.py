@@ -39,7 +39,7 @@ def test_a_tiny_step_makes_fewer_calls_than_the_bare_loop(loop: ModuleType) -> N
     assert ten == pytest.approx(none, abs=0.05), "handlers whose filters do not pass cost no call"
 
 
-def test_a_full_stack_makes_few_calls_more_than_the_loop_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_stack_makes_few_calls_more_than_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
     process = importlib.import_module("adapters.process")
     item = importlib.import_module("adapters.items").ITEMS["full"]

@@ -1,4 +1,4 @@
-"""Handlers in company: equal to the loop written by hand, in whatever order they are attached, and gone without a trace."""
+"""Handlers in company: equal to the plain PyTorch loop, in whatever order they are attached, and gone without a trace."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_any_subset_in_any_order_gives_one_result_and_detaching_leaves_no_trace(
         shutil.rmtree(generation)
 
 
-def test_supervised_training_without_handlers_is_the_loop_written_by_hand() -> None:
+def test_supervised_training_without_handlers_is_the_plain_loop() -> None:
     model = make_model()
     engine = Engine(make_update(), model=model, seed=0)
     seed_everything(0)
@@ -198,7 +198,7 @@ def torch_state_after(epochs: int) -> Tensor:
     return torch.get_rng_state()
 
 
-def test_training_with_all_first_handlers_is_the_loop_written_by_hand(tmp_path: Path) -> None:
+def test_training_with_all_first_handlers_is_the_plain_loop(tmp_path: Path) -> None:
     model = make_model()
     engine = Engine(make_update(), model=model, seed=0)
     evaluator = Engine(make_update().evaluation(), model=model)

@@ -1,4 +1,4 @@
-"""The host never waits for the device, and on one the weights are those of a loop by hand.
+"""The host never waits for the device, and on one the weights are those of a plain loop.
 
 A GPU computes while the host runs ahead of it; whoever reads a value back makes the host wait. On the CPU nothing waits, but
 what would wait elsewhere can be counted: each read of a tensor's value passes through torch's function and dispatch modes,
@@ -280,7 +280,7 @@ def test_each_of_the_two_alone_waits_once_a_window(alone: Handler) -> None:
     assert [iteration for iteration, _ in found] == [3, 6, 9, 12], found
 
 
-def test_a_read_in_a_handler_is_told_with_its_place() -> None:
+def test_a_read_in_a_handler_is_reported_with_its_place() -> None:
     loss = Average()
     loss._FOLD_AT = 1  # so that it reads each of the values
     found = waits(build(Metrics(loss=loss)), batches(count=2), max_epochs=1)
@@ -333,7 +333,7 @@ def test_an_iteration_needs_no_values_and_no_copy_that_blocks(monkeypatch: pytes
     assert engine.state.iteration == 7
 
 
-# ---- the same weights as a loop by hand ---------------------------------------------------------------------------
+# ---- the same weights as a plain loop ---------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": partial(torch.optim.Adam, lr=1e-2, fused=True),
@@ -343,7 +343,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trained_by_hand(
+def plain_loop(
     device: str,
     precision: str,
     factory: Callable[..., torch.optim.Optimizer],
@@ -394,12 +394,12 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 @devices
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fused_optimizers_under_autocast_equal_a_loop_by_hand(device: str, precision: str, optimizer: str) -> None:
+def test_fused_optimizers_under_autocast_equal_a_plain_loop(device: str, precision: str, optimizer: str) -> None:
     factory = OPTIMIZERS[optimizer]
     data = batches(pinned=device == "cuda")
     engine = build(*in_the_same_way(device, precision), optimizer=factory)
     engine.run(data, max_epochs=EPOCHS)
-    assert_same(engine.model, trained_by_hand(device, precision, factory, data))
+    assert_same(engine.model, plain_loop(device, precision, factory, data))
     assert engine.updates[0].steps == LENGTH
     assert next(engine.model.parameters()).device.type == device
 
@@ -447,7 +447,7 @@ def _compiler() -> Iterator[None]:
 @advice
 @compilers
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_compiled_model_equals_a_loop_by_hand_and_is_compiled_once(device: str, backend: str, precision: str) -> None:
+def test_a_compiled_model_equals_a_plain_loop_and_is_compiled_once(device: str, backend: str, precision: str) -> None:
     data = batches(pinned=device == "cuda")
     factory = OPTIMIZERS["AdamW"]
     engine = build(*in_the_same_way(device, precision), optimizer=factory, model=compiled(network(), backend))
@@ -456,14 +456,14 @@ def test_a_compiled_model_equals_a_loop_by_hand_and_is_compiled_once(device: str
     assert compilations.graphs == [1] * (LENGTH * EPOCHS)
     assert compilations.breaks() == {}
     torch._dynamo.reset()
-    assert_same(engine.model, trained_by_hand(device, precision, factory, data, model=compiled(network(), backend)))
+    assert_same(engine.model, plain_loop(device, precision, factory, data, model=compiled(network(), backend)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_compiler", "_deterministic")
 @advice
 @compilers
-def test_a_compiled_step_equals_a_loop_by_hand_and_is_compiled_once(device: str, backend: str) -> None:
+def test_a_compiled_step_equals_a_plain_loop_and_is_compiled_once(device: str, backend: str) -> None:
     data = batches(pinned=device == "cuda")
     factory = OPTIMIZERS["SGD"]
 
@@ -553,12 +553,12 @@ def test_cuda_sees_one_synchronisation_a_window_with_scaling_and_the_guard(tmp_p
     seen: list[int] = []
 
     def note(engine: Engine) -> None:
-        seen.append(sum("called a synchronizing CUDA operation" in str(one.message) for one in told))
+        seen.append(sum("called a synchronizing CUDA operation" in str(one.message) for one in reported))
         torch.cuda.set_sync_debug_mode("warn" if engine.state.iteration < END else "default")
 
     between = Events.ITERATION_COMPLETED(after=BEGIN - 1, before=END + 1)
     engine.connect(between, note, phase=Phase.PERSIST, rank=AFTER_ALL)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         try:
             engine.run(batches(pinned=True), max_epochs=EPOCHS)

@@ -160,7 +160,7 @@ def test_an_error_while_a_batch_is_read_tells_epoch_and_iteration() -> None:
     assert "epoch 1" in caught.value.__notes__[0]
 
 
-def test_keyboard_interrupt_is_told_as_interrupted_and_never_swallowed() -> None:
+def test_keyboard_interrupt_is_emitted_as_interrupted_and_never_swallowed() -> None:
     engine = make_engine(fail_at=2, error=KeyboardInterrupt())
     regions = Regions()
     engine.attach(regions)

@@ -60,7 +60,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     "E6 exceptions": {
         "test_errors.py": [
             "test_every_exception_handler_runs_once_and_the_first_error_leaves",
-            "test_keyboard_interrupt_is_told_as_interrupted_and_never_swallowed",
+            "test_keyboard_interrupt_is_emitted_as_interrupted_and_never_swallowed",
             "test_ctrl_c_in_a_real_process_ends_it_cleanly",
         ],
     },
@@ -81,9 +81,9 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "T1 gradient accumulation": {
         "handlers/test_gradient_accumulation.py": [
-            "test_weights_equal_a_loop_by_hand",
-            "test_a_schedule_equals_a_loop_by_hand",
-            "test_a_weight_of_tokens_equals_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
+            "test_a_schedule_equals_a_plain_loop",
+            "test_a_weight_of_tokens_equals_a_plain_loop",
             "test_a_short_last_window_is_averaged_over_its_real_length",
             "test_reading_unsized_data_ahead_does_not_change_what_the_model_draws",
         ],
@@ -92,20 +92,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
     "T2 micro-batches": {
         "handlers/test_micro_batching.py": [
             "test_it_trains_as_whole_batches_do",
-            "test_weights_equal_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
             "test_a_retry_leaves_no_trace_in_the_training",
             "test_the_smaller_size_is_kept_and_saved",
         ],
     },
     "T3 clipping": {
         "handlers/test_gradient_clipping.py": [
-            "test_weights_equal_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
             "test_with_accumulation_it_clips_once_for_each_window",
             "test_under_fp16_scaling_unscaled_gradients_are_clipped",
             "test_one_update_of_two_is_clipped",
         ],
         "handlers/test_adaptive_gradient_clipping.py": [
-            "test_weights_equal_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
             "test_together_with_clipping_by_norm_and_fp16_in_every_order",
         ],
     },
@@ -126,10 +126,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "T6 truncated back-propagation through time": {
         "handlers/test_truncated_bptt.py": [
-            "test_batch_first_tensors_equal_a_loop_by_hand",
-            "test_lists_of_time_steps_equal_a_loop_by_hand",
-            "test_packed_sequences_equal_a_loop_by_hand_whose_hidden_state_is_narrowed",
-            "test_a_split_of_ones_own_equals_a_loop_by_hand",
+            "test_batch_first_tensors_equal_a_plain_loop",
+            "test_lists_of_time_steps_equal_a_plain_loop",
+            "test_packed_sequences_equal_a_plain_loop_whose_hidden_state_is_narrowed",
+            "test_a_split_of_ones_own_equals_a_plain_loop",
             "test_it_would_be_noticed_if_the_hidden_state_were_not_carried",
             "test_it_would_be_noticed_if_gradients_flowed_from_chunk_to_chunk",
         ],
@@ -144,13 +144,13 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_gan_resumes_after_any_iteration",
         ],
         "handlers/test_update_frequency.py": [
-            "test_n_critic_equals_a_loop_by_hand",
+            "test_n_critic_equals_a_plain_loop",
             "test_windows_count_how_often_the_update_is_made_and_none_is_lost_at_the_end_of_an_epoch",
         ],
     },
     "T8 closure optimizers": {
         "engine/test_closures.py": [
-            "test_weights_equal_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
             "test_batches_count_by_their_weights",
             "test_scaling_for_float16_is_refused_before_the_first_batch",
             "test_a_state_inside_an_open_window_resumes_exactly",
@@ -158,15 +158,15 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "T9 sharpness-aware minimization": {
         "handlers/test_sharpness_aware_minimization.py": [
-            "test_weights_equal_a_loop_by_hand",
+            "test_weights_equal_a_plain_loop",
             "test_both_gradients_are_clipped",
             "test_the_weights_are_put_back_bit_for_bit",
         ],
     },
     "T10 mixing, cutting and smoothing": {
-        "handlers/test_mixup.py": ["test_weights_and_reported_losses_equal_a_loop_by_hand"],
-        "handlers/test_cutmix.py": ["test_weights_and_shares_equal_a_loop_by_hand"],
-        "handlers/test_cutout.py": ["test_weights_equal_a_loop_by_hand"],
+        "handlers/test_mixup.py": ["test_weights_and_reported_losses_equal_a_plain_loop"],
+        "handlers/test_cutmix.py": ["test_weights_and_shares_equal_a_plain_loop"],
+        "handlers/test_cutout.py": ["test_weights_equal_a_plain_loop"],
         "handlers/test_label_smoothing.py": ["test_it_trains_as_torchs_label_smoothing_does"],
     },
     "T11 packed sequences": {
@@ -177,20 +177,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "T12 freezing and discriminative rates": {
         "handlers/test_freezing.py": [
-            "test_weights_and_statistics_equal_a_loop_by_hand",
+            "test_weights_and_statistics_equal_a_plain_loop",
             "test_everything_is_put_back",
             "test_a_saved_run_goes_on_bit_for_bit",
         ],
     },
     "T13 gradient noise, any field of the parameter groups": {
-        "handlers/test_gradient_noise.py": ["test_weights_equal_a_loop_by_hand"],
+        "handlers/test_gradient_noise.py": ["test_weights_equal_a_plain_loop"],
         "handlers/test_parameter_scheduling.py": ["test_a_saved_run_goes_on_bit_for_bit"],
     },
     "R1 schedulers": {
         "handlers/test_lr_scheduling.py": [
             "test_a_saved_run_goes_on_bit_for_bit",
             "test_a_saved_plateau_goes_on_with_what_it_has_seen",
-            "test_a_scheduler_that_is_told_is_driven_as_in_its_own_loop",
+            "test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop",
         ],
     },
     "R2 schedules of many forms, shown without training": {
@@ -209,7 +209,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "R5 averaged weights": {
         "handlers/test_ema.py": [
-            "test_averages_and_weights_equal_a_loop_by_hand",
+            "test_averages_and_weights_equal_a_plain_loop",
             "test_a_validation_measures_the_averages_and_training_does_not_notice",
             "test_the_weights_come_back_after_an_error_inside_a_validation",
             "test_the_state_to_resume_from_holds_the_weights_and_the_averages",
@@ -235,7 +235,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_share_is_that_of_the_length_exactly",
             "test_evaluations_have_a_limit_of_their_own",
         ],
-        "handlers/test_overfit_batches.py": ["test_it_equals_a_loop_by_hand_over_the_same_batches"],
+        "handlers/test_overfit_batches.py": ["test_it_equals_a_plain_loop_over_the_same_batches"],
         "handlers/test_fast_dev_run.py": [
             "test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing",
             "test_after_an_error_nothing_stays_switched_off",
@@ -243,7 +243,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "V1 validation at any interval, several loaders": {
         "handlers/test_validation.py": [
-            "test_it_measures_what_a_loop_by_hand_measures",
+            "test_it_measures_what_a_plain_loop_measures",
             "test_the_interval_says_when",
             "test_several_data_are_evaluated_under_their_names",
         ],
@@ -274,20 +274,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "H2 precision": {
         "handlers/test_mixed_precision.py": [
-            "test_bf16_equals_a_loop_by_hand",
-            "test_fp16_equals_a_loop_by_hand",
+            "test_bf16_equals_a_plain_loop",
+            "test_fp16_equals_a_plain_loop",
             "test_an_overflow_skips_the_step_and_halves_the_scale",
         ],
-        "handlers/test_true_precision.py": ["test_it_equals_a_loop_by_hand"],
+        "handlers/test_true_precision.py": ["test_it_equals_a_plain_loop"],
     },
     "S3 loaders made anew, samplers told the epoch, several loaders": {
         "engine/data/test_combined.py": [
-            "test_batches_are_those_of_a_loop_by_hand",
+            "test_batches_are_those_of_a_plain_loop",
             "test_a_run_resumed_anywhere_goes_on_in_every_part",
             "test_data_is_made_anew_every_few_epochs_and_may_change_its_length",
         ],
         "engine/data/test_loading.py": [
-            "test_samplers_are_told_the_epoch_also_after_a_resume",
+            "test_samplers_get_the_epoch_also_after_a_resume",
             "test_an_epoch_that_a_user_sets_holds",
         ],
     },
@@ -324,7 +324,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "C3 atomic, checksummed, asynchronous, the newest good one": {
         "engine/checkpoints/test_crash_states.py": [
-            "test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads",
+            "test_whatever_a_power_cut_leaves_what_was_reported_as_saved_loads",
             "test_the_model_finds_what_a_careless_writer_loses",
         ],
         "engine/checkpoints/test_store.py": [
@@ -334,7 +334,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "handlers/test_checkpoint.py": [
             "test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on",
-            "test_nothing_is_told_as_saved_before_the_disk_has_it",
+            "test_nothing_is_reported_as_saved_before_the_disk_has_it",
             "test_written_in_a_thread_the_training_and_the_files_are_the_same",
         ],
     },
@@ -348,17 +348,17 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_preemption.py": [
             "test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same",
             "test_killed_at_random_moments_and_resumed_again_and_again",
-            "test_a_process_leaves_with_the_exit_status_after_everything_was_told",
+            "test_a_process_leaves_with_the_exit_status_after_everything_was_emitted",
         ],
     },
     "H3 DDP from torchrun": {
         "handlers/test_distributed_data_parallel.py": [
-            "test_it_trains_to_the_bits_of_torchs_ddp_in_a_loop_by_hand",
+            "test_it_trains_to_the_bits_of_torchs_ddp_in_a_plain_loop",
             "test_it_trains_as_one_process_on_the_batches_joined",
             "test_each_bucket_is_reduced_once_in_a_window",
             "test_what_one_process_asks_for_all_do",
             "test_a_process_that_learns_nothing_takes_the_step_of_the_others",
-            "test_batches_are_dealt_in_the_order_that_rank_0_draws",
+            "test_batches_are_sharded_in_the_order_that_rank_0_draws",
             "test_each_process_may_have_data_of_its_own",
             "test_compressed_gradients_are_those_of_torchs_hooks",
             "test_what_cannot_be_is_refused_by_name",
@@ -392,7 +392,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_job_of_which_a_worker_was_killed_ends_as_if_it_had_not_been",
             "test_the_same_script_runs_alone",
             "test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on",
-            "test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_was",
+            "test_an_error_that_comes_again_ends_the_job_and_every_worker_reports_whose_it_was",
         ],
         "handlers/test_checkpoint.py": [
             "test_a_script_that_is_started_again_goes_on_by_itself",
@@ -431,7 +431,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "engine/ablation/test_designs.py": [
             "test_leave_one_out_switches_each_candidate_off_once",
             "test_one_at_a_time_starts_from_nothing",
-            "test_a_factorial_has_every_combination_once_and_tells_the_levels",
+            "test_a_factorial_has_every_combination_once_and_gives_the_levels",
             "test_a_swap_has_one_variant_for_each_alternative",
             "test_a_group_is_switched_together_and_its_handlers_not_alone",
         ],

@@ -1,4 +1,4 @@
-"""The benchmark beside other frameworks compares the same work: Signalfire ends with the weights of the loop written by hand."""
+"""The benchmark beside other frameworks compares the same work: Signalfire ends with the weights of the plain PyTorch loop."""
 
 from __future__ import annotations
 

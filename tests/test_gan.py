@@ -1,4 +1,4 @@
-"""A GAN, two updates with an optimizer each, against a loop written by hand: alone and with the handlers it meets."""
+"""A GAN, two updates with an optimizer each, against a plain PyTorch loop: alone and with the handlers it meets."""
 
 from __future__ import annotations
 

@@ -322,8 +322,8 @@ def test_two_handlers_that_meet_train_together_in_either_order_or_are_refused(on
     pair = one, other
     several = [CASES[one] for one in pair if one in CASES]
     build_both = next((one.build for one in several if one.build is not build), build_lbfgs if LBFGS in pair else build)
-    if (told := refusal(pair)) is not None:
-        with pytest.raises(ValueError, match=told):
+    if (reported := refusal(pair)) is not None:
+        with pytest.raises(ValueError, match=reported):
             trained(build_both, *(one.make() for one in several))
         return
     ends = []
@@ -371,7 +371,7 @@ class Leaky(Handler):
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ("trace", "leaves receivers behind"),
         ("attaching", "attaching and detaching it changes the run"),
@@ -379,9 +379,9 @@ class Leaky(Handler):
         ("observer", "changes training"),
     ],
 )
-def test_the_check_notices_a_broken_promise(broken: str, told: str) -> None:
+def test_the_check_notices_a_broken_promise(broken: str, message: str) -> None:
     kind = type("Leaky", (Leaky,), {"broken": broken})
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_handler(build, kind, make_data(), max_epochs=3, changes_training=broken != "observer")
 
 

@@ -773,8 +773,8 @@ def run(
 
     def note(engine: Engine) -> None:
         update = engine.state.update
-        told = "none" if update.loss is None else float(update.loss).hex()
-        losses.setdefault(engine.state.iteration, []).append((update.name, told))
+        reported = "none" if update.loss is None else float(update.loss).hex()
+        losses.setdefault(engine.state.iteration, []).append((update.name, reported))
 
     engine.connect(Events.UPDATE_COMPLETED, note, phase=Phase.RECORD)
     if watch is not None:
@@ -851,7 +851,7 @@ class Whole:
         tuple[str, Cut]
     ]  # each that was there to be loaded at a cut: when it was new, and when it was about to go
     with_state: set[type[Handler]]
-    told: set[str]  # why steps were skipped, and how the scale moved
+    reported: set[str]  # why steps were skipped, and how the scale moved
 
 
 @cache
@@ -860,7 +860,7 @@ def whole(name: str) -> Whole:
     cuts: list[Cut] = []
     checkpoints: list[tuple[str, Cut]] = []
     with_state: set[type[Handler]] = set()
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def save(engine: Engine) -> None:
         buffer, state, saved = io.BytesIO(), engine.state, engine.state_dict()
@@ -881,24 +881,26 @@ def whole(name: str) -> Whole:
             rank=1000,
         )
         engine.connect(Events.OPTIMIZER_STEP_COMPLETED, look, phase=Phase.RECORD)
-        engine.connect(Events.TERMINATED, lambda engine: told.add(f"stopped: {engine.state.stop_reason}"))
+        engine.connect(Events.TERMINATED, lambda engine: reported.add(f"stopped: {engine.state.stop_reason}"))
 
     scales: dict[str, float] = {}
 
     def look(engine: Engine) -> None:
         update = engine.state.update
         if update.skipped is not None:
-            told.add(update.skipped)
+            reported.add(update.skipped)
         for one in engine.handlers.values():
             if isinstance(one, MixedPrecision) and one.scalers:
                 scale = one.scalers[update.name].get_scale()
                 before = scales.setdefault(update.name, scale)
-                told.update({"the scale grew"} if scale > before else {"the scale shrank"} if scale < before else ())
+                reported.update(
+                    {"the scale grew"} if scale > before else {"the scale shrank"} if scale < before else ()
+                )
                 scales[update.name] = scale
 
     left = run(recipe, folder, process=FIRST_PROCESS, watch=watch)
     there = dict(reversed(checkpoints)).items() | dict(checkpoints).items()
-    return Whole(left, cuts, sorted(there, key=lambda one: (one[0], one[1].iteration)), with_state, told)
+    return Whole(left, cuts, sorted(there, key=lambda one: (one[0], one[1].iteration)), with_state, reported)
 
 
 def resumed(name: str, cut: Cut, state: Saved | None = None) -> Left:
@@ -977,12 +979,12 @@ def test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one() -> No
 
 def test_the_recipes_do_what_they_are_there_for() -> None:
     """Scales shrink and grow, steps are skipped, stops come or are held back, windows are cut open."""
-    told = {name: whole(name).told for name in RECIPES}
+    reported = {name: whole(name).reported for name in RECIPES}
     for name in ("windows", "two updates"):
-        assert {"the scale grew", "the scale shrank"} <= told[name], name
+        assert {"the scale grew", "the scale shrank"} <= reported[name], name
     for name in ("stopping", "averages", "two updates", "around the data"):
-        assert any(one.startswith("stopped") for one in told[name]), name
-    assert any("loss is not finite" in one for one in told["sharpness"])
+        assert any(one.startswith("stopped") for one in reported[name]), name
+    assert any("loss is not finite" in one for one in reported["sharpness"])
     held_back = [cut for cut in whole("stopping").cuts if cut.state()["engine"]["stops"]]
     assert held_back
     for name in RECIPES.keys() - {"augmentation", "a seed of its own"}:  # these accumulate nothing

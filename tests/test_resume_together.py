@@ -156,7 +156,7 @@ class Left:
     kept: dict[str, list[tuple[str, float | None]]] = field(default_factory=dict)
     rows: str = ""
     seen: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by iteration: the epoch, and which samples
-    told: tuple[str, ...] = ()  # the warnings
+    reported: tuple[str, ...] = ()  # the warnings
 
     def differences(self, other: Left) -> list[str]:
         names = self.parts.keys() | other.parts.keys()
@@ -324,7 +324,7 @@ def test_the_model_does_not_hide_the_order_of_the_buckets() -> None:
     wrong = wrong_ones(setting, paths)
     # The first window is two iterations long: before its end nothing was reduced, and a new run is as good as the old one.
     going_on = [path for path in paths if 1 < loaded(path)["engine"]["iteration"] < EPOCHS * TURNS[3]]
-    assert {told.split(",")[0] for told in wrong} == {path.name for path in going_on}
+    assert {reported.split(",")[0] for reported in wrong} == {path.name for path in going_on}
 
 
 def without(*path: str) -> Callable[[State], None]:
@@ -428,7 +428,14 @@ def test_with_another_number_of_processes_no_batch_is_left_out(before: int, afte
         assert one.iteration == expected
         assert max(one.seen.values())[0] == setting.epochs
         assert (
-            len([told for told in one.told if f"saved with world size {before} and resumes with {after}" in told]) == 1
+            len(
+                [
+                    reported
+                    for reported in one.reported
+                    if f"saved with world size {before} and resumes with {after}" in reported
+                ]
+            )
+            == 1
         ), rank
         assert {part: one.parts[part] for part in ("modules.model", "updates.main", "engine")} == {
             part: left[0].parts[part] for part in ("modules.model", "updates.main", "engine")
@@ -545,8 +552,8 @@ def ends_early() -> str:
 
 
 def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
-    told, _ = run_together(ends_early, 2)
-    assert "could not begin a run together: one of them has ended" in told
+    reported, _ = run_together(ends_early, 2)
+    assert "could not begin a run together: one of them has ended" in reported
 
 
 def test_the_state_of_rank_1_alone_is_refused_by_rank_0() -> None:

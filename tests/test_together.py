@@ -130,12 +130,12 @@ def test_two_processes_keep_the_promises(group: int) -> None:
         for rank, left in enumerate(one[name] for one in ranks):
             pairs = {"attached first": ("whole", "first"), "disabled": ("plain", "disabled")}
             pairs |= {way: ("whole", way) for way in left if way.startswith("resumed")}
-            problems |= {f"{told}, rank {rank}": different(left[a], left[b]) for told, (a, b) in pairs.items()}
+            problems |= {f"{reported}, rank {rank}": different(left[a], left[b]) for reported, (a, b) in pairs.items()}
             if not CASES[name].changes_training:
                 training = {part: left["whole"].get(part, "") for part in left["plain"] if part != "engine"}
                 plain = {part: digest for part, digest in left["plain"].items() if part != "engine"}
                 problems[f"changes training, rank {rank}"] = different(plain, training)
-        wrong |= {f"{name}: {told}": parts for told, parts in problems.items() if parts}
+        wrong |= {f"{name}: {reported}": parts for reported, parts in problems.items() if parts}
     assert not wrong
 
 
@@ -149,8 +149,8 @@ def test_the_check_sees_weights_and_counters_and_metrics() -> None:
 def with_parts() -> tuple[Parts, dict[str, Any]]:
     engine = run(built(CASES["EMA"]))
     state = engine.state
-    told = {"epoch": state.epoch, "iteration": state.iteration, "metrics": list(state.metrics)}
-    return digests(engine), told
+    reported = {"epoch": state.epoch, "iteration": state.iteration, "metrics": list(state.metrics)}
+    return digests(engine), reported
 
 
 class Spoilt(Exception):

@@ -214,7 +214,7 @@ def test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on(
 
 
 @pytest.mark.slow
-def test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_was(
+def test_an_error_that_comes_again_ends_the_job_and_every_worker_reports_whose_it_was(
     script: Path, tmp_path: Path
 ) -> None:
     ended = run(script, str(tmp_path), folder=tmp_path, restarts=1, happens="error 1")
@@ -224,8 +224,8 @@ def test_an_error_that_comes_again_ends_the_job_and_every_worker_tells_whose_it_
     failed = (
         r"rank 1 \(pid \d+ on \S+\) failed with ValueError: this sample is broken at (\w+), epoch (\d), iteration (\d+)"
     )
-    told = re.findall(failed, ended.errors)
-    assert told == [("BACKWARD_STARTED", "2", str(STEP))] * 2, ended.errors
+    reported = re.findall(failed, ended.errors)
+    assert reported == [("BACKWARD_STARTED", "2", str(STEP))] * 2, ended.errors
     assert ended.errors.count("Traceback") >= 4
 
 

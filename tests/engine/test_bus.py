@@ -210,14 +210,14 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("receiver", "told"), REFUSED, ids=[repr(one).split(" at 0x")[0] for one, _ in REFUSED])
-def test_what_could_not_be_called_is_refused_when_it_is_connected(receiver: Any, told: str) -> None:
+@pytest.mark.parametrize(("receiver", "message"), REFUSED, ids=[repr(one).split(" at 0x")[0] for one, _ in REFUSED])
+def test_what_could_not_be_called_is_refused_when_it_is_connected(receiver: Any, message: str) -> None:
     engine = idle_engine()
     signal = engine.signal(Events.STARTED)
     for connect in (lambda: engine.connect(Events.STARTED, receiver), lambda: signal.connect(receiver)):
         with pytest.raises(TypeError) as caught:
             connect()
-        assert told.replace("'None'", "None") in str(caught.value).replace("'None'", "None")
+        assert message.replace("'None'", "None") in str(caught.value).replace("'None'", "None")
         assert "Events.STARTED" in str(caught.value)
     assert not signal.receivers
     assert signal.connections == ()
@@ -529,10 +529,10 @@ def test_receiver_connected_and_receiver_disconnected_tell_of_changes() -> None:
     signal.receiver_connected.connect(connected)
     signal.receiver_disconnected.connect(disconnected)
     handle = engine.connect(Events.STARTED, receiver)
-    told: dict[str, Any] = {"receiver": receiver, "sender": blinker.ANY}
-    assert log == [("connected", signal, told | {"weak": False})]
+    reported: dict[str, Any] = {"receiver": receiver, "sender": blinker.ANY}
+    assert log == [("connected", signal, reported | {"weak": False})]
     handle.detach()
-    assert log[1:] == [("disconnected", signal, told)]
+    assert log[1:] == [("disconnected", signal, reported)]
 
 
 def test_receivers_tells_whether_anybody_is_connected() -> None:
@@ -648,7 +648,7 @@ def test_an_error_names_the_handler_and_its_method() -> None:
     assert caught.value.__notes__ == ["raised by careful.look at Events.EPOCH_COMPLETED, epoch 2, iteration 4"]
 
 
-def test_an_error_of_the_predicate_is_told_as_its_receivers() -> None:
+def test_an_error_of_the_predicate_is_reported_as_its_receivers() -> None:
     engine = idle_engine()
 
     def wrong(engine: Engine) -> bool:
@@ -664,7 +664,7 @@ def test_an_error_of_the_predicate_is_told_as_its_receivers() -> None:
     assert caught.value.__notes__ == ["raised by receiver at Events.ITERATION_STARTED, epoch 1, iteration 1"]
 
 
-def test_an_error_is_told_as_that_of_the_right_one_of_many() -> None:
+def test_an_error_is_reported_as_that_of_the_right_one_of_many() -> None:
     engine = idle_engine()
     for n in range(6):
 
@@ -680,7 +680,9 @@ def test_an_error_is_told_as_that_of_the_right_one_of_many() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "counted", "when"])
-def test_an_error_of_a_receiver_that_has_just_removed_itself_is_told_as_its_own(kind: Events | FilteredEvent) -> None:
+def test_an_error_of_a_receiver_that_has_just_removed_itself_is_reported_as_its_own(
+    kind: Events | FilteredEvent,
+) -> None:
     engine = idle_engine()
 
     def leaves(engine: Engine) -> None:
@@ -693,7 +695,7 @@ def test_an_error_of_a_receiver_that_has_just_removed_itself_is_told_as_its_own(
     assert caught.value.__notes__ == ["raised by leaves at Events.ITERATION_COMPLETED, epoch 1, iteration 1"]
 
 
-def test_all_receivers_of_ended_run_and_their_errors_are_told_together() -> None:
+def test_all_receivers_of_ended_run_and_their_errors_are_reported_together() -> None:
     engine = idle_engine()
     log: list[str] = []
 

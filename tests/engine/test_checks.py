@@ -26,7 +26,7 @@ def test_whole_numbers_of_numpy_become_pythons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "bounds", "told"),
+    ("value", "bounds", "message"),
     [
         (0, {"above": 0}, "a number above 0"),
         (-0.1, {"least": 0}, "a number of 0 or more"),
@@ -37,8 +37,8 @@ def test_whole_numbers_of_numpy_become_pythons() -> None:
         (math.inf, {"above": 0}, "a number above 0"),
     ],
 )
-def test_a_number_out_of_bounds_is_refused(value: float, bounds: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Thing(rate={value!r}): expected {told}") + "$"):
+def test_a_number_out_of_bounds_is_refused(value: float, bounds: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Thing(rate={value!r}): expected {message}") + "$"):
         check_number("Thing", "rate", value, **bounds)
 
 

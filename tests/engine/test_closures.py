@@ -143,7 +143,7 @@ OPTIMIZERS = {"LBFGS": LBFGS, "LBFGS with a line search": SEARCHING, "Heun": Heu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("window", quick([1, 2, 3], 2))
 @pytest.mark.parametrize("max_norm", [None, 0.2])
-def test_weights_equal_a_loop_by_hand(optimizer: str, window: int, max_norm: float | None) -> None:
+def test_weights_equal_a_plain_loop(optimizer: str, window: int, max_norm: float | None) -> None:
     kind = OPTIMIZERS[optimizer]
     evaluations: list[int] = []
     counts: list[int] = []

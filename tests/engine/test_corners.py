@@ -145,10 +145,10 @@ def test_a_load_that_failed_is_not_forgotten() -> None:
             second.run(make_data(), max_epochs=2)
     assert second.state.iteration == 0
     second.reset()
-    told: list[str] = []
-    second.connect(Events.CHECKPOINT_LOADED, lambda engine: told.append("loaded"))
+    reported: list[str] = []
+    second.connect(Events.CHECKPOINT_LOADED, lambda engine: reported.append("loaded"))
     second.run(make_data(), max_epochs=1)
-    assert told == [], "reset() lets go of the loaded state"
+    assert reported == [], "reset() lets go of the loaded state"
 
 
 def test_shapes_that_do_not_fit_are_refused_before_any_module_is_changed() -> None:
@@ -284,15 +284,15 @@ def test_a_stop_skips_the_step_that_was_not_made_yet(event: Events, steps: int, 
     assert torch.equal(by_hand.weight, engine.model.weight)
 
 
-def test_the_last_batch_of_an_epoch_is_told_in_that_epoch_alone() -> None:
+def test_the_last_batch_of_an_epoch_is_known_in_that_epoch_alone() -> None:
     engine = make_engine()
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
     for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED):
-        engine.connect(event, lambda engine, event=event: told.append((event.name, engine.feed.on_last_batch())))
+        engine.connect(event, lambda engine, event=event: reported.append((event.name, engine.feed.on_last_batch())))
     for last in (1, 2):
         engine.run(make_data(2), max_epochs=last)
     an_epoch = [("EPOCH_STARTED", False), ("ITERATION_STARTED", False), ("ITERATION_STARTED", True)]
-    assert told == [("STARTED", False), *an_epoch, ("STARTED", False), *an_epoch]
+    assert reported == [("STARTED", False), *an_epoch, ("STARTED", False), *an_epoch]
 
 
 def test_a_plan_that_is_none_is_refused_and_not_taken_for_one_update() -> None:
@@ -452,9 +452,9 @@ def test_a_region_that_cannot_be_left_does_not_swallow_an_interrupt() -> None:
             raise RuntimeError("it does not close")
 
     engine = make_engine()
-    told: list[str] = []
+    reported: list[str] = []
     engine.connect(Events.FORWARD_STARTED, lambda engine: engine.regions.enter(stubborn()))
-    engine.connect(Events.INTERRUPTED, lambda engine: told.append("interrupted"))
+    engine.connect(Events.INTERRUPTED, lambda engine: reported.append("interrupted"))
 
     def interrupt(engine: Engine) -> None:
         raise KeyboardInterrupt
@@ -462,7 +462,7 @@ def test_a_region_that_cannot_be_left_does_not_swallow_an_interrupt() -> None:
     engine.connect(Events.FORWARD_COMPLETED, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         engine.run(make_data(), max_epochs=1)
-    assert told == ["interrupted"]
+    assert reported == ["interrupted"]
     assert any("it does not close" in note for note in caught.value.__notes__)
 
 
@@ -505,7 +505,7 @@ class Unsized:
 @pytest.mark.parametrize("bounds", [{"max_steps": 8}, {"max_iters": 8}, {"max_epochs": 2}])
 @pytest.mark.parametrize("data", [make_data(4), Unsized()], ids=["sized", "unsized"])
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
-def test_an_epochs_end_is_told_once_wherever_the_run_was_cut(bounds: dict[str, Any], data: Any) -> None:
+def test_an_epochs_end_is_emitted_once_wherever_the_run_was_cut(bounds: dict[str, Any], data: Any) -> None:
     def build() -> tuple[Engine, History]:
         engine, history = make_engine(), History()
         engine.attach(Metrics(train_loss=Average()), history)

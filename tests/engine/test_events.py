@@ -231,7 +231,7 @@ def test_equal_filters_make_equal_events() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "told"),
+    ("arguments", "error", "message"),
     [
         ({"every": 0}, ValueError, "every=0"),
         ({"every": -2}, ValueError, "every=-2"),
@@ -263,11 +263,11 @@ def test_equal_filters_make_equal_events() -> None:
     ids=str,
 )
 def test_a_filter_that_makes_no_sense_is_refused_where_it_is_written(
-    arguments: dict[str, Any], error: type[Exception], told: str
+    arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
         Events.ITERATION_COMPLETED(**arguments)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "Events.ITERATION_COMPLETED" in str(caught.value)
 
 

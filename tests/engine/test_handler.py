@@ -172,7 +172,7 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attach", "error", "told"),
+    ("attach", "error", "message"),
     [
         (lambda engine: engine.attach(Recorder()), ValueError, "the name is taken by .*name='...'"),
         (lambda engine: engine.attach(engine.handlers["recorder"]), ValueError, "is attached already"),
@@ -185,10 +185,10 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
         (lambda engine: engine.find_update("other"), KeyError, "there are: main"),
     ],
 )
-def test_bad_attachments_fail_at_once(attach: Callable[[Engine], object], error: type[Exception], told: str) -> None:
+def test_bad_attachments_fail_at_once(attach: Callable[[Engine], object], error: type[Exception], message: str) -> None:
     engine = make_engine()
     engine.attach(Recorder())
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         attach(engine)
     assert list(engine.handlers) == ["recorder"]
 
@@ -345,15 +345,15 @@ def test_toggled_inside_a_run_is_the_loop_that_clips_in_these_iterations_only() 
     engine.connect(Events.ITERATION_COMPLETED(once=4), lambda engine: setattr(clipping, "enabled", True))
     engine.run(make_data(6), max_epochs=1)
 
-    by_hand = make_engine().model
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    plain = make_engine().model
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number, (x, y) in enumerate(make_data(6), start=1):
         optimizer.zero_grad()
-        nn.functional.mse_loss(by_hand(x), y).backward()
+        nn.functional.mse_loss(plain(x), y).backward()
         if number not in (3, 4):
-            torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.01)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
         optimizer.step()
-    for mine, theirs in zip(engine.model.parameters(), by_hand.parameters(), strict=True):
+    for mine, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -75,7 +75,7 @@ def test_an_interval_is_returned_as_it_is_and_shows_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "told"),
+    ("text", "error", "message"),
     [
         ("5", ValueError, "'5' is not an interval"),
         ("ep", ValueError, "'ep' is not an interval"),
@@ -98,15 +98,15 @@ def test_an_interval_is_returned_as_it_is_and_shows_as_it_is_written() -> None:
     ids=repr,
 )
 def test_what_is_no_interval_is_refused_with_the_value_and_the_forms(
-    text: Any, error: type[Exception], told: str
+    text: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
         Interval.parse(text)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "told"),
+    ("value", "unit", "message"),
     [
         (0, "ep", "greater than 0"),
         (-3, "s", "greater than 0"),
@@ -115,12 +115,12 @@ def test_what_is_no_interval_is_refused_with_the_value_and_the_forms(
         (1, "", "''"),
     ],
 )
-def test_an_interval_cannot_be_made_wrong_either(value: float, unit: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_interval_cannot_be_made_wrong_either(value: float, unit: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Interval(value, unit)
 
 
-def test_time_is_told_in_seconds_and_only_of_times() -> None:
+def test_time_is_measured_in_seconds_and_only_of_times() -> None:
     assert [Interval.parse(text).time("here") for text in ("90s", "1.5min", "2h")] == [90.0, 90.0, 7200.0]
     with pytest.raises(ValueError, match="here: 5ep is not a time"):
         Interval.parse("5ep").time("here")

@@ -129,7 +129,7 @@ def test_the_order_of_events_of_a_single_function_lacks_only_forward_completed()
     assert seen == catalogue(epochs=1, batches=3, window=1, loaded=False, forward=False)
 
 
-def test_a_loaded_state_is_applied_after_started_and_told_by_checkpoint_loaded() -> None:
+def test_a_loaded_state_is_applied_after_started_and_reported_by_checkpoint_loaded() -> None:
     first = make_engine()
     first.run(make_data(3), max_epochs=1)
     second = make_engine()
@@ -200,7 +200,7 @@ def test_a_run_ends_at_the_first_bound_it_reaches(
 
 
 @pytest.mark.parametrize(
-    ("bounds", "told"),
+    ("bounds", "message"),
     [
         ({}, "max_epochs"),
         ({"max_epochs": 0}, "max_epochs=0"),
@@ -213,10 +213,10 @@ def test_a_run_ends_at_the_first_bound_it_reaches(
         ({"max_epochs": 1, "epoch_length": 0}, "epoch_length=0"),
     ],
 )
-def test_bounds_that_make_no_sense_are_refused_before_anything_runs(bounds: dict[str, Any], told: str) -> None:
+def test_bounds_that_make_no_sense_are_refused_before_anything_runs(bounds: dict[str, Any], message: str) -> None:
     engine = make_engine()
     seen = trace(engine)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         engine.run(make_data(), **bounds)
     assert seen == []
 

@@ -176,11 +176,11 @@ def test_a_bound_inside_an_epoch_of_unsized_data_shifts_no_draw(cut: int) -> Non
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.UPDATE_STARTED])
 def test_a_skip_asked_for_before_the_update_holds_for_this_iteration(event: Events) -> None:
-    engine, told = make_engine(), []
+    engine, reported = make_engine(), []
     engine.connect(event(once=2), lambda engine: engine.state.update.skip("not this one"))
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: told.append(engine.state.update.skipped))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: reported.append(engine.state.update.skipped))
     engine.run(DATA, max_epochs=1)
-    assert told == [None, "not this one", *[None] * (len(DATA) - 2)]
+    assert reported == [None, "not this one", *[None] * (len(DATA) - 2)]
     assert engine.updates[0].steps == len(DATA) - 1
 
 
@@ -265,13 +265,13 @@ def test_a_window_made_with_a_handler_that_is_not_here_is_discarded_and_said_so(
     resumed.load_state_dict(state, allow=["mixed_precision"])
     with pytest.warns(UserWarning, match="window of update 'main' were computed with 'mixed_precision'"):
         resumed.run(DATA, max_epochs=1)
-    by_hand = nn.Linear(3, 1)
-    by_hand.load_state_dict(state["modules"]["model"])
-    optimizer = SGD(by_hand.parameters())
+    plain = nn.Linear(3, 1)
+    plain.load_state_dict(state["modules"]["model"])
+    optimizer = SGD(plain.parameters())
     for x, y in DATA[2:]:  # the rest of the epoch makes a window of three
-        (nn.functional.mse_loss(by_hand(x), y) / 3).backward()
+        (nn.functional.mse_loss(plain(x), y) / 3).backward()
     optimizer.step()
-    torch.testing.assert_close(resumed.model.weight, by_hand.weight)
+    torch.testing.assert_close(resumed.model.weight, plain.weight)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_kept_batches_that_would_not_load_safely_are_refused_by_name() -> None:
     assert engine.state_dict()["updates"]["main"]["window"] is None
 
 
-def test_a_limit_before_the_loaded_position_is_told() -> None:
+def test_a_limit_before_the_loaded_position_is_reported() -> None:
     engine = make_engine()
     engine.run(DATA, max_iters=4)
     resumed = make_engine()

@@ -164,7 +164,7 @@ def test_every_evaluation_time_chunk_iteration_and_update_draws_anew() -> None:
     engine.connect(Events.ITERATION_STARTED, twice)
     engine.run(shuffled(), max_iters=3)
     drawn = [mask for masks in masks.drawn.values() for mask in masks]
-    assert len(drawn) == 3 * 2 * 2  # iterations, would-be steps, evaluations
+    assert len(drawn) == 3 * 2 * 2  # iterations, micro-steps, evaluations
     assert len({mask[0, 0].item() for mask in drawn}) == len(drawn)
     assert len({mask[0, -2].item() for mask in drawn}) == len(drawn), "Python's generator"
     assert len({mask[0, -1].item() for mask in drawn}) == len(drawn), "NumPy's generator"

@@ -113,7 +113,7 @@ SKIPPABLE = [
 def test_a_skip_makes_no_step_and_its_reason_is_visible(event: Events) -> None:
     data = make_data()
     trainer = make_trainer()
-    told: list[tuple[int, str | None, int]] = []
+    reported: list[tuple[int, str | None, int]] = []
 
     @trainer.on(event(once=[2, 5]))
     def skip(engine: Engine) -> None:
@@ -123,10 +123,10 @@ def test_a_skip_makes_no_step_and_its_reason_is_visible(event: Events) -> None:
     @trainer.on(Events.OPTIMIZER_STEP_COMPLETED)
     def tell(engine: Engine) -> None:
         update = engine.state.update
-        told.append((engine.state.iteration, update.skipped, update.steps))
+        reported.append((engine.state.iteration, update.skipped, update.steps))
 
     trainer.run(data, max_epochs=1)
-    assert told == [
+    assert reported == [
         (1, None, 1),
         (2, "a bad batch", 1),
         (3, None, 2),
@@ -973,7 +973,7 @@ def test_two_updates_run_in_order_each_with_its_own_optimizer() -> None:
     assert (critic.steps, generator.steps) == (2, 2)
 
 
-def test_two_updates_train_a_gan_as_a_loop_by_hand_does() -> None:
+def test_two_updates_train_a_gan_as_a_plain_loop_does() -> None:
     models, data = make_gan()
     trainer = Engine(gan_updates(), model=models, seed=0)
     trainer.run(data, max_epochs=1)
@@ -1122,7 +1122,7 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({}, "pass either forward= .* or function="),
         ({"forward": forward, "function": forward}, "pass either forward= .* or function="),
@@ -1154,8 +1154,8 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         "function is a coroutine",
     ],
 )
-def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(TypeError, match=f"Update 'generator': .*{told}"):
+def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"Update 'generator': .*{message}"):
         Update(**arguments, name="generator")
 
 
@@ -1305,7 +1305,7 @@ def test_an_error_discards_the_window_and_leaves_no_gradient() -> None:
 # ---- reading flags from a device ----------------------------------------------------------------------------------
 
 
-def test_flags_are_read_together_and_told_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_read_together_and_reported_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     tolist = Tensor.tolist
 
@@ -1315,34 +1315,34 @@ def test_flags_are_read_together_and_told_in_the_order_of_asking(monkeypatch: py
 
     monkeypatch.setattr(Tensor, "tolist", counted)
     update = make_trainer().updates[0]
-    told: list[tuple[Any, ...]] = []
-    update.read_later(lambda *values: told.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
-    update.read_later(lambda *values: told.append(("none", *values)))
-    update.read_later(lambda *values: told.append(("another", *values)), torch.tensor(True))
-    assert told == []
+    reported: list[tuple[Any, ...]] = []
+    update.read_later(lambda *values: reported.append(("one", *values)), torch.tensor([0.0]), torch.tensor(2.0))
+    update.read_later(lambda *values: reported.append(("none", *values)))
+    update.read_later(lambda *values: reported.append(("another", *values)), torch.tensor(True))
+    assert reported == []
     update.read_flags()
-    assert told == [("one", False, True), ("none",), ("another", True)]
+    assert reported == [("one", False, True), ("none",), ("another", True)]
     assert reads == [3]
     update.read_flags()
-    assert len(told) == 3, "each question is answered once"
+    assert len(reported) == 3, "each question is answered once"
 
 
-def test_who_asked_without_a_flag_is_told_without_reading() -> None:
+def test_who_asked_without_a_flag_is_known_without_reading() -> None:
     update = make_trainer().updates[0]
-    told: list[str] = []
-    update.read_later(lambda: told.append("done"))
+    reported: list[str] = []
+    update.read_later(lambda: reported.append("done"))
     update.read_flags()
-    assert told == ["done"]
+    assert reported == ["done"]
 
 
 def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> None:
     trainer = make_trainer()
-    told: list[int] = []
+    reported: list[int] = []
 
     @trainer.on(Events.GRADIENTS_READY, phase=Phase.FINALIZE)
     def ask(engine: Engine) -> None:
         iteration = engine.state.iteration
-        engine.state.update.read_later(lambda flag: told.append(iteration), torch.tensor(1))
+        engine.state.update.read_later(lambda flag: reported.append(iteration), torch.tensor(1))
 
     def fail(engine: Engine) -> None:
         raise ArithmeticError("on purpose")
@@ -1357,4 +1357,4 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
         trainer.run(make_data(), max_epochs=1)
     failing.detach()
     trainer.run(make_data(), max_iters=3)
-    assert told == [1, 2, 3]
+    assert reported == [1, 2, 3]

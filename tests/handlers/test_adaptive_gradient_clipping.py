@@ -65,7 +65,7 @@ def clip_by_hand(model: nn.Module, clipping: float, eps: float, excluded: tuple[
         parameter.grad.copy_(torch.where(norm > largest, parameter.grad * (largest / norm), parameter.grad))
 
 
-def trained_by_hand(
+def plain_loop(
     change: Callable[[nn.Module], object], *, window: int = 1, epochs: int = 2, scaled: bool = False
 ) -> nn.Sequential:
     model = network()
@@ -89,11 +89,11 @@ def trained_by_hand(
 
 @pytest.mark.parametrize(("clipping", "eps"), [(0.02, 1e-3), (0.2, 1e-3), (0.02, 0.5)])
 @pytest.mark.parametrize("window", [1, 4])
-def test_weights_equal_a_loop_by_hand(clipping: float, eps: float, window: int) -> None:
+def test_weights_equal_a_plain_loop(clipping: float, eps: float, window: int) -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(clipping, eps=eps), GradientAccumulation(window))
-    assert same(model, trained_by_hand(lambda m: clip_by_hand(m, clipping, eps), window=window))
-    assert not same(model, trained_by_hand(lambda m: None, window=window))
+    assert same(model, plain_loop(lambda m: clip_by_hand(m, clipping, eps), window=window))
+    assert not same(model, plain_loop(lambda m: None, window=window))
 
 
 def test_each_unit_is_bounded_by_its_own_weights() -> None:
@@ -115,7 +115,7 @@ def test_each_unit_is_bounded_by_its_own_weights() -> None:
 def test_small_gradients_and_zero_gradients_stay_as_they_are() -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(1e6))
-    assert same(model, trained_by_hand(lambda m: None))
+    assert same(model, plain_loop(lambda m: None))
     engine = Engine(
         Update.from_function(lambda engine, batch: 0 * sum(p.sum() for p in engine.model.parameters()), SGD),
         model=network(),
@@ -134,7 +134,7 @@ def test_small_gradients_and_zero_gradients_stay_as_they_are() -> None:
 def test_what_is_excluded_is_left_alone(exclude: Any) -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(0.02, exclude=exclude))
-    assert same(model, trained_by_hand(lambda m: clip_by_hand(m, 0.02, 1e-3, ("4.weight", "4.bias"))))
+    assert same(model, plain_loop(lambda m: clip_by_hand(m, 0.02, 1e-3, ("4.weight", "4.bias"))))
 
 
 def test_a_shared_weight_is_excluded_by_either_of_its_names() -> None:
@@ -163,13 +163,13 @@ def test_together_with_clipping_by_norm_and_fp16_in_every_order(window: int) -> 
         clip_by_hand(model, 0.05, 1e-3)
         nn.utils.clip_grad_norm_(model.parameters(), 0.03)
 
-    hand = trained_by_hand(change, window=window, scaled=True)
+    hand = plain_loop(change, window=window, scaled=True)
 
     def other_way_round(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.03)
         clip_by_hand(model, 0.05, 1e-3)
 
-    assert not same(hand, trained_by_hand(other_way_round, window=window, scaled=True))
+    assert not same(hand, plain_loop(other_way_round, window=window, scaled=True))
     for order in itertools.permutations(range(4)):
         handlers = [
             AdaptiveGradientClipping(0.05),
@@ -255,7 +255,7 @@ def test_two_on_one_update_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"clipping": 0}, ValueError, "clipping=0"),
         ({"clipping": math.nan}, ValueError, "clipping=nan"),
@@ -266,6 +266,6 @@ def test_two_on_one_update_refuse_each_other() -> None:
         ({"exclude": 3}, TypeError, "exclude=3"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"AdaptiveGradientClipping\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"AdaptiveGradientClipping\({message}\)"):
         AdaptiveGradientClipping(**options)

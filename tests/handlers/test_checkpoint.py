@@ -345,7 +345,7 @@ def test_what_is_written_at_once_is_what_a_copy_of_the_state_is(tmp_path: Path) 
     assert not torch.equal(one, two)
 
 
-def test_a_checkpoint_after_one_that_was_told_of_has_the_weights_as_they_are_then(tmp_path: Path) -> None:
+def test_a_checkpoint_after_one_that_was_reported_has_the_weights_as_they_are_then(tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, name="one"), Checkpoint(tmp_path, name="two"))
 
     @engine.on(Events.CHECKPOINT_SAVED(once=1))
@@ -356,12 +356,12 @@ def test_a_checkpoint_after_one_that_was_told_of_has_the_weights_as_they_are_the
 
     engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=1)
     states = {name: Checkpoint.load(next(tmp_path.glob(f"{name}-*"))) for name in ("one", "two")}
-    told = {
+    reported = {
         name: (state["engine"]["metrics"]["values"], state["modules"]["model"]["0.bias"][0])
         for name, state in states.items()
     }
-    assert told["one"] != ({"changed": 1.0}, 7)
-    assert told["two"] == ({"changed": 1.0}, 7), "of one moment"
+    assert reported["one"] != ({"changed": 1.0}, 7)
+    assert reported["two"] == ({"changed": 1.0}, 7), "of one moment"
 
 
 def test_the_snapshot_of_an_iteration_is_not_taken_for_that_of_the_epoch(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on(
     before = list(handler.kept)
     handler.files = Failing(at, and_after=and_after, error=error)
     caught: list[BaseException] = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         try:
             engine.run(DATA, max_epochs=3)
@@ -559,7 +559,7 @@ def test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on(
     committed = at >= 9  # the eighth makes the disk have it
     if error is OSError:
         assert bool(caught) != committed
-        assert bool(told) == committed, "what could not be removed is told"
+        assert bool(reported) == committed, "what could not be removed is told"
     else:
         assert caught
     if caught and not committed:
@@ -897,7 +897,7 @@ def test_what_an_error_left_goes_once_a_later_run_does_not_need_it(tmp_path: Pat
     assert all("exception" not in name for name in files(tmp_path))
 
 
-def test_an_error_while_writing_for_an_error_is_told_and_the_first_one_leaves(tmp_path: Path) -> None:
+def test_an_error_while_writing_for_an_error_is_reported_and_the_first_one_leaves(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, every="9it", on_exception=True)
     engine = engine_of(handler)
 
@@ -961,7 +961,7 @@ def test_written_in_a_thread_the_training_and_the_files_are_the_same(tmp_path: P
             assert torch.equal(a, b)
 
 
-def test_nothing_is_told_as_saved_before_the_disk_has_it(tmp_path: Path) -> None:
+def test_nothing_is_reported_as_saved_before_the_disk_has_it(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, every="2it", keep=1, asynchronous=True)
     engine = engine_of(handler)
     saved: list[int] = []

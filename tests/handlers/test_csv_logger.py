@@ -31,7 +31,7 @@ def rows(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("logger_first", [True, False])
-def test_losses_rates_and_metrics_are_those_of_a_loop_by_hand(tmp_path: Path, logger_first: bool) -> None:
+def test_losses_rates_and_metrics_are_those_of_a_plain_loop(tmp_path: Path, logger_first: bool) -> None:
     handlers = [
         CSVLogger(tmp_path / "log.csv", every="2it"),
         LRScheduling(partial(ExponentialLR, gamma=0.9)),

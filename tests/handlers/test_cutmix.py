@@ -54,7 +54,7 @@ def mixed_by_hand(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, floa
     return torch.where(inside, x[perm], x), 1 - int(inside.sum()) / inside.numel(), perm
 
 
-def trained_by_hand(
+def plain_loop(
     shape: tuple[int, ...], alpha: float, *, window: int = 1, smoothing: float = 0.0, scaled: bool = False
 ) -> tuple[nn.Sequential, list[float]]:
     model = network(shape)
@@ -83,17 +83,17 @@ def trained_by_hand(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @pytest.mark.parametrize("window", [1, 4])
-def test_weights_and_shares_equal_a_loop_by_hand(shape: tuple[int, ...], alpha: float, window: int) -> None:
+def test_weights_and_shares_equal_a_plain_loop(shape: tuple[int, ...], alpha: float, window: int) -> None:
     engine = build(shape)
     handler = CutMix(alpha)
     engine.attach(handler, GradientAccumulation(window))
     lams: list[float | None] = []
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: lams.append(handler.lam))
     engine.run(batches(shape), max_epochs=2)
-    hand, by_hand = trained_by_hand(shape, alpha, window=window)
+    hand, plain = plain_loop(shape, alpha, window=window)
     assert same(engine.model, hand)
-    assert lams == by_hand
-    assert len(set(by_hand)) > 3  # boxes of different sizes were cut
+    assert lams == plain
+    assert len(set(plain)) > 3  # boxes of different sizes were cut
 
 
 @pytest.mark.parametrize("reverse", [True, False])
@@ -107,7 +107,7 @@ def test_with_smoothing_accumulation_and_fp16(reverse: bool) -> None:
     ]
     engine.attach(*(reversed(handlers) if reverse else handlers))
     engine.run(batches((6, 7)), max_epochs=2)
-    assert same(engine.model, trained_by_hand((6, 7), 1.0, window=4, smoothing=0.1, scaled=True)[0])
+    assert same(engine.model, plain_loop((6, 7), 1.0, window=4, smoothing=0.1, scaled=True)[0])
 
 
 def test_the_data_stays_as_it_is_and_whole_numbers_can_be_cut() -> None:
@@ -133,7 +133,7 @@ def test_dicts_and_batches_of_none() -> None:
     engine = Engine(update, model=network((9,)), seed=7)
     engine.attach(CutMix(input="x", target="y"))
     engine.run([{"x": x, "y": y} for x, y in batches((9,))], max_epochs=2)
-    assert same(engine.model, trained_by_hand((9,), 1.0)[0])
+    assert same(engine.model, plain_loop((9,), 1.0)[0])
     engine = build((9,))
     engine.attach(CutMix())
     engine.run([batches((9,))[0], None], max_epochs=1)
@@ -173,17 +173,17 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ((torch.zeros(4, 2), torch.zeros(4)), r"inputs of shape \(4, 2\)"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
         ((torch.zeros(4, 2, 3), None), r"tuple\) has no tensor at 1.*CutMix\(target=\)"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -> None:
+def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, message: str) -> None:
     engine = build()
     engine.attach(CutMix())
-    with pytest.raises((TypeError, ValueError), match=f"'cutmix': .*{told}"):
+    with pytest.raises((TypeError, ValueError), match=f"'cutmix': .*{message}"):
         engine.run([batch], max_epochs=1)
 
 
@@ -193,7 +193,7 @@ def test_only_one_handler_mixes_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"alpha": -1}, ValueError, "alpha=-1"),
         ({"alpha": True}, TypeError, "alpha=True"),
@@ -201,6 +201,6 @@ def test_only_one_handler_mixes_samples() -> None:
         ({"input": "x", "target": "x"}, ValueError, "input='x', target='x'"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"CutMix\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"CutMix\({message}\)"):
         CutMix(**options)

@@ -63,7 +63,7 @@ OPTIONS: list[tuple[tuple[int, ...], Any, int, float]] = [
 
 @pytest.mark.parametrize(("shape", "length", "holes", "fill"), OPTIONS, ids=str)
 @pytest.mark.parametrize(("window", "scaled"), [(1, False), (2, True)])
-def test_weights_equal_a_loop_by_hand(
+def test_weights_equal_a_plain_loop(
     shape: tuple[int, ...], length: Any, holes: int, fill: float, window: int, scaled: bool
 ) -> None:
     engine = build(shape)
@@ -151,7 +151,7 @@ def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\) have 0 spatial dimensions"),
         ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\) have 0 spatial dimensions"),
@@ -159,15 +159,15 @@ def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
         (["cat", 1], r"list\) has no tensor at 0.*Cutout\(input=\)"),
     ],
 )
-def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -> None:
+def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, message: str) -> None:
     engine = build()
     engine.attach(Cutout((3, 3)))
-    with pytest.raises((TypeError, ValueError), match=f"'cutout': .*{told}"):
+    with pytest.raises((TypeError, ValueError), match=f"'cutout': .*{message}"):
         engine.run([batch], max_epochs=1)
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"length": 0}, ValueError, "length=0"),
         ({"length": 1.5}, TypeError, "length=1.5"),
@@ -178,6 +178,6 @@ def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, told: str) -
         ({"length": 3, "input": None}, TypeError, "input=None"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"Cutout\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"Cutout\({message}\)"):
         Cutout(**options)

@@ -134,7 +134,7 @@ def trainer_of(model: nn.Module, *handlers: Any) -> Engine:
     return engine
 
 
-def test_on_the_cpu_training_equals_a_loop_by_hand() -> None:
+def test_on_the_cpu_training_equals_a_plain_loop() -> None:
     data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(n)), torch.ones(4, 1)) for n in range(3)]
     torch.manual_seed(3)
     model = nn.Linear(3, 1)

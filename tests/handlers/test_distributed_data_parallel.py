@@ -218,7 +218,7 @@ def _against_torch(settled: bool) -> dict[str, tuple[Weights, Weights]]:
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
-def test_it_trains_to_the_bits_of_torchs_ddp_in_a_loop_by_hand(size: int) -> None:
+def test_it_trains_to_the_bits_of_torchs_ddp_in_a_plain_loop(size: int) -> None:
     for rank, result in enumerate(run_together(_against_torch, size, True)):
         for name, (ours, hand) in result.items():
             # Torch makes buffers alike in front of the next forward, so that after the last step they are rank 0's there only.
@@ -333,21 +333,23 @@ def test_where_nothing_rounds_it_is_one_process_bit_for_bit() -> None:
 
 
 def _count_reductions() -> tuple[list[int], int]:
-    told: list[int] = []
+    reported: list[int] = []
     process_group(timeout=TIMEOUT)
     world = dist.group.WORLD
     assert world is not None
     large = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 2))
 
-    def hook(told, bucket):  # type: ignore[no-untyped-def]  # torch refuses an annotation that is a string
-        told.append(bucket.index())
+    def hook(reported, bucket):  # type: ignore[no-untyped-def]  # torch refuses an annotation that is a string
+        reported.append(bucket.index())
         return default_hooks.allreduce_hook(world, bucket)
 
-    engine = make_engine(GradientAccumulation(4), model=large, with_ddp=ddp(compression=(told, hook), bucket_cap_mb=1))
+    engine = make_engine(
+        GradientAccumulation(4), model=large, with_ddp=ddp(compression=(reported, hook), bucket_cap_mb=1)
+    )
     after: list[int] = []
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: after.append(len(told)))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: after.append(len(reported)))
     engine.run(batches(*[4] * (10 * engine.processes.world_size - 1)), max_epochs=1)
-    return after, len(set(told))
+    return after, len(set(reported))
 
 
 def test_each_bucket_is_reduced_once_in_a_window() -> None:
@@ -374,7 +376,7 @@ TURNS = 6
 
 
 def _asked_for() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def go(
         name: str, event: Any, act: Callable[[Engine], Any], *handlers: Handler, rank: int = 1, **bounds: Any
@@ -392,7 +394,7 @@ def _asked_for() -> dict[str, Any]:
         for one in range(engine.processes.world_size) if rank < 0 else [rank]:
             on_rank(one, engine, event, act)
         engine.run(batches(*[4] * TURNS * engine.processes.world_size), **({"max_epochs": 3} | bounds))
-        told[name] = ended(engine) | {"skipped": skipped, "preempted": preempted}
+        reported[name] = ended(engine) | {"skipped": skipped, "preempted": preempted}
 
     def skip(engine: Engine) -> None:
         engine.state.update.skip(f"rank {engine.processes.rank} says so")
@@ -439,7 +441,7 @@ def _asked_for() -> dict[str, Any]:
         lambda engine: engine.boundary.preempt("moved"),
         min_epochs=2,
     )
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
@@ -493,7 +495,7 @@ def test_a_signal_that_comes_while_the_processes_agree_waits_for_the_next_bounda
 
 def _no_loss() -> dict[str, Any]:
     """Rank 1 learns nothing in iteration 2, in different ways, and nobody does in iteration 4."""
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     data = batches(*[4] * TURNS * 2)
 
     def nothing(engine: Engine) -> bool:
@@ -518,12 +520,12 @@ def _no_loss() -> dict[str, Any]:
         for handlers in ((), (GradientAccumulation(2),)):
             engine = make_engine(*handlers, update=Update.from_function(function, ADAM))
             engine.run(data, max_epochs=1)
-            told[f"{function.__name__} {len(handlers)}"] = ended(engine)
+            reported[f"{function.__name__} {len(handlers)}"] = ended(engine)
     # The batch is None in the data, and what was learned in its turn is the other's alone.
     engine = make_engine(optimizer=ADAM)
     engine.run([None if place in (3, 6, 7) else batch for place, batch in enumerate(data)], max_epochs=1)
-    told["no batch 0"] = ended(engine)
-    return told
+    reported["no batch 0"] = ended(engine)
+    return reported
 
 
 def test_a_process_that_learns_nothing_takes_the_step_of_the_others() -> None:
@@ -655,20 +657,20 @@ def in_turn(seen: Sequence[list[list[Any]]]) -> list[list[Any]]:
             for epochs in zip(*seen, strict=True)]  # fmt: skip
 
 
-def _dealt() -> dict[str, Any]:
-    told = {}
+def _sharded() -> dict[str, Any]:
+    reported = {}
     for name in IN_ORDER + LENGTHS:
         data, handlers, bounds = named_data(name)
-        told[name] = seen_of(data, *handlers, **bounds)
+        reported[name] = seen_of(data, *handlers, **bounds)
     for name, make in READ.items():
-        told[name] = seen_of(make(), with_ddp=ddp(shard_policy="round_robin"))
-    told["windows"] = seen_of(READ["unsized"](), GradientAccumulation(2), with_ddp=ddp(shard_policy="round_robin"))
-    return told
+        reported[name] = seen_of(make(), with_ddp=ddp(shard_policy="round_robin"))
+    reported["windows"] = seen_of(READ["unsized"](), GradientAccumulation(2), with_ddp=ddp(shard_policy="round_robin"))
+    return reported
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
-def test_batches_are_dealt_in_the_order_that_rank_0_draws(size: int) -> None:
-    found = run_together(_dealt, size)
+def test_batches_are_sharded_in_the_order_that_rank_0_draws(size: int) -> None:
+    found = run_together(_sharded, size)
     for name in IN_ORDER:
         data, handlers, bounds = named_data(name)
         assert in_turn([one[name] for one in found]) == seen_of(data, *handlers, with_ddp=False, **bounds), name
@@ -688,7 +690,7 @@ def test_batches_are_dealt_in_the_order_that_rank_0_draws(size: int) -> None:
 
 def _own_data() -> dict[str, Any]:
     processes = process_group(timeout=TIMEOUT)
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     lengths = [2, 5, 3][: processes.world_size]
     own = [torch.tensor([100 * processes.rank + number]) for number in range(lengths[processes.rank])]
 
@@ -699,17 +701,17 @@ def _own_data() -> dict[str, Any]:
         def __iter__(self) -> Iterator[Tensor]:
             return anew()
 
-    told["lists"] = seen_of(own, with_ddp=ddp(shard_policy="own"))
-    told["unsized"] = seen_of(Anew(), with_ddp=ddp(shard_policy="own"))
-    told["windows"] = seen_of(Anew(), GradientAccumulation(2), with_ddp=ddp(shard_policy="own"))
-    told["limited"] = seen_of(own, LimitBatches(train=3), with_ddp=ddp(shard_policy="own"))
+    reported["lists"] = seen_of(own, with_ddp=ddp(shard_policy="own"))
+    reported["unsized"] = seen_of(Anew(), with_ddp=ddp(shard_policy="own"))
+    reported["windows"] = seen_of(Anew(), GradientAccumulation(2), with_ddp=ddp(shard_policy="own"))
+    reported["limited"] = seen_of(own, LimitBatches(train=3), with_ddp=ddp(shard_policy="own"))
     sampler: Any = DistributedSampler(numbers())
-    told["sampler"] = seen_of(DataLoader(numbers(), batch_size=3, sampler=sampler))
+    reported["sampler"] = seen_of(DataLoader(numbers(), batch_size=3, sampler=sampler))
     try:
         seen_of(Anew())
     except TypeError as error:
-        told["refused"] = str(error)
-    return told
+        reported["refused"] = str(error)
+    return reported
 
 
 @pytest.mark.slow
@@ -818,21 +820,24 @@ def _measured() -> dict[str, Any]:
     data = batches(*[4] * 6, 2)
     whole = loader_of(data)
     sampled: Any = DataLoader(whole.dataset, batch_size=4, sampler=DistributedSampler(whole.dataset, shuffle=False))
-    told: dict[str, Any] = {"dealt": evaluation(data, *all_metrics()), "loader": evaluation(whole, *all_metrics())}
-    told["sampled"] = evaluation(sampled, *all_metrics())
-    told["trained"] = validated()
+    reported: dict[str, Any] = {
+        "sharded": evaluation(data, *all_metrics()),
+        "loader": evaluation(whole, *all_metrics()),
+    }
+    reported["sampled"] = evaluation(sampled, *all_metrics())
+    reported["trained"] = validated()
     try:
         evaluation(data, Metrics(alone=Alone()))
     except ValueError as error:
-        told["refused"] = str(error)
-    return told
+        reported["refused"] = str(error)
+    return reported
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_metrics_are_those_of_one_process(size: int) -> None:
     found = assert_alike(run_together(_measured, size))
     alone = evaluation(batches(*[4] * 6, 2), *all_metrics(), with_ddp=False)
-    for kind in ("dealt", "loader"):
+    for kind in ("sharded", "loader"):
         # The same numbers, added up in another order: in double precision, but for torchmetrics' own float32.
         assert found[kind] == pytest.approx(alone, rel=1e-6)
         assert found[kind]["loss"] == pytest.approx(alone["loss"], rel=1e-14)
@@ -1025,8 +1030,8 @@ def test_time_chunks_of_different_numbers_make_as_many_steps_as_the_longest() ->
                 optimizer.step()
                 optimizer.zero_grad()
                 made += 1
-            for told in of_batch:
-                losses.append(sum(value * length for value, length in told) / sum(length for _, length in told))
+            for reported in of_batch:
+                losses.append(sum(value * length for value, length in reported) / sum(length for _, length in reported))
                 weights.append(3)
     assert steps == [made]
     assert not differing(found, weights_of(model), tolerance=1e-12)
@@ -1049,20 +1054,20 @@ class Hungry(nn.Module):
 
 
 def _out_of_memory() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     data = batches(*[6] * 6, 5, 4, 3, dtype=DOUBLE)
     for window in (1, 2):
         for name, most in {"enough": 1000, "short": 2}.items():
             pieces = MicroBatching()
-            told[f"{name} {window}"] = train(
+            reported[f"{name} {window}"] = train(
                 pieces, GradientAccumulation(window), data=data, model=Hungry(most, 1), optimizer=ADAM
             )
-            told[f"{name} {window} reduced"] = pieces.reduced
+            reported[f"{name} {window} reduced"] = pieces.reduced
     try:
         train(MicroBatching(), data=data, model=Hungry(0, 1))
     except torch.OutOfMemoryError as error:
-        told["given up"] = "rank 1" in str(error)
-    return told
+        reported["given up"] = "rank 1" in str(error)
+    return reported
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
@@ -1076,7 +1081,7 @@ def test_all_halve_their_batches_when_the_memory_of_one_runs_out(size: int) -> N
 
 
 def _mixed() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def overflow(engine: Engine) -> None:
         engine.state.update.backward_loss = engine.state.update.backward_loss * 1e38 * 1e38
@@ -1087,8 +1092,8 @@ def _mixed() -> dict[str, Any]:
         if precision == "fp16":
             on_rank(1, engine, Events.LOSS_COMPUTED(once=3), overflow)
         engine.run(batches(*[4] * 12), max_epochs=1)
-        told[precision] = ended(engine) | {"scales": [one.get_scale() for one in mixed.scalers.values()]}
-    return told
+        reported[precision] = ended(engine) | {"scales": [one.get_scale() for one in mixed.scalers.values()]}
+    return reported
 
 
 def test_an_overflow_in_one_process_skips_the_step_of_all() -> None:
@@ -1201,13 +1206,13 @@ def test_parameters_may_be_left_unused() -> None:
 
 
 def _refusals() -> dict[str, str]:
-    told = {}
+    reported = {}
 
     def refused(name: str, act: Callable[[], Any]) -> None:
         try:
             act()
         except (ValueError, TypeError) as error:
-            told[name] = str(error)
+            reported[name] = str(error)
 
     data = batches(*[4] * 4)
     refused("bf16", lambda: train(data=data, with_ddp=ddp(compression="bf16")))
@@ -1224,7 +1229,7 @@ def _refusals() -> dict[str, str]:
 
     refused("shared", lambda: train(data=data, update=[shared("first"), shared("second")]))
     refused("twice", lambda: train(ddp(name="another"), data=data))
-    return told
+    return reported
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
@@ -1237,7 +1242,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"shard_policy": "some"}, ValueError, "shard_policy='some'"),
         ({"backend": 3}, TypeError, "backend=3"),
@@ -1253,8 +1258,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         ({"gradient_as_bucket_view": 2}, TypeError, "gradient_as_bucket_view=2"),
     ],
 )
-def test_wrong_arguments_are_named(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"DistributedDataParallel\({told}"):
+def test_wrong_arguments_are_named(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"DistributedDataParallel\({message}"):
         DistributedDataParallel(**options)
 
 
@@ -1279,7 +1284,7 @@ def test_launched_alone_it_changes_nothing() -> None:
 
 
 def _afterwards() -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     processes = process_group(timeout=TIMEOUT)
     data = batches(*[4] * 6)
     model = make_model(norm=True)
@@ -1287,17 +1292,17 @@ def _afterwards() -> dict[str, Any]:
     engine = make_engine(model=model, optimizer=ADAM)
     engine.connect(Events.FORWARD_STARTED, lambda engine: wrapped.append(engine.model))
     engine.run(data, max_epochs=1)
-    told["wrapped"] = [type(one).__name__ for one in wrapped]
-    told["plain"] = engine.model is model
-    told["keys"] = sorted(engine.state_dict()["modules"]["model"]) == sorted(make_model(norm=True).state_dict())
+    reported["wrapped"] = [type(one).__name__ for one in wrapped]
+    reported["plain"] = engine.model is model
+    reported["keys"] = sorted(engine.state_dict()["modules"]["model"]) == sorted(make_model(norm=True).state_dict())
     engine.run(data, max_epochs=2)
-    told["again"] = weights_of(engine)
-    told["whole"] = train(data=data, model=make_model(norm=True), optimizer=ADAM)
+    reported["again"] = weights_of(engine)
+    reported["whole"] = train(data=data, model=make_model(norm=True), optimizer=ADAM)
     if processes.is_rank_zero:  # no other process takes part: a hook that was left would wait for them
         F.cross_entropy(model(data[0][0]), data[0][1]).backward()
         engine.detach("distributed_data_parallel")
         engine.run(data, max_epochs=3)
-        told["iterations"] = engine.state.iteration
+        reported["iterations"] = engine.state.iteration
     processes.barrier()
     failed = make_engine(model=make_model())
     bare = failed.model
@@ -1308,15 +1313,15 @@ def _afterwards() -> dict[str, Any]:
     failed.connect(Events.ITERATION_COMPLETED(once=2), fail)
     with pytest.raises(KeyError):
         failed.run(data, max_epochs=1)
-    told["plain after an error"] = failed.model is bare
+    reported["plain after an error"] = failed.model is bare
     off = make_engine(model=make_model())
     with off.without("distributed_data_parallel"):
         off.run(data, max_epochs=2)
-    told["off"] = weights_of(off)
-    told["alone"] = train(
+    reported["off"] = weights_of(off)
+    reported["alone"] = train(
         data=data, with_ddp=False
     )  # an engine without the handler, in a process that has joined others
-    return told
+    return reported
 
 
 def test_after_a_run_the_model_is_the_plain_one() -> None:
@@ -1336,15 +1341,15 @@ def _buffers(shared: bool) -> dict[str, Any]:
     """The running means before and after modules are wrapped anew, because another part is trained."""
     model = make_model(norm=True)
     engine = make_engine(Freezing({"3": 2}), model=model, with_ddp=ddp(broadcast_buffers=shared))
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     def note(name: str) -> Callable[[Engine], None]:
-        return lambda engine: told.update({name: model[1].running_mean.clone()})  # type: ignore[operator]
+        return lambda engine: reported.update({name: model[1].running_mean.clone()})  # type: ignore[operator]
 
     engine.connect(Events.EPOCH_COMPLETED(once=1), note("before"))
     engine.connect(Events.GET_BATCH_STARTED(once=4), note("after"))
     engine.run(batches(*[4] * 6), max_epochs=2)
-    return told
+    return reported
 
 
 def test_buffers_are_those_of_rank_0_or_each_processs_own() -> None:

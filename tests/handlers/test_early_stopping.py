@@ -56,17 +56,17 @@ def test_the_greatest_is_best_in_mode_max() -> None:
     assert stops_at([1.0, 2.0, 3.0, 3.0, 2.5, 9.0], mode="max", patience=2) == 5
 
 
-def test_the_reason_is_told_and_the_run_completes() -> None:
+def test_the_reason_is_reported_and_the_run_completes() -> None:
     engine = engine_of([1.0, 2.0, 2.0, 2.0], EarlyStopping("score", patience=2))
-    told: list[str] = []
+    reported: list[str] = []
     for event in (Events.TERMINATED, Events.COMPLETED):
-        engine.connect(event, lambda engine, event=event: told.append(event.name))
+        engine.connect(event, lambda engine, event=event: reported.append(event.name))
     state = engine.run(BATCHES, max_epochs=4)
     assert state.epoch == 3
     assert state.stop_reason is not None
     assert "score" in state.stop_reason
     assert "1.0" in state.stop_reason
-    assert told == ["TERMINATED", "COMPLETED"]
+    assert reported == ["TERMINATED", "COMPLETED"]
 
 
 def test_an_improvement_has_to_exceed_min_delta() -> None:
@@ -296,7 +296,7 @@ def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scores", "told"),
+    ("scores", "message"),
     [
         ([2.0, 0.5], ["score", "0.5", "threshold=0.75"]),
         ([2.0, 9.0], ["score", "9.0", "divergence=8.0"]),
@@ -304,12 +304,12 @@ def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
         ([2.0, 3.0, 3.0], ["score", "2.0", "2 values"]),
     ],
 )
-def test_the_reason_names_the_metric_and_the_values(scores: list[float], told: list[str]) -> None:
+def test_the_reason_names_the_metric_and_the_values(scores: list[float], message: list[str]) -> None:
     engine = engine_of(scores, EarlyStopping("score", patience=2, threshold=0.75, divergence=8.0))
     reason = engine.run(BATCHES, max_epochs=9).stop_reason
     assert reason is not None
     assert engine.state.epoch == len(scores)
-    assert [part for part in told if part not in reason] == []
+    assert [part for part in message if part not in reason] == []
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def run(engine: Engine, **bounds: Any) -> Engine:
     return engine
 
 
-def trained_by_hand(
+def plain_loop(
     decay: float | Callable[[int], float] = 0.9, *, window: int = 1, every: int = 1, start: int = 0, gamma: float = 1.0
 ) -> tuple[nn.Module, nn.Module, list[float]]:
     """The trained model, its average, and the average's validation loss after every epoch."""
@@ -95,12 +95,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ema_first", [True, False])
-def test_averages_and_weights_equal_a_loop_by_hand(case: str, ema_first: bool) -> None:
+def test_averages_and_weights_equal_a_plain_loop(case: str, ema_first: bool) -> None:
     options, by_hand, others = CASES[case]
     handlers = [EMA(**({"decay": 0.9} | options)), *(make() for make in others)]
     model = network()
     engine = run(trainer_of(model, *(handlers if ema_first else reversed(handlers))))
-    hand, average, _ = trained_by_hand(**by_hand)
+    hand, average, _ = plain_loop(**by_hand)
     assert_same(model.state_dict(), hand.state_dict())
     assert_same(engine.weights()["model"], average.state_dict())
     assert not torch.equal(engine.weights()["model"]["0.weight"], model.state_dict()["0.weight"])
@@ -114,7 +114,7 @@ def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_fir
     engine = trainer_of(model, *(handlers if ema_first else reversed(handlers)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
-    hand, _, expected = trained_by_hand()
+    hand, _, expected = plain_loop()
     assert losses == expected
     assert losses[-1] != validation_loss(model)
     assert_same(model.state_dict(), hand.state_dict())
@@ -129,7 +129,7 @@ def test_a_validation_right_after_a_step_measures_the_average_with_that_step(ema
     engine = trainer_of(model, *(handlers if ema_first else reversed(handlers)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
-    assert losses == trained_by_hand()[2]
+    assert losses == plain_loop()[2]
 
 
 def test_a_step_that_overflows_under_fp16_does_not_move_it() -> None:
@@ -196,7 +196,7 @@ def test_nothing_is_aliased() -> None:
 def test_the_state_to_resume_from_holds_the_weights_and_the_averages() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
-    hand, average, _ = trained_by_hand()
+    hand, average, _ = plain_loop()
     state = engine.state_dict()
     assert_same(state["modules"]["model"], hand.state_dict())
     assert state["handlers"]["ema"]["count"] == 18
@@ -208,14 +208,14 @@ def test_averages_can_become_the_weights_after_training() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
     engine.load_weights(engine.weights())
-    assert_same(model.state_dict(), trained_by_hand()[1].state_dict())
+    assert_same(model.state_dict(), plain_loop()[1].state_dict())
 
 
 def test_an_evaluation_after_the_run_sees_the_averages_too() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
-    assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == trained_by_hand()[2][-1]
-    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert engine.evaluate(evaluator_of(model), batches(3))["loss"] == plain_loop()[2][-1]
+    assert_same(model.state_dict(), plain_loop()[0].state_dict())
 
 
 def test_before_the_first_average_the_weights_themselves_are_used() -> None:
@@ -266,7 +266,7 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_gradients_right()
     engine = trainer_of(model, EMA(0.9))
     engine.connect(Events.LOSS_COMPUTED(every=2), lambda engine: engine.evaluate(evaluator, batches(1)))
     run(engine)
-    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert_same(model.state_dict(), plain_loop()[0].state_dict())
 
 
 class Reassigning(nn.Module):
@@ -407,13 +407,13 @@ def test_reset_begins_with_a_new_average() -> None:
     assert handler.count == 0
     model.load_state_dict(network().state_dict())
     run(engine)
-    assert_same(engine.weights()["model"], trained_by_hand()[1].state_dict())
+    assert_same(engine.weights()["model"], plain_loop()[1].state_dict())
 
 
 def test_a_run_that_continues_goes_on_with_the_average() -> None:
     engine = run(trainer_of(network(), EMA(0.9)), max_iters=8)
     engine.run(batches(), max_epochs=3)
-    assert_same(engine.weights()["model"], trained_by_hand()[1].state_dict())
+    assert_same(engine.weights()["model"], plain_loop()[1].state_dict())
 
 
 @pytest.mark.parametrize(

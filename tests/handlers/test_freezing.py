@@ -67,7 +67,7 @@ def run(engine: Engine, **bounds: Any) -> Engine:
     return engine
 
 
-def trained_by_hand(
+def plain_loop(
     freeze: Callable[[Network, int], None], *, optimizer: Any = SGD, window: int = 1, max_norm: float | None = None
 ) -> Network:
     model = Network()
@@ -127,20 +127,20 @@ CASES: dict[str, tuple[Callable[[], Freezing], Callable[[Network, int], None]]] 
 
 @pytest.mark.parametrize("optimizer", [SGD, AdamW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_statistics_equal_a_loop_by_hand(case: str, optimizer: Any) -> None:
+def test_weights_and_statistics_equal_a_plain_loop(case: str, optimizer: Any) -> None:
     make, freeze = CASES[case]
     engine = run(trainer_of(model := Network(), make(), optimizer=optimizer))
-    assert_same(model, trained_by_hand(freeze, optimizer=optimizer))
+    assert_same(model, plain_loop(freeze, optimizer=optimizer))
     assert all(p.requires_grad for p in model.parameters())
     assert all(module.training for module in model.modules())
     assert engine.updates[0].steps == 20
 
 
 @pytest.mark.parametrize("freezing_first", [True, False])
-def test_with_accumulation_and_clipping_it_equals_a_loop_by_hand(freezing_first: bool) -> None:
+def test_with_accumulation_and_clipping_it_equals_a_plain_loop(freezing_first: bool) -> None:
     handlers = [Freezing(GRADUAL), GradientAccumulation(4), GradientClipping(max_norm=0.2)]
     run(trainer_of(model := Network(), *(handlers if freezing_first else reversed(handlers))))
-    assert_same(model, trained_by_hand(gradually, window=4, max_norm=0.2))
+    assert_same(model, plain_loop(gradually, window=4, max_norm=0.2))
 
 
 def test_under_fp16_scaling_frozen_weights_do_not_move() -> None:
@@ -185,7 +185,7 @@ def test_a_validation_inside_leaves_what_is_frozen_as_it_is() -> None:
     model = Network()
     evaluator = evaluator_of(model)
     run(trainer_of(model, Freezing(GRADUAL), Validation(evaluator, batches(2), every="2it")))
-    assert_same(model, trained_by_hand(gradually))
+    assert_same(model, plain_loop(gradually))
 
 
 def test_what_the_user_froze_stays_frozen_and_comes_back_as_it_was() -> None:
@@ -248,7 +248,7 @@ def test_a_saved_run_goes_on_bit_for_bit(iteration: int) -> None:
 def test_a_run_that_continues_inside_an_epoch_goes_on_frozen() -> None:
     engine = run(trainer_of(model := Network(), Freezing(GRADUAL)), max_iters=12)
     engine.run(batches(), max_epochs=4)
-    assert_same(model, trained_by_hand(gradually))
+    assert_same(model, plain_loop(gradually))
 
 
 def test_gradients_of_an_open_window_do_not_move_what_is_frozen_from_now_on() -> None:
@@ -341,7 +341,7 @@ def test_two_of_them_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "kind", "told"),
+    ("arguments", "options", "kind", "message"),
     [
         ((3,), {}, TypeError, "parts=3"),
         (([],), {}, ValueError, r"parts=\[\]"),
@@ -355,8 +355,10 @@ def test_two_of_them_refuse_each_other() -> None:
         (("head",), {"statistics": None}, TypeError, "statistics=None"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: Any, options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"Freezing\({told}"):
+def test_bad_arguments_are_refused(
+    arguments: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=rf"Freezing\({message}"):
         Freezing(*arguments, **options)
 
 
@@ -383,7 +385,7 @@ def test_each_parameter_has_the_rate_of_its_longest_path() -> None:
     assert [group["lr"] for group in whole] == [0.1, 0.2, 0.3]
 
 
-def test_training_with_rates_by_part_equals_a_loop_by_hand() -> None:
+def test_training_with_rates_by_part_equals_a_plain_loop() -> None:
     update = Update.supervised(
         nn.functional.mse_loss, SGD, parameters=lambda engine: discriminative_rates(engine.model, {"backbone": 1e-3})
     )

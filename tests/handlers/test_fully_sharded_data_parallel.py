@@ -148,9 +148,9 @@ def together(number: int, function: Callable[..., Any], *args: Any) -> list[Any]
         for process in processes:
             process.kill()
             process.join()
-    failures = [f"rank {rank}: {told}" for rank, (well, told) in enumerate(results) if not well]
+    failures = [f"rank {rank}: {reported}" for rank, (well, reported) in enumerate(results) if not well]
     assert not failures, "\n".join(failures)
-    return [told for _, told in results]
+    return [reported for _, reported in results]
 
 
 def trained(
@@ -305,9 +305,9 @@ def test_a_process_that_is_killed_during_a_save_leaves_the_older_checkpoint_whol
     processes, ends = start(2, killed_while_saving, tmp_path, 6)
     try:
         assert ends[0].poll(30)
-        well, told = pickle.loads(ends[0].recv_bytes())
+        well, reported = pickle.loads(ends[0].recv_bytes())
         assert not well
-        assert "Connection" in told or "closed" in told  # the other notices, and does not wait for ever
+        assert "Connection" in reported or "closed" in reported  # the other notices, and does not wait for ever
     finally:
         for process in processes:
             process.kill()
@@ -338,19 +338,19 @@ def full_disk(folder: Path, asynchronous: bool) -> Any:
     try:
         engine.run(loader(6), max_epochs=6)
     except (OSError, RuntimeError) as error:
-        told = str(error)
+        reported = str(error)
     finally:
         os.fsync = original
     engine.run(loader(6), max_epochs=8)  # the group is as good as before
-    return told, engine.handlers["checkpoint"].kept  # type: ignore[attr-defined]
+    return reported, engine.handlers["checkpoint"].kept  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_one_process_cannot_write_is_an_error_of_all(tmp_path: Path, asynchronous: bool) -> None:
-    for told, kept in together(2, full_disk, tmp_path, asynchronous):
-        assert "rank 1: " in told
-        assert "No space left on device" in told
+    for reported, kept in together(2, full_disk, tmp_path, asynchronous):
+        assert "rank 1: " in reported
+        assert "No space left on device" in reported
         assert kept[-1][0].startswith("checkpoint-epoch0008")
     assert {path.name for path in tmp_path.iterdir()} == {name for name, _ in kept}
 
@@ -526,11 +526,11 @@ def interrupted(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_an_interrupt_while_shards_are_written_ends_all_processes(tmp_path: Path) -> None:
-    (first, _, _), (second, told, seconds) = together(2, interrupted, tmp_path)
+    (first, _, _), (second, reported, seconds) = together(2, interrupted, tmp_path)
     assert first == "KeyboardInterrupt"
     assert second == "RuntimeError"
-    assert "rank 0 " in told
-    assert "failed with KeyboardInterrupt at ITERATION_COMPLETED, epoch 1, iteration 2" in told
+    assert "rank 0 " in reported
+    assert "failed with KeyboardInterrupt at ITERATION_COMPLETED, epoch 1, iteration 2" in reported
     assert seconds < TIMEOUT / 2, "long before the collective would time out"
 
 
@@ -860,13 +860,13 @@ def test_a_sharded_model_becomes_a_plain_one() -> None:
 
 
 def refusals() -> Any:
-    told = {}
+    reported = {}
 
     def note(name: str, function: Callable[[], object]) -> None:
         try:
             function()
         except (ValueError, TypeError) as error:
-            told[name] = str(error)
+            reported[name] = str(error)
 
     def tied() -> None:
         model = Model()
@@ -899,27 +899,27 @@ def refusals() -> Any:
     note("sam", lambda: make(FullyShardedDataParallel(), SharpnessAwareMinimization()).run(loader(4, 20), max_epochs=1))
     engine = make(FullyShardedDataParallel(units=["blocks.*", nn.Linear]))
     engine.run(loader(4), max_epochs=1)
-    told["chosen"] = ", ".join(
+    reported["chosen"] = ", ".join(
         sorted(path for path, m in engine.model.named_modules() if type(m).__name__.startswith("FSDP"))
     )
-    return told
+    return reported
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told, other = together(2, refusals)
-    assert told == other
-    assert "'blocks.0.weight' is shared with the unit 'blocks.1'" in told["tied"]
-    assert "units=()" in told["tied"]
-    assert "several updates (a, b)" in told["several"]
-    assert "parameter 8" in told["free"]
-    assert "micro_batching" in told["pieces"]
-    assert "units='blcks.*' matches no module; there are: first, blocks" in told["units"]
-    assert "'blocks' is a ModuleList, which is never called" in told["list"]
-    assert "on_exception=True cannot save a sharded model" in told["exception"]
-    assert "the ranks have [1, 0] batches" in told["sam"]
-    assert "drop_last=True" in told["sam"]
-    assert told["chosen"] == ", blocks.0, blocks.1, first, last"
+    reported, other = together(2, refusals)
+    assert reported == other
+    assert "'blocks.0.weight' is shared with the unit 'blocks.1'" in reported["tied"]
+    assert "units=()" in reported["tied"]
+    assert "several updates (a, b)" in reported["several"]
+    assert "parameter 8" in reported["free"]
+    assert "micro_batching" in reported["pieces"]
+    assert "units='blcks.*' matches no module; there are: first, blocks" in reported["units"]
+    assert "'blocks' is a ModuleList, which is never called" in reported["list"]
+    assert "on_exception=True cannot save a sharded model" in reported["exception"]
+    assert "the ranks have [1, 0] batches" in reported["sam"]
+    assert "drop_last=True" in reported["sam"]
+    assert reported["chosen"] == ", blocks.0, blocks.1, first, last"
 
 
 def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
@@ -930,7 +930,7 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"units": 3}, "units=3"),
         ({"units": [int]}, "neither the path of a module nor a module class"),
@@ -941,10 +941,10 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
         ({"reduce_every_batch": 1}, "reduce_every_batch=1"),
     ],
 )
-def test_wrong_arguments_are_refused(options: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         FullyShardedDataParallel(**options)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("FullyShardedDataParallel(")
 
 

@@ -63,7 +63,7 @@ def batches(sizes: Iterable[int]) -> Batches:
     return kit.batches(sizes, targets=(), classes=3)
 
 
-def trained_by_hand(data: Batches, schedule: Mapping[int, int], epochs: int) -> nn.Sequential:
+def plain_loop(data: Batches, schedule: Mapping[int, int], epochs: int) -> nn.Sequential:
     """The loss of every batch is added up, and the sum's gradient divided once by the window's real length."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -118,13 +118,13 @@ def test_a_window_as_long_as_the_epoch_and_a_longer_one_both_step_once() -> None
 
 @pytest.mark.parametrize("unsized", [False, True])
 @pytest.mark.parametrize("steps", [2, 3, 4])
-def test_weights_equal_a_loop_by_hand(steps: int, unsized: bool) -> None:
+def test_weights_equal_a_plain_loop(steps: int, unsized: bool) -> None:
     data = batches([4] * 9 + [2])
     model = network()
     engine = trainer(model)
     engine.attach(GradientAccumulation(steps))
     engine.run(Unsized(data) if unsized else data, max_epochs=3)
-    assert_same(model, trained_by_hand(data, {1: steps}, 3))
+    assert_same(model, plain_loop(data, {1: steps}, 3))
 
 
 def test_a_schedule_changes_the_window_from_its_epochs_on() -> None:
@@ -134,13 +134,13 @@ def test_a_schedule_changes_the_window_from_its_epochs_on() -> None:
     assert gradients == [float(value) for value in range(1, 11)] + [2.0, 5.0, 8.0, 10.0] * 2
 
 
-def test_a_schedule_equals_a_loop_by_hand() -> None:
+def test_a_schedule_equals_a_plain_loop() -> None:
     data = batches([4] * 7)
     model = network()
     engine = trainer(model)
     engine.attach(GradientAccumulation({1: 1, 2: 3}))
     engine.run(data, max_epochs=3)
-    assert_same(model, trained_by_hand(data, {1: 1, 2: 3}, 3))
+    assert_same(model, plain_loop(data, {1: 1, 2: 3}, 3))
 
 
 def test_a_schedule_that_begins_later_steps_every_batch_before() -> None:
@@ -156,7 +156,7 @@ def test_a_weight_gives_the_gradient_of_the_weighted_mean() -> None:
     assert gradients == [(3 * 1 + 1 * 2 + 4 * 3) / 8, (6 * 4 + 2 * 5) / 8]
 
 
-def test_a_weight_of_tokens_equals_a_loop_by_hand() -> None:
+def test_a_weight_of_tokens_equals_a_plain_loop() -> None:
     data = batches([2, 8, 4, 1, 4])  # batch sizes serve as the tokens' numbers
     model = network()
     engine = trainer(model)
@@ -286,7 +286,7 @@ def test_an_unknown_update_is_refused_when_attached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "kind", "told"),
+    ("steps", "kind", "message"),
     [
         (0, ValueError, "steps=0"),
         (-1, ValueError, "steps=-1"),
@@ -300,8 +300,8 @@ def test_an_unknown_update_is_refused_when_attached() -> None:
         ({"1": 2}, TypeError, "steps: epoch='1'"),
     ],
 )
-def test_bad_steps_are_refused(steps: Any, kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=re.escape(f"GradientAccumulation({told})")):
+def test_bad_steps_are_refused(steps: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(f"GradientAccumulation({message})")):
         GradientAccumulation(steps)
 
 
@@ -396,7 +396,7 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
         else:
             engine.detach(handler)
         engine.run(data, max_epochs=2)
-    assert_same(model, trained_by_hand(data, {1: 1}, 2))
+    assert_same(model, plain_loop(data, {1: 1}, 2))
     assert not engine.signal(Events.LOSS_COMPUTED).receivers or way == "without"
 
 
@@ -406,7 +406,7 @@ def test_a_window_of_one_equals_a_plain_loop() -> None:
     engine = trainer(model)
     engine.attach(GradientAccumulation(1))
     engine.run(data, max_epochs=2)
-    assert_same(model, trained_by_hand(data, {1: 1}, 2))
+    assert_same(model, plain_loop(data, {1: 1}, 2))
 
 
 def test_reading_unsized_data_ahead_does_not_change_what_the_model_draws() -> None:

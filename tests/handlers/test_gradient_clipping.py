@@ -32,7 +32,7 @@ def trained(model: nn.Module, *handlers: Any, epochs: int = 2, data: Batches | N
     return engine
 
 
-def trained_by_hand(options: dict[str, Any], *, window: int = 1, epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
+def plain_loop(options: dict[str, Any], *, window: int = 1, epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
     """The trained model, and the norms before each clip."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -62,11 +62,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_weights_equal_a_loop_by_hand(options: dict[str, Any]) -> None:
+def test_weights_equal_a_plain_loop(options: dict[str, Any]) -> None:
     model = network()
     trained(model, GradientClipping(**options))
-    hand, _ = trained_by_hand(options)
-    unclipped, _ = trained_by_hand({})
+    hand, _ = plain_loop(options)
+    unclipped, _ = plain_loop({})
     assert_same(model, hand)
     assert not torch.equal(
         next(model.parameters()), next(unclipped.parameters())
@@ -79,7 +79,7 @@ def test_with_accumulation_it_clips_once_for_each_window(options: dict[str, Any]
     model = network()
     handlers = [GradientAccumulation(4), GradientClipping(**options)]
     trained(model, *(handlers if accumulation_first else reversed(handlers)))
-    assert_same(model, trained_by_hand(options, window=4)[0])
+    assert_same(model, plain_loop(options, window=4)[0])
 
 
 def test_the_total_norm_is_that_before_the_clip() -> None:
@@ -87,7 +87,7 @@ def test_the_total_norm_is_that_before_the_clip() -> None:
     handler = GradientClipping(max_norm=0.5)
     assert handler.total_norm is None
     trained(model, handler)
-    _, norms = trained_by_hand({"max_norm": 0.5})
+    _, norms = plain_loop({"max_norm": 0.5})
     assert handler.total_norm is not None
     assert handler.total_norm.item() == norms[-1]
     assert norms[-1] > 0.5
@@ -154,9 +154,9 @@ def test_gradients_of_any_kind_are_clipped_as_torch_does(kind: str, norm_type: f
     engine.run([1], max_epochs=1)
 
     set_gradients()
-    by_hand = seen(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))
-    assert len(own) == len(by_hand) > 1
-    for one, other in zip(own, by_hand, strict=True):
+    plain = seen(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))
+    assert len(own) == len(plain) > 1
+    for one, other in zip(own, plain, strict=True):
         if one is None or other is None:
             assert one is other
         else:
@@ -183,7 +183,7 @@ def test_sparse_gradients_are_refused_as_torch_does() -> None:
 def test_gradients_within_the_limits_stay_as_they_are(options: dict[str, Any]) -> None:
     model = network()
     trained(model, GradientClipping(**options))
-    assert_same(model, trained_by_hand({})[0])
+    assert_same(model, plain_loop({})[0])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -280,7 +280,7 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
             engine.detach(handler)
         engine.run(batches(), max_epochs=2)
         assert not engine.signal(Events.GRADIENTS_READY).receivers
-    assert_same(model, trained_by_hand({})[0])
+    assert_same(model, plain_loop({})[0])
 
 
 @pytest.mark.parametrize(

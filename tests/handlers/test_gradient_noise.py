@@ -31,7 +31,7 @@ def build(seed: int = 7) -> Engine:
     return kit.build(network(), optimizer=SGD, seed=seed)
 
 
-def trained_by_hand(
+def plain_loop(
     eta: float | None,
     gamma: float = 0.55,
     *,
@@ -81,15 +81,15 @@ def trained(*handlers: Any, epochs: int = 2) -> Engine:
 
 @pytest.mark.parametrize(("eta", "gamma"), [(0.3, 0.55), (1.0, 0.0), (0.01, 2)])
 @pytest.mark.parametrize("window", [1, 4])
-def test_weights_equal_a_loop_by_hand(eta: float, gamma: float, window: int) -> None:
+def test_weights_equal_a_plain_loop(eta: float, gamma: float, window: int) -> None:
     engine = trained(GradientNoise(eta, gamma=gamma), GradientAccumulation(window))
-    assert same(engine.model, trained_by_hand(eta, gamma, window=window))
-    assert not same(engine.model, trained_by_hand(None, window=window))
+    assert same(engine.model, plain_loop(eta, gamma, window=window))
+    assert not same(engine.model, plain_loop(None, window=window))
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_together_with_clipping_and_fp16_in_every_order(window: int) -> None:
-    hand = trained_by_hand(0.3, window=window, max_norm=0.2, scaled=True)
+    hand = plain_loop(0.3, window=window, max_norm=0.2, scaled=True)
     for order in itertools.permutations(range(4)):
         handlers = [
             GradientNoise(0.3),
@@ -106,7 +106,7 @@ def test_a_skipped_step_does_not_let_the_noise_fade() -> None:
     engine.connect(Events.GRADIENTS_READY(once=3), lambda engine: engine.state.update.skip("for a test"))
     torch.manual_seed(5)
     engine.run(batches(), max_epochs=2)
-    assert same(engine.model, trained_by_hand(0.3, skipped=3))
+    assert same(engine.model, plain_loop(0.3, skipped=3))
 
 
 def test_the_noise_has_the_papers_variance() -> None:
@@ -190,7 +190,7 @@ def test_an_iteration_that_is_made_again_after_an_error_draws_the_same_noise() -
     handle.detach()
     torch.manual_seed(5)
     engine.run(batches(), max_epochs=2)
-    assert same(engine.model, trained_by_hand(0.3))
+    assert same(engine.model, plain_loop(0.3))
 
 
 def test_switched_off_it_shifts_no_other_number() -> None:
@@ -200,7 +200,7 @@ def test_switched_off_it_shifts_no_other_number() -> None:
     handler.enabled = False
     torch.manual_seed(5)
     engine.run(batches(), max_epochs=2)
-    assert same(engine.model, trained_by_hand(None))
+    assert same(engine.model, plain_loop(None))
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -214,7 +214,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_it_keeps_the_promises_of_a_handler_and_can_be_copied() -> None:
     check_handler(build, lambda: GradientNoise(0.3), batches(3), max_epochs=2)
     used = trained(GradientNoise(0.3)).handlers["gradient_noise"]
-    assert same(trained(copy.deepcopy(used)).model, trained_by_hand(0.3))
+    assert same(trained(copy.deepcopy(used)).model, plain_loop(0.3))
 
 
 def test_two_on_one_update_refuse_each_other() -> None:
@@ -223,7 +223,7 @@ def test_two_on_one_update_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"eta": 0}, ValueError, "eta=0"),
         ({"eta": math.nan}, ValueError, "eta=nan"),
@@ -232,6 +232,6 @@ def test_two_on_one_update_refuse_each_other() -> None:
         ({"gamma": math.inf}, ValueError, "gamma=inf"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"GradientNoise\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"GradientNoise\({message}\)"):
         GradientNoise(**options)

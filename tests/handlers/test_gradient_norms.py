@@ -239,7 +239,7 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"norm_type": 0}, ValueError, "norm_type=0"),
         ({"norm_type": math.nan}, ValueError, "norm_type=nan"),
@@ -250,6 +250,6 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
         ({"every": Events.ITERATION_COMPLETED(every=2)}, ValueError, "every=Events.ITERATION_COMPLETED"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"GradientNorms\({told}"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"GradientNorms\({message}"):
         GradientNorms(**options)

@@ -33,7 +33,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_losses_and_rates_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
+def test_losses_and_rates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     engine_of(JSONLinesLogger(path, every="4it"), LRScheduling(partial(ExponentialLR, gamma=0.9))).run(
         batches(), max_epochs=2

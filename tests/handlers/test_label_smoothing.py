@@ -57,7 +57,7 @@ def trained(dense: bool, *handlers: Any) -> tuple[Engine, list[float]]:
     return engine, losses
 
 
-def trained_by_hand(
+def plain_loop(
     dense: bool, alpha: float, *, window: int = 1, scaled: bool = False, same_arithmetic: bool = True
 ) -> tuple[nn.Sequential, list[float]]:
     model = network()
@@ -88,12 +88,12 @@ def trained_by_hand(
 @pytest.mark.parametrize("window", [1, 4])
 def test_it_trains_as_torchs_label_smoothing_does(dense: bool, alpha: float, window: int) -> None:
     engine, losses = trained(dense, LabelSmoothing(alpha), GradientAccumulation(window))
-    model, by_hand = trained_by_hand(dense, alpha, window=window, same_arithmetic=False)
+    model, by_hand = plain_loop(dense, alpha, window=window, same_arithmetic=False)
     # torch adds the same numbers up in another order: its sums differ in the last bits, and so do twelve steps made of them.
     assert losses == pytest.approx(by_hand, rel=1e-5)
     for one, other in zip(engine.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    plain, _ = trained_by_hand(dense, 0.0, window=window, same_arithmetic=False)
+    plain, _ = plain_loop(dense, 0.0, window=window, same_arithmetic=False)
     assert not torch.allclose(engine.model[0].weight, plain[0].weight, rtol=1e-3)  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ def test_weights_equal_the_same_sums_by_hand_with_accumulation_and_fp16(scaled: 
     if scaled:
         handlers.append(MixedPrecision("fp16", init_scale=1024.0))
     engine, losses = trained(True, *(reversed(handlers) if reverse else handlers))
-    model, by_hand = trained_by_hand(True, 0.2, window=4, scaled=scaled)
+    model, by_hand = plain_loop(True, 0.2, window=4, scaled=scaled)
     for one, other in zip(engine.model.state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert losses == by_hand
@@ -123,7 +123,7 @@ def test_what_others_add_to_the_loss_is_not_smoothed() -> None:
         update.backward_loss = update.backward_loss + 100.0
 
     engine.run(batches(False), max_epochs=1)
-    _, by_hand = trained_by_hand(False, 0.2)
+    _, by_hand = plain_loop(False, 0.2)
     assert [one for one, _ in seen] == by_hand[:6]  # a constant changes no gradient
     assert all(one == other for one, other in seen)
 
@@ -161,20 +161,20 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [
         (lambda x: (x, x), "tuple; expected a tensor of logits"),
         (lambda x: x.sum(2).sum(1), r"of shape \(5,\)"),
         (lambda x: x[:, :1], r"of shape \(5, 1, 3\)"),
     ],
 )
-def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, told: str) -> None:
+def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, message: str) -> None:
     update = Update(
         lambda engine, batch: output(engine.model(batch[0])), lambda engine, output, batch: torch.zeros(()), SGD
     )
     engine = Engine(update, model=network())
     engine.attach(LabelSmoothing())
-    with pytest.raises(TypeError, match=f"'label_smoothing': the output of update 'main' is {told}"):
+    with pytest.raises(TypeError, match=f"'label_smoothing': the output of update 'main' is {message}"):
         engine.run(batches(True), max_epochs=1)
 
 

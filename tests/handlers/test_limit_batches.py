@@ -55,7 +55,7 @@ def evaluator_of(model: nn.Module) -> Engine:
     return engine
 
 
-def trained_by_hand(data: Any, count: int, *, epochs: int = 3, window: int = 1) -> nn.Sequential:
+def plain_loop(data: Any, count: int, *, epochs: int = 3, window: int = 1) -> nn.Sequential:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     seed_everything(1)
@@ -91,7 +91,7 @@ def test_each_epoch_takes_the_first_batches_of_a_new_shuffle(options: dict[str, 
     engine = engine_of(model, LimitBatches(limit))
     seed_everything(1)
     assert engine.run(loader_with(options), max_epochs=3).iteration == 3 * count
-    assert_same(model, trained_by_hand(loader_with(options), count))
+    assert_same(model, plain_loop(loader_with(options), count))
 
 
 def test_a_window_closes_with_the_last_batch_that_is_taken() -> None:
@@ -100,7 +100,7 @@ def test_a_window_closes_with_the_last_batch_that_is_taken() -> None:
     seed_everything(1)
     engine.run(loader(), max_epochs=3)
     assert engine.updates[0].steps == 6
-    assert_same(model, trained_by_hand(loader(), 4, window=3))
+    assert_same(model, plain_loop(loader(), 4, window=3))
 
 
 class Unsized:
@@ -119,7 +119,7 @@ def test_unsized_data_is_limited_by_a_number() -> None:
         seed_everything(1)
         engine.run(Unsized(), max_epochs=2)
         assert ends == [4, 8]
-        assert_same(model, trained_by_hand(Unsized(), 4, epochs=2, window=3 if handlers else 1))
+        assert_same(model, plain_loop(Unsized(), 4, epochs=2, window=3 if handlers else 1))
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def engine_of(model: nn.Module, *handlers: Any) -> tuple[Engine, list[float]]:
     return engine, rates
 
 
-def trained_by_hand(
+def plain_loop(
     factory: Factory, *, by: str = "step", epochs: int = 3, window: int = 1, stop_at: int | None = None
 ) -> tuple[nn.Linear, list[float]]:
     """The trained model, and the rates that the steps used."""
@@ -111,11 +111,11 @@ def sequential(optimizer: Optimizer) -> SequentialLR:
     ],
     ids=["StepLR", "LambdaLR", "SequentialLR", "OneCycleLR", "CosineAnnealingLR"],
 )
-def test_rates_and_weights_equal_a_loop_by_hand(factory: Factory, every: str) -> None:
+def test_rates_and_weights_equal_a_plain_loop(factory: Factory, every: str) -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(factory, every=every))
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(factory, by="step" if every == "1st" else "epoch")
+    hand, expected = plain_loop(factory, by="step" if every == "1st" else "epoch")
     assert rates == expected
     assert len(set(rates)) > 1
     assert_same(model, hand)
@@ -125,7 +125,7 @@ def test_one_cycle_learns_the_total_of_its_steps() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=18))
+    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=18))
     assert rates == expected
     assert_same(model, hand)
 
@@ -136,7 +136,7 @@ def test_the_learned_total_counts_windows_and_not_batches(accumulation_first: bo
     handlers: list[Any] = [GradientAccumulation(4), LRScheduling(partial(OneCycleLR, max_lr=0.3))]
     engine, rates = engine_of(model, *(handlers if accumulation_first else reversed(handlers)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=6), window=4)
+    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=6), window=4)
     assert rates == expected
     assert_same(model, hand)
 
@@ -152,7 +152,7 @@ def test_the_learned_total_respects_max_iters() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(batches(), max_epochs=3, max_iters=14)
-    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=14), stop_at=14)
+    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=14), stop_at=14)
     assert rates == expected
     assert_same(model, hand)
 
@@ -168,7 +168,7 @@ def test_the_learned_total_of_unsized_data_is_max_iters() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(Unsized(), max_iters=9)
-    hand, expected = trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=9), stop_at=9)
+    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=9), stop_at=9)
     assert rates == expected
     assert_same(model, hand)
 
@@ -191,7 +191,7 @@ def test_cosine_annealing_learns_its_half_period() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(partial(CosineAnnealingLR, T_max=18))
+    hand, expected = plain_loop(partial(CosineAnnealingLR, T_max=18))
     assert rates == expected
     assert_same(model, hand)
 
@@ -200,14 +200,14 @@ def test_a_bare_class_is_a_factory() -> None:
     factory: Any = CosineAnnealingLR  # mypy sees that T_max is missing; it is learned
     engine, rates = engine_of(network(), LRScheduling(factory))
     engine.run(batches(), max_epochs=3)
-    assert rates == trained_by_hand(partial(CosineAnnealingLR, T_max=18))[1]
+    assert rates == plain_loop(partial(CosineAnnealingLR, T_max=18))[1]
 
 
 def test_by_epochs_the_half_period_is_the_number_of_epochs() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR), every="1ep"))
     engine.run(Unsized(), max_epochs=3)
-    hand, expected = trained_by_hand(partial(CosineAnnealingLR, T_max=3), by="epoch")
+    hand, expected = plain_loop(partial(CosineAnnealingLR, T_max=3), by="epoch")
     assert rates == expected
     assert_same(model, hand)
 
@@ -220,7 +220,7 @@ def test_a_total_that_was_given_is_left_alone() -> None:
         handler = LRScheduling(factory)
         engine, rates = engine_of(network(), handler)
         engine.run(batches(), max_epochs=3)
-        assert rates == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=30))[1]
+        assert rates == plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=30))[1]
         engine.run(batches(), max_epochs=5)  # up to what was given explicitly
         assert len(rates) == 30
 
@@ -230,7 +230,7 @@ def test_it_moves_once_for_each_window() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(factory), GradientAccumulation(4))
     engine.run(batches(), max_epochs=2)
-    hand, expected = trained_by_hand(factory, epochs=2, window=4)
+    hand, expected = plain_loop(factory, epochs=2, window=4)
     assert rates == expected
     assert len(rates) == 4
     assert_same(model, hand)
@@ -344,7 +344,7 @@ def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
     engine, rates = engine_of(model, LRScheduling(factory))
     engine.run(batches(), max_epochs=1)
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(factory)
+    hand, expected = plain_loop(factory)
     assert rates == expected
     assert_same(model, hand)
 
@@ -357,7 +357,7 @@ def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> Non
     assert len(rates) == 12
     engine.reset()
     engine.run(batches(), max_epochs=3)
-    assert rates[12:] == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=18))[1]
+    assert rates[12:] == plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=18))[1]
 
 
 def test_a_saved_run_goes_on_bit_for_bit() -> None:
@@ -441,7 +441,7 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
         else:
             engine.detach(handler)
         engine.run(batches(), max_epochs=2)
-    hand, expected = trained_by_hand(partial(ConstantLR, factor=1.0), epochs=2)
+    hand, expected = plain_loop(partial(ConstantLR, factor=1.0), epochs=2)
     assert rates == expected
     assert_same(model, hand)
 
@@ -469,12 +469,12 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 
 
 def test_a_monitor_goes_with_plateau_only() -> None:
-    for handler, told in (
+    for handler, reported in (
         (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= is only for ReduceLROnPlateau"),
         (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
     ):
         engine, rates = engine_of(network(), handler)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             engine.run(batches(), max_epochs=1)
         assert rates == []
 
@@ -486,7 +486,7 @@ def test_attached_between_two_runs_it_learns_the_steps_that_are_to_come() -> Non
     engine.attach(handler)
     engine.run(batches(), max_epochs=3)
     assert handler.total == 6
-    assert rates[12:] == trained_by_hand(partial(OneCycleLR, max_lr=0.3, total_steps=6), epochs=1)[1]
+    assert rates[12:] == plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=6), epochs=1)[1]
 
 
 def test_switched_off_in_a_run_the_rate_stays_where_it_is() -> None:
@@ -703,7 +703,7 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", TOLD)
-def test_a_scheduler_that_is_told_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
+def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
     factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
     for window in (1, 4):
         model = network()
@@ -718,12 +718,12 @@ def test_a_scheduler_that_is_told_is_driven_as_in_its_own_loop(kind: str, every:
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", TOLD)
-def test_a_scheduler_that_is_told_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:
+def test_a_scheduler_that_gets_the_count_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:
     factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
     check_handler(lambda: engine_of(network())[0], lambda: LRScheduling(factory, every=every), batches(3), max_epochs=3)
 
 
-def test_a_scheduler_that_is_told_every_few_steps_knows_how_many_they_were() -> None:
+def test_a_scheduler_that_gets_every_few_steps_knows_how_many_they_were() -> None:
     factory = partial(Told, t_initial=12, t_in_epochs=False)
     engine, rates = engine_of(network(), LRScheduling(factory, every="3st"))
     engine.run(batches(), max_epochs=2)

@@ -88,7 +88,7 @@ def test_it_trains_as_whole_batches_do(options: dict[str, Any], window: int, hal
     assert engine.updates[0].steps == 2 * -(-5 // window)
 
 
-def test_weights_equal_a_loop_by_hand() -> None:
+def test_weights_equal_a_plain_loop() -> None:
     data, model = make_data(), make_model()
     optimizer = SGD(model.parameters())
     for _ in range(2):
@@ -355,7 +355,7 @@ def test_a_split_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ((torch.zeros(8, 4), torch.zeros(7)), r"8 samples holds a tensor of shape \(7,\)"),
         ({"scale": 1.0}, "no tensor with a first dimension"),
@@ -365,8 +365,8 @@ def test_a_split_of_ones_own() -> None:
         ),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_an_error(batch: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_batch_that_cannot_be_cut_is_an_error(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         trained(MicroBatching(3), data=[batch])
 
 
@@ -594,9 +594,9 @@ def test_the_smaller_size_is_kept_and_saved() -> None:
 def test_one_sample_that_is_too_much_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         run_out(0, MicroBatching(), data=make_data([3]), epochs=1)
-    told = "\n".join(caught.value.__notes__)
-    assert "'micro_batching': the memory ran out for 1 of a batch's 3 samples" in told
-    assert "no piece can be smaller" in told
+    reported = "\n".join(caught.value.__notes__)
+    assert "'micro_batching': the memory ran out for 1 of a batch's 3 samples" in reported
+    assert "no piece can be smaller" in reported
 
 
 def test_without_halving_the_error_leaves_at_once() -> None:
@@ -679,7 +679,7 @@ def test_two_of_them_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"size": 0}, ValueError, r"MicroBatching\(size=0\)"),
         ({"size": 2.0}, TypeError, r"MicroBatching\(size=2.0\)"),
@@ -695,6 +695,6 @@ def test_two_of_them_refuse_each_other() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         MicroBatching(**options)

@@ -38,7 +38,7 @@ def with_a_huge_one() -> Batches:
 engine_of = partial(build, optimizer=partial(torch.optim.Adam, lr=0.05))
 
 
-def trained_by_hand(
+def plain_loop(
     precision: str,
     data: Batches,
     *,
@@ -86,11 +86,11 @@ def note_scales(engine: Engine, handler: MixedPrecision) -> list[float]:
     return scales
 
 
-def test_bf16_equals_a_loop_by_hand() -> None:
+def test_bf16_equals_a_plain_loop() -> None:
     model = network()
     handler = MixedPrecision("bf16")
     engine_of(model, handler).run(batches(), max_epochs=2)
-    hand, _, _ = trained_by_hand("bf16", batches())
+    hand, _, _ = plain_loop("bf16", batches())
     assert_same(model, hand)
     assert handler.scalers == {}
     plain = network()
@@ -109,14 +109,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_fp16_equals_a_loop_by_hand(options: dict[str, Any], window: int, max_norm: float | None) -> None:
+def test_fp16_equals_a_plain_loop(options: dict[str, Any], window: int, max_norm: float | None) -> None:
     model = network()
     handler = MixedPrecision("fp16", **options)
     clipping = [] if max_norm is None else [GradientClipping(max_norm=max_norm)]
     engine = engine_of(model, *clipping, GradientAccumulation(window), handler)
     scales = note_scales(engine, handler)
     engine.run(with_a_huge_one(), max_epochs=2)
-    hand, expected, steps = trained_by_hand("fp16", with_a_huge_one(), window=window, max_norm=max_norm, **options)
+    hand, expected, steps = plain_loop("fp16", with_a_huge_one(), window=window, max_norm=max_norm, **options)
     assert scales == expected
     assert engine.updates[0].steps == steps
     assert_same(model, hand)
@@ -146,7 +146,7 @@ def test_a_step_that_somebody_else_skips_still_moves_the_scale() -> None:
     engine.connect(Events.GRADIENTS_READY(once=2), lambda engine: engine.state.update.skip("on purpose"))
     scales = note_scales(engine, handler)
     engine.run(batches(), max_epochs=1)
-    hand, expected, _ = trained_by_hand("fp16", batches(), epochs=1, skip_at=2, init_scale=4.0, growth_interval=3)
+    hand, expected, _ = plain_loop("fp16", batches(), epochs=1, skip_at=2, init_scale=4.0, growth_interval=3)
     assert scales == expected == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]
     assert engine.updates[0].steps == 6
     assert_same(model, hand)
@@ -333,7 +333,7 @@ def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it() -> None:
     for bound in (2, 5, 8):
         engine.run(with_a_huge_one(), max_iters=bound)
     engine.run(with_a_huge_one(), max_epochs=2)
-    hand, scales, steps = trained_by_hand("fp16", with_a_huge_one(), window=3, init_scale=2.0**20, growth_interval=2)
+    hand, scales, steps = plain_loop("fp16", with_a_huge_one(), window=3, init_scale=2.0**20, growth_interval=2)
     assert handler.scalers["main"].get_scale() == scales[-1]
     assert engine.updates[0].steps == steps
     assert_same(model, hand)
@@ -400,7 +400,7 @@ def test_fp16_refuses_an_optimizer_with_a_closure_before_the_first_batch() -> No
     assert engine.run(batches(), max_epochs=1).iteration == 7  # the closure still works
 
 
-def test_bf16_with_a_closure_equals_a_loop_by_hand() -> None:
+def test_bf16_with_a_closure_equals_a_plain_loop() -> None:
     model, hand = network(), network()
     lbfgs_of(model, MixedPrecision("bf16")).run(batches(), max_epochs=2)
     optimizer = torch.optim.LBFGS(hand.parameters(), max_iter=3)

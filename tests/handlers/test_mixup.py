@@ -78,7 +78,7 @@ def cut_by_hand(images: Tensor, iteration: int, length: int) -> Tensor:
     return images
 
 
-def trained_by_hand(
+def plain_loop(
     alpha: float | None,
     *,
     window: int = 1,
@@ -121,7 +121,7 @@ def trained_by_hand(
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4])
 @pytest.mark.parametrize("window", [1, 4])
-def test_weights_and_reported_losses_equal_a_loop_by_hand(alpha: float, window: int) -> None:
+def test_weights_and_reported_losses_equal_a_plain_loop(alpha: float, window: int) -> None:
     losses: list[float] = []
 
     class Note(Handler):
@@ -129,14 +129,14 @@ def test_weights_and_reported_losses_equal_a_loop_by_hand(alpha: float, window: 
             engine.connect(Events.UPDATE_COMPLETED, lambda engine: losses.append(engine.state.update.loss.item()))
 
     engine = trained(MixUp(alpha), GradientAccumulation(window), Note())
-    hand, by_hand = trained_by_hand(alpha, window=window)
+    hand, plain = plain_loop(alpha, window=window)
     assert same(engine.model, hand)
-    assert losses == by_hand
-    assert not same(engine.model, trained_by_hand(None, window=window)[0])
+    assert losses == plain
+    assert not same(engine.model, plain_loop(None, window=window)[0])
 
 
 def test_with_smoothing_cutout_accumulation_clipping_and_fp16_in_many_orders() -> None:
-    hand, _ = trained_by_hand(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
+    hand, _ = plain_loop(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
     for order in itertools.islice(itertools.permutations(range(6)), 0, None, 31):
         handlers = [
             MixUp(0.4),
@@ -201,7 +201,7 @@ def test_batches_of_other_kinds(kind: str) -> None:
     engine.attach(MixUp(0.4, input=places[0], target=places[1]))
     torch.manual_seed(5)
     engine.run([as_kind(*pair) for pair in batches()], max_epochs=2)
-    assert same(engine.model, trained_by_hand(0.4)[0])
+    assert same(engine.model, plain_loop(0.4)[0])
 
 
 def test_a_batch_of_none_is_passed_over() -> None:
@@ -225,14 +225,14 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
     engine.run([batch] * window, max_epochs=1)
 
     hand = network().eval()
-    by_hand = optimizer(hand.parameters())
+    plain = optimizer(hand.parameters())
     mixed = []
     for iteration in range(1, window + 1):
         lam, perm = draws(iteration, 1.0, 8)
         mixed.append((lam * batch[0] + (1 - lam) * batch[0][perm], lam, perm))
 
     def closure() -> Tensor:
-        by_hand.zero_grad()
+        plain.zero_grad()
         losses = []
         for x, lam, perm in mixed:
             output = hand(x)
@@ -245,7 +245,7 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
                 parameter.grad.div_(window)
         return torch.stack(losses).sum() / window
 
-    by_hand.step(closure)
+    plain.step(closure)
     assert same(model, hand)
 
 
@@ -280,7 +280,7 @@ def test_switched_off_it_shifts_no_other_number() -> None:
     handler.enabled = False
     torch.manual_seed(5)
     engine.run(batches(), max_epochs=2)
-    assert same(engine.model, trained_by_hand(None)[0])
+    assert same(engine.model, plain_loop(None)[0])
 
 
 def test_it_keeps_the_promises_of_a_handler() -> None:
@@ -333,7 +333,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "told"),
+    ("batch", "options", "message"),
     [
         ((torch.zeros(4, 2, dtype=torch.long), torch.zeros(4)), {}, "the inputs are torch.int64"),
         ((torch.zeros(4, 2), torch.zeros(3)), {}, r"shape \(4, 2\), targets \(3,\)"),
@@ -343,10 +343,10 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
         ((torch.zeros(4, 2),), {}, r"no tensor at 1"),
     ],
 )
-def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: dict[str, Any], told: str) -> None:
+def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: dict[str, Any], message: str) -> None:
     engine = build()
     engine.attach(MixUp(**options))
-    with pytest.raises((TypeError, ValueError), match=f"'mixup': .*{told}"):
+    with pytest.raises((TypeError, ValueError), match=f"'mixup': .*{message}"):
         engine.run([batch], max_epochs=1)
 
 
@@ -358,7 +358,7 @@ def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"alpha": 0}, ValueError, "alpha=0"),
         ({"alpha": math.nan}, ValueError, "alpha=nan"),
@@ -368,6 +368,6 @@ def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> No
         ({"input": 1}, ValueError, "input=1, target=1"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"MixUp\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"MixUp\({message}\)"):
         MixUp(**options)

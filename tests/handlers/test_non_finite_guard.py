@@ -45,7 +45,7 @@ def build(model: nn.Module | None = None) -> Engine:
     return kit.build(model or network(), optimizer=Adam)
 
 
-def trained_by_hand(data: Batches, *, window: int = 1, max_norm: float | None = None, epochs: int = 2) -> nn.Sequential:
+def plain_loop(data: Batches, *, window: int = 1, max_norm: float | None = None, epochs: int = 2) -> nn.Sequential:
     """Every batch goes through the network; the steps of windows with a bad one are left out."""
     model = network()
     optimizer = Adam(model.parameters())
@@ -72,7 +72,7 @@ def test_a_bad_batch_discards_its_whole_window_and_the_next_is_clean(check: Any,
     guard = NonFiniteGuard(check=check)
     engine.attach(guard, GradientAccumulation(window))
     engine.run(data, max_epochs=2)
-    assert same(engine.model, trained_by_hand(data, window=window))
+    assert same(engine.model, plain_loop(data, window=window))
     assert all(bool(value.isfinite().all()) for value in engine.model.state_dict().values())
     assert engine.updates[0].steps == {1: 16, 4: 4}[window]
     assert guard.skipped == {"main": {1: 4, 4: 2}[window]}
@@ -85,7 +85,7 @@ def test_wherever_in_its_window_the_bad_batch_is(check: Any, bad: int) -> None:
     engine = build()
     engine.attach(NonFiniteGuard(check=check), GradientAccumulation(4))
     engine.run(data, max_epochs=2)
-    assert same(engine.model, trained_by_hand(data, window=4))
+    assert same(engine.model, plain_loop(data, window=4))
 
 
 def test_without_it_the_weights_are_lost() -> None:
@@ -118,7 +118,7 @@ def test_with_clipping_and_a_schedule_that_follows_real_steps(check: Any, guard_
     ]
     engine.attach(*(handlers if guard_first else reversed(handlers)))
     engine.run(data, max_epochs=2)
-    assert same(engine.model, trained_by_hand(data, max_norm=0.1))
+    assert same(engine.model, plain_loop(data, max_norm=0.1))
     schedule = handlers[2]
     assert isinstance(schedule, LRScheduling)
     assert schedule.scheduler.last_epoch == 14
@@ -183,21 +183,21 @@ def test_it_stops_at_the_patience_th_bad_step_in_a_row(check: Any, window: int) 
     assert engine.state.stop_reason is not None
     assert "not finite" in engine.state.stop_reason
     assert engine.state.stop_reason.endswith("(2 steps in a row)")
-    assert same(engine.model, trained_by_hand(data[: 5 * window], window=window, epochs=1))
+    assert same(engine.model, plain_loop(data[: 5 * window], window=window, epochs=1))
 
 
 @pytest.mark.parametrize(
-    ("check", "told"),
+    ("check", "message"),
     [
         ("gradients", "the gradients are not finite in 0.weight, "),
         ("loss", "the loss is not finite: nan in iteration 3, nan in iteration 4"),
         ("both", "the loss is not finite: nan in iteration 3, nan in iteration 4; the gradients are not finite in "),
     ],
 )
-def test_it_raises_and_names_the_iterations_of_the_loss(check: Any, told: str) -> None:
+def test_it_raises_and_names_the_iterations_of_the_loss(check: Any, message: str) -> None:
     engine = build()
     engine.attach(NonFiniteGuard(check=check, action="raise"), GradientAccumulation(5))
-    with pytest.raises(FloatingPointError, match=f"update 'main': {told}"):
+    with pytest.raises(FloatingPointError, match=f"update 'main': {message}"):
         engine.run(batches(3, 4), max_epochs=1)
     assert engine.updates[0].steps == 0
 
@@ -209,7 +209,7 @@ def test_a_stop_that_was_held_back_is_taken_back_when_the_gradients_recover() ->
     engine.run(data, max_epochs=1, min_iters=8)
     assert engine.state.iteration == 10
     assert engine.state.stop_reason is None
-    assert same(engine.model, trained_by_hand(data, epochs=1))
+    assert same(engine.model, plain_loop(data, epochs=1))
     engine = build()
     engine.attach(NonFiniteGuard(action="stop"))
     engine.run(batches(3, 8), max_epochs=1, min_iters=8)
@@ -377,7 +377,7 @@ def test_two_on_one_update_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "told"),
+    ("options", "kind", "message"),
     [
         ({"check": "weights"}, ValueError, "check='weights'"),
         ({"action": "ignore"}, ValueError, "action='ignore'"),
@@ -386,6 +386,6 @@ def test_two_on_one_update_refuse_each_other() -> None:
         ({"patience": 2}, ValueError, "patience=2"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"NonFiniteGuard\({told}\)"):
+def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"NonFiniteGuard\({message}\)"):
         NonFiniteGuard(**options)

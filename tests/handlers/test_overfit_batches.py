@@ -1,4 +1,4 @@
-"""OverfitBatches: the same batches in every epoch, against a loop by hand over a list of them."""
+"""OverfitBatches: the same batches in every epoch, against a plain loop over a list of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drawn_by_hand(data: DataLoader[Any], count: int, seed: int = 7) -> Batches:
 
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_it_equals_a_loop_by_hand_over_the_same_batches(own_generator: bool, workers: int) -> None:
+def test_it_equals_a_plain_loop_over_the_same_batches(own_generator: bool, workers: int) -> None:
     data = drawn_by_hand(loader(own_generator=own_generator, workers=workers), 2)
     hand = network()
     optimizer = torch.optim.Adam(hand.parameters(), lr=0.02)

@@ -49,7 +49,7 @@ def trainer_of(model: nn.Module, *handlers: Any, optimizer: Any = SGD) -> tuple[
     return engine, seen
 
 
-def trained_by_hand(
+def plain_loop(
     change: Callable[[dict[str, Any], int], None], *, by: str = "step", window: int = 1, optimizer: Any = SGD
 ) -> tuple[nn.Linear, list[dict[str, Any]]]:
     model, steps, seen = network(), 0, []
@@ -109,12 +109,12 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("by", ["step", "epoch"])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_fields_and_weights_equal_a_loop_by_hand(case: str, by: str, window: int) -> None:
+def test_fields_and_weights_equal_a_plain_loop(case: str, by: str, window: int) -> None:
     make, change, optimizer = CASES[case]
     handler = make(every="1st" if by == "step" else "1ep")
     engine, seen = trainer_of(model := network(), GradientAccumulation(window), handler, optimizer=optimizer)
     engine.run(batches(), max_epochs=3)
-    hand, expected = trained_by_hand(change, by=by, window=window, optimizer=optimizer)
+    hand, expected = plain_loop(change, by=by, window=window, optimizer=optimizer)
     field = handler.field
     assert [group[field] for group in seen] == [group[field] for group in expected]
     assert len({group[field] for group in seen}) > 1
@@ -125,7 +125,7 @@ def test_it_moves_every_few_steps() -> None:
     handler = ParameterScheduling("weight_decay", lambda n: 0.5 * 0.9**n, every="3st")
     engine, _ = trainer_of(model := network(), handler)
     engine.run(batches(), max_epochs=3)
-    assert_same(model, trained_by_hand(set_every_third)[0])
+    assert_same(model, plain_loop(set_every_third)[0])
 
 
 def test_the_whole_schedule_can_be_seen_without_training() -> None:
@@ -201,7 +201,7 @@ def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
     engine, _ = trainer_of(model := network(), ParameterScheduling("weight_decay", lambda n: 0.5 * 0.9**n))
     engine.run(batches(), max_iters=7)
     engine.run(batches(), max_epochs=3)
-    assert_same(model, trained_by_hand(set_decay)[0])
+    assert_same(model, plain_loop(set_decay)[0])
 
 
 @pytest.mark.parametrize("built", [True, False])
@@ -274,7 +274,7 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handler", "kind", "told"),
+    ("handler", "kind", "message"),
     [
         (
             lambda: ParameterScheduling("weight_decoy", {0: 1.0}),
@@ -296,10 +296,10 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
     ],
 )
 def test_what_does_not_fit_the_optimizer_is_refused_before_the_first_batch(
-    handler: Callable[[], ParameterScheduling], kind: type[Exception], told: str
+    handler: Callable[[], ParameterScheduling], kind: type[Exception], message: str
 ) -> None:
     engine, seen = trainer_of(network(), handler())
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         engine.run(batches(), max_epochs=1)
     assert seen == []
 
@@ -319,7 +319,7 @@ def test_two_schedules_of_one_field_refuse_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "told"),
+    ("arguments", "kind", "message"),
     [
         ({"field": 3}, TypeError, "field=3"),
         ({"field": "lr"}, ValueError, "field='lr'.*LRScheduling"),
@@ -336,8 +336,8 @@ def test_two_schedules_of_one_field_refuse_each_other() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=rf"ParameterScheduling\(.*{told}|{told}"):
+def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"ParameterScheduling\(.*{message}|{message}"):
         ParameterScheduling(**({"field": "momentum", "schedule": {0: 0.5}} | arguments))
 
 

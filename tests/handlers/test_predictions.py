@@ -1,4 +1,4 @@
-"""Predictions against a loop by hand in eval mode."""
+"""Predictions against a plain loop in eval mode."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ print("returned", engine.handlers["preemption"].preempted, engine.state.stop_rea
     ),
     ids=str,
 )
-def test_a_process_leaves_with_the_exit_status_after_everything_was_told(
+def test_a_process_leaves_with_the_exit_status_after_everything_was_emitted(
     tmp_path: Path, one: signal.Signals, arguments: str, status: int, last: str
 ) -> None:
     script = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "run"), arguments=arguments)
@@ -248,9 +248,9 @@ def test_a_process_leaves_with_the_exit_status_after_everything_was_told(
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(one)
-        told, errors = process.communicate(timeout=LIMIT)
-    assert told.split("\n")[:4] == ["PREEMPTED", "TERMINATED", "COMPLETED", "ENDED"]
-    assert told.rstrip().split("\n")[-1] == last
+        reported, errors = process.communicate(timeout=LIMIT)
+    assert reported.split("\n")[:4] == ["PREEMPTED", "TERMINATED", "COMPLETED", "ENDED"]
+    assert reported.rstrip().split("\n")[-1] == last
     assert process.returncode == status
     assert "Traceback" not in errors
     assert resumed(tmp_path / "run") == uninterrupted(tmp_path / "whole")
@@ -325,7 +325,7 @@ def test_a_forked_child_is_not_saved_and_dies_of_a_sigterm_but_not_of_what_all_p
     assert engine.state.stop_reason is None
 
 
-def test_everything_is_told_as_with_terminate_and_the_handlers_are_put_back(tmp_path: Path) -> None:
+def test_everything_is_emitted_as_with_terminate_and_the_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     engine = build(tmp_path, preemption := Preemption())
     kill_at(Events.FORWARD_STARTED(once=3), signal.SIGTERM)(engine)

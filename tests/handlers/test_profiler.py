@@ -129,9 +129,9 @@ def test_the_order_is_that_of_the_loop_and_then_by_what_takes_longest() -> None:
 
 
 def test_the_table_is_printed_when_the_run_ends() -> None:
-    told = io.StringIO()
-    make(Profiler(file=told), GradientClipping(max_norm=1.0)).run(data(), max_epochs=2)
-    title, header, *rows = told.getvalue().splitlines()
+    reported = io.StringIO()
+    make(Profiler(file=reported), GradientClipping(max_norm=1.0)).run(data(), max_epochs=2)
+    title, header, *rows = reported.getvalue().splitlines()
     assert title.startswith("12 iterations in ")
     assert header.split() == ["event", "calls", "seconds", "us", "a", "call", "longest", "%"]
     assert rows[-1].startswith("the rest")
@@ -168,9 +168,9 @@ def test_filters_and_receivers_that_join_later_are_measured_alike() -> None:
     assert by_name(profiler)["rarely ITERATION_COMPLETED"].calls == 3
 
 
-def test_an_error_is_still_told_by_its_receiver_and_the_table_comes_all_the_same() -> None:
-    told = io.StringIO()
-    profiler = Profiler(file=told)
+def test_an_error_is_still_reported_by_its_receiver_and_the_table_comes_all_the_same() -> None:
+    reported = io.StringIO()
+    profiler = Profiler(file=reported)
     engine = make(profiler)
 
     @engine.on(Events.BACKWARD_COMPLETED(once=3))
@@ -180,7 +180,7 @@ def test_an_error_is_still_told_by_its_receiver_and_the_table_comes_all_the_same
     with pytest.raises(ValueError, match="no more") as raised:
         engine.run(data(), max_epochs=1)
     assert any("raised by fail at Events.BACKWARD_COMPLETED" in note for note in raised.value.__notes__)
-    assert told.getvalue().startswith("2 iterations in ")
+    assert reported.getvalue().startswith("2 iterations in ")
     assert by_name(profiler)["fail BACKWARD_COMPLETED"].calls == 1
 
 

@@ -261,7 +261,7 @@ def test_a_warmup_of_no_steps_is_what_follows() -> None:
     assert rates(warmup(0, then=factory), 6) == rates(factory, 6)
 
 
-def test_what_follows_a_warmup_is_told_what_is_left_of_the_run() -> None:
+def test_what_follows_a_warmup_learns_what_is_left_of_the_run() -> None:
     found = rates(of(warmup(0.25, then=CosineAnnealingLR), 16), 16)
     assert found[4:] == rates(partial(CosineAnnealingLR, T_max=12), 12)
     found = rates(of(warmup(4, then=partial(OneCycleLR, max_lr=0.3)), 16), 16)
@@ -422,7 +422,7 @@ def test_shares_that_add_up_to_one_fit_into_every_run(steps: int) -> None:
         assert sum(rate == 0 for rate in found) == math.floor(round(b * steps, 6))
 
 
-def test_a_factory_that_is_not_told_the_length_of_the_run_says_so() -> None:
+def test_a_factory_that_does_not_get_the_length_of_the_run_says_so() -> None:
     for factory in (cosine_with_warmup(), one_cycle(), piecewise({0.5: 1}), warmup(0.1, then=piecewise({5: 0.5}))):
         for wrong in (None, 0, 2.5, True):
             with pytest.raises(ValueError, match=rf"total_steps.*{wrong}.*use LRScheduling"):

@@ -123,7 +123,7 @@ def differ(one: nn.Module, other: nn.Module) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-# ---- against a loop by hand ----------------------------------------------------------------------------------------------
+# ---- against a plain loop ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def differ(one: nn.Module, other: nn.Module) -> bool:
     ids=str,
 )
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_weights_equal_a_loop_by_hand(options: dict[str, Any], window: int) -> None:
+def test_weights_equal_a_plain_loop(options: dict[str, Any], window: int) -> None:
     engine = trained(SharpnessAwareMinimization(**options), GradientAccumulation(window))
     assert_same(engine.model, by_hand(**options, window=window))
     assert differ(engine.model, trained(GradientAccumulation(window)).model)

@@ -42,7 +42,7 @@ def run(engine: Engine, **bounds: Any) -> Engine:
     return engine
 
 
-def trained_by_hand(
+def plain_loop(
     *, start: int = 3, every: int = 1, window: int = 1, lr: float | None = None, epochs: int = 6, **annealing: Any
 ) -> tuple[nn.Module, nn.Module, list[float], list[float]]:
     """The trained model, its average with its statistics, the rates of the epochs, the average's loss after each epoch."""
@@ -84,12 +84,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the loop by hand that builds it late
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the plain loop that builds it late
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_average_rates_and_weights_equal_torchs_recipe(case: str, window: int) -> None:
     options = {"start": 3} | CASES[case]
-    hand, average, expected, _ = trained_by_hand(**options, window=window)
+    hand, average, expected, _ = plain_loop(**options, window=window)
     if "anneal_strategy" in options:
         options["anneal"] = options.pop("anneal_strategy")
     if "every" in options:
@@ -117,7 +117,7 @@ def test_a_validation_measures_the_average_and_training_does_not_notice(swa_firs
     engine = trainer_of(model, *(handlers if swa_first else reversed(handlers)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
-    hand, _, _, expected = trained_by_hand()
+    hand, _, _, expected = plain_loop()
     assert losses == expected
     assert_same(model.state_dict(), hand.state_dict())
 
@@ -132,7 +132,7 @@ def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
     engine.connect(Events.EPOCH_COMPLETED(after=2), lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
     for epochs, loss in zip(range(3, 7), losses, strict=True):
-        hand, average, _, _ = trained_by_hand(epochs=epochs)
+        hand, average, _, _ = plain_loop(epochs=epochs)
         assert loss == validation_loss(average)
     assert_same(model.state_dict(), hand.state_dict())
 
@@ -169,7 +169,7 @@ def test_inside_a_window_and_after_a_failed_pass_everything_is_as_before() -> No
     engine = trainer_of(model, SWA(3, bn_data=broken))
     with pytest.raises(RuntimeError):
         run(engine)
-    assert_same(model.state_dict(), trained_by_hand()[0].state_dict())
+    assert_same(model.state_dict(), plain_loop()[0].state_dict())
     norm = model[1]
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.momentum == 0.1
@@ -179,7 +179,7 @@ def test_inside_a_window_and_after_a_failed_pass_everything_is_as_before() -> No
 def test_a_part_of_the_data_is_enough_if_asked_for() -> None:
     engine = run(trainer_of(network(), SWA(3, bn_data=batches(), bn_batches=2)))
     by_hand = network()
-    by_hand.load_state_dict(trained_by_hand()[1].state_dict())
+    by_hand.load_state_dict(plain_loop()[1].state_dict())
     # The pass comes after the run, and its dropout goes on where the random stream of the training stands.
     update_bn(batches(2), by_hand)
     exported = engine.weights()["model"]
@@ -217,7 +217,7 @@ def test_statistics_can_be_gathered_after_the_run() -> None:
     model.eval()
     handler.bn_batches = None
     handler.update_bn(engine, batches())
-    _, average, _, _ = trained_by_hand()
+    _, average, _, _ = plain_loop()
     assert_same(engine.weights()["model"], average.state_dict())
     assert not any(module.training for module in model.modules())
     with pytest.raises(ValueError, match=r"update_bn\(\) needs training data"):

@@ -52,7 +52,7 @@ def float32(values: list[float]) -> list[float]:
     return torch.tensor(values).tolist()
 
 
-def trained_by_hand(epochs: int, *, window: int = 1) -> tuple[list[float], list[float]]:
+def plain_loop(epochs: int, *, window: int = 1) -> tuple[list[float], list[float]]:
     """The loss of every batch, and the rate of every step, under OneCycleLR."""
     torch.manual_seed(3)
     model = nn.Linear(5, 2)
@@ -84,7 +84,7 @@ def test_losses_and_the_rates_that_were_used_are_written_every_few_iterations(
     handlers: list[Any] = [TensorBoardLogger(tmp_path, every="2it"), LRScheduling(partial(OneCycleLR, max_lr=0.5))]
     engine = engine_of(*(handlers if logger_first else reversed(handlers)))
     engine.run(batches(), max_epochs=2)
-    losses, rates = trained_by_hand(2)
+    losses, rates = plain_loop(2)
     scalars = read(tmp_path)
     assert set(scalars) == {"loss", "learning_rate"}
     assert [step for step, _ in scalars["loss"]] == [2, 4, 6, 8, 10, 12]
@@ -100,7 +100,7 @@ def test_within_a_window_the_rate_is_that_of_the_step_to_come(tmp_path: Path) ->
         GradientAccumulation(3),
     )
     engine.run(batches(), max_epochs=2)
-    losses, rates = trained_by_hand(2, window=3)
+    losses, rates = plain_loop(2, window=3)
     scalars = read(tmp_path)
     assert [value for _, value in scalars["loss"]] == float32(losses)
     assert [value for _, value in scalars["learning_rate"]] == float32(rates)
@@ -250,7 +250,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         TensorBoardLogger(tmp_path / "file")
 
 
-def test_an_epochs_end_that_is_told_again_is_written_once(tmp_path: Path) -> None:
+def test_an_epochs_end_that_is_emitted_again_is_written_once(tmp_path: Path) -> None:
     def build(saved: Path) -> Engine:
         return engine_of(
             TensorBoardLogger(tmp_path / "log", every="1it"),

@@ -46,7 +46,7 @@ def batches(count: int = 5) -> Batches:
 engine_of = partial(build, optimizer=SGD)
 
 
-def trained_by_hand(
+def plain_loop(
     dtype: torch.dtype, optimizer: Optimizer, *, epochs: int = 2, window: int = 1, max_norm: float | None = None
 ) -> nn.Sequential:
     model = network().to(dtype)
@@ -66,14 +66,14 @@ def trained_by_hand(
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("precision", DTYPES)
-def test_it_equals_a_loop_by_hand(precision: Any, optimizer: Optimizer) -> None:
+def test_it_equals_a_plain_loop(precision: Any, optimizer: Optimizer) -> None:
     model = network()
     engine_of(model, TruePrecision(precision), optimizer=optimizer).run(batches(), max_epochs=2)
-    assert_same(model, trained_by_hand(DTYPES[precision], optimizer))
+    assert_same(model, plain_loop(DTYPES[precision], optimizer))
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_with_windows_clipping_and_a_device_it_equals_a_loop_by_hand(precision: Any) -> None:
+def test_with_windows_clipping_and_a_device_it_equals_a_plain_loop(precision: Any) -> None:
     for direction in (1, -1):
         model = network()
         handlers = [
@@ -83,7 +83,7 @@ def test_with_windows_clipping_and_a_device_it_equals_a_loop_by_hand(precision: 
             GradientAccumulation(2),
         ]
         engine_of(model, *handlers[::direction]).run(batches(), max_epochs=2)
-        assert_same(model, trained_by_hand(DTYPES[precision], SGD, window=2, max_norm=0.1))
+        assert_same(model, plain_loop(DTYPES[precision], SGD, window=2, max_norm=0.1))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
@@ -92,7 +92,7 @@ def test_an_optimizer_that_was_built_before_keeps_working(optimizer: Any) -> Non
     parameters = list(model.parameters())
     engine_of(model, TruePrecision("bf16"), optimizer=optimizer(parameters)).run(batches(), max_epochs=2)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert_same(model, trained_by_hand(torch.bfloat16, optimizer))
+    assert_same(model, plain_loop(torch.bfloat16, optimizer))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
@@ -207,7 +207,7 @@ def test_an_evaluator_of_the_same_modules_converts_its_batches() -> None:
     evaluator.attach(Metrics(loss=Average()), TruePrecision("bf16"))
     engine = engine_of(model, TruePrecision("bf16"), Validation(evaluator, batches(2)))
     engine.run(batches(), max_epochs=2)
-    hand = trained_by_hand(torch.bfloat16, SGD).eval()
+    hand = plain_loop(torch.bfloat16, SGD).eval()
     with torch.no_grad():
         losses = [nn.functional.mse_loss(hand(x.bfloat16()), y.bfloat16()).item() for x, y in batches(2)]
     assert engine.state.metrics["loss"] == sum(losses) / 2

@@ -133,7 +133,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_batch_first_tensors_equal_a_loop_by_hand() -> None:
+def test_batch_first_tensors_equal_a_plain_loop() -> None:
     model, hand = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     trainer.run(make_data(), max_epochs=2)
@@ -143,7 +143,7 @@ def test_batch_first_tensors_equal_a_loop_by_hand() -> None:
     assert trainer.state.iteration == 6, "a batch stays one iteration"
 
 
-def test_time_first_tensors_equal_a_loop_by_hand() -> None:
+def test_time_first_tensors_equal_a_plain_loop() -> None:
     data = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in make_data()]
     model, hand = Recurrent(batch_first=False), Recurrent(batch_first=False)
     make_trainer(model, TruncatedBPTT(STEPS, dim=0)).run(data, max_epochs=2)
@@ -151,7 +151,7 @@ def test_time_first_tensors_equal_a_loop_by_hand() -> None:
     assert equal(model, hand)
 
 
-def test_lists_of_time_steps_equal_a_loop_by_hand() -> None:
+def test_lists_of_time_steps_equal_a_plain_loop() -> None:
     data = [([*x.unbind(1)], [*y.unbind(1)]) for x, y in make_data()]
 
     def forward_list(engine: Engine, batch: Any) -> Tensor:
@@ -266,7 +266,7 @@ def packed_chunks(x: Tensor, y: Tensor, lengths: list[int]) -> list[tuple[Packed
 
 
 @pytest.mark.parametrize("sort", [False, True])
-def test_packed_sequences_equal_a_loop_by_hand_whose_hidden_state_is_narrowed(sort: bool) -> None:
+def test_packed_sequences_equal_a_plain_loop_whose_hidden_state_is_narrowed(sort: bool) -> None:
     lengths = sorted(LENGTHS, reverse=True) if sort else LENGTHS
     pack = partial(pack_padded_sequence, lengths=lengths, batch_first=True, enforce_sorted=sort)
     data = [(pack(x), pack(y)) for x, y in make_data()]
@@ -318,7 +318,7 @@ def test_chunks_of_a_packed_batch_are_those_sequences_that_still_run_in_their_or
 # ---- a split of one's own -----------------------------------------------------------------------------------------
 
 
-def test_a_split_of_ones_own_equals_a_loop_by_hand() -> None:
+def test_a_split_of_ones_own_equals_a_plain_loop() -> None:
     cuts = [(0, 1), (1, 7), (7, 10)]
 
     def split(batch: Batch) -> list[Batch]:
@@ -557,7 +557,7 @@ class Elman(nn.Module):
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_fp16_scaling_equals_a_loop_by_hand(window: int) -> None:
+def test_fp16_scaling_equals_a_plain_loop(window: int) -> None:
     model, hand = Elman(), Elman()
     scaling = MixedPrecision("fp16", init_scale=256.0, growth_interval=3)
     trainer = make_trainer(model, TruncatedBPTT(STEPS), scaling, GradientAccumulation(window))
@@ -645,7 +645,7 @@ def test_a_schedule_with_its_number_of_steps_moves_with_every_chunks_step() -> N
     assert equal(model, hand)
 
 
-def test_a_schedule_that_needs_the_number_of_steps_is_told_that_nobody_knows_it() -> None:
+def test_a_schedule_that_needs_the_number_of_steps_learns_that_nobody_knows_it() -> None:
     trainer = make_trainer(Recurrent(), TruncatedBPTT(STEPS), LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     with pytest.raises(ValueError, match=r"total_steps.*not known"):
         trainer.run(make_data(), max_epochs=2)
@@ -867,7 +867,7 @@ def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "told"),
+    ("arguments", "kind", "message"),
     [
         ({}, TypeError, r"TruncatedBPTT\(steps=None, split=None\): give one"),
         ({"steps": 3, "split": len}, TypeError, "give one of them"),
@@ -879,8 +879,8 @@ def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
         ({"split": 3}, TypeError, r"TruncatedBPTT\(split=3\)"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told):
+def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         TruncatedBPTT(**arguments)
 
 

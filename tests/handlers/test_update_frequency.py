@@ -135,7 +135,7 @@ EVERY = set(range(1, 100))
         (lambda: UpdateFrequency(generator=1), EVERY),
     ],
 )
-def test_n_critic_equals_a_loop_by_hand(handler: Any, turns: set[int]) -> None:
+def test_n_critic_equals_a_plain_loop(handler: Any, turns: set[int]) -> None:
     trainer = make_trainer(handler())
     trainer.run(make_data(), max_epochs=2)
     assert equal(trainer.modules, train_by_hand({"critic": EVERY, "generator": turns}))
@@ -227,7 +227,7 @@ def test_over_data_without_a_length_it_works_and_windows_need_one() -> None:
 # ---- with other handlers ------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_follows_the_steps_that_are_made_and_is_told_that_their_number_is_not_known() -> None:
+def test_a_schedule_follows_the_steps_that_are_made_and_learns_that_their_number_is_not_known() -> None:
     trainer = make_trainer(
         UpdateFrequency(generator=5), LRScheduling(partial(StepLR, step_size=1, gamma=0.5), update="generator")
     )
@@ -392,7 +392,7 @@ def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_with
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "told"),
+    ("arguments", "kind", "message"),
     [
         ({}, ValueError, r"UpdateFrequency\(every={}\)"),
         ({"every": 5}, TypeError, r"UpdateFrequency\(every=5"),
@@ -405,8 +405,8 @@ def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_with
         ({"every": {"generator": 2}, "generator": 3}, ValueError, r"generator is given as a keyword, too"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told):
+def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         UpdateFrequency(**arguments)
 
 

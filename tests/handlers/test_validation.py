@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
 trainer_of = partial(build, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
-def trained_by_hand(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
+def plain_loop(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
     """The trained model, and its validation loss after every epoch."""
     model, losses = network(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -72,27 +72,27 @@ class DrawingData:
     "every", ["1ep", "2ep", "0.25ep", "1it", "4it", "3st", Events.ITERATION_STARTED(every=2), Events.GRADIENTS_READY]
 )
 @pytest.mark.parametrize("data", [batches(3), DrawingData()], ids=["list", "drawing"])
-def test_the_training_around_it_is_that_of_a_loop_by_hand(every: Any, data: Any) -> None:
+def test_the_training_around_it_is_that_of_a_plain_loop(every: Any, data: Any) -> None:
     model = network()
     engine = trainer_of(model, Validation(evaluator_of(model), data, every=every, at_start=True))
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
     after = (torch.rand(2), random.random(), np.random.rand())
-    hand, _ = trained_by_hand()
+    hand, _ = plain_loop()
     for (name, a), b in zip(model.state_dict().items(), hand.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert torch.equal(after[0], torch.rand(2))
     assert after[1:] == (random.random(), np.random.rand())
 
 
-def test_it_measures_what_a_loop_by_hand_measures() -> None:
+def test_it_measures_what_a_plain_loop_measures() -> None:
     model = network()
     engine = trainer_of(model, Validation(evaluator_of(model), batches(3)))
     found: list[float] = []
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: found.append(engine.state.metrics["loss"]))
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
-    assert found == trained_by_hand()[1]
+    assert found == plain_loop()[1]
 
 
 def test_a_shuffling_loader_and_its_workers_seed_draw_nothing() -> None:
@@ -106,7 +106,7 @@ def test_a_shuffling_loader_and_its_workers_seed_draw_nothing() -> None:
     engine = trainer_of(model, Validation(evaluator_of(model), data, every="1it"))
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
-    hand, _ = trained_by_hand()
+    hand, _ = plain_loop()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
 
 
@@ -342,7 +342,7 @@ def test_several_data_are_evaluated_under_their_names() -> None:
     engine = trainer_of(model, Validation(evaluator_of(model), data, prefix="val_"), history)
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
-    hand, losses = trained_by_hand()
+    hand, losses = plain_loop()
     assert history["val_near/loss"] == losses
     assert history["val_far/loss"] == losses  # the same batches
     assert history.names == ["val_near/loss", "val_far/loss"]
@@ -388,7 +388,7 @@ def test_a_sanity_run_changes_nothing_and_leaves_no_metric(several: bool, tmp_pa
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
     after = torch.rand(2)
-    hand, losses = trained_by_hand()
+    hand, losses = plain_loop()
     assert torch.equal(after, torch.rand(2))
     for a, b in zip(model.state_dict().values(), hand.state_dict().values(), strict=True):
         assert torch.equal(a, b)

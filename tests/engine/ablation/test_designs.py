@@ -31,7 +31,7 @@ def test_one_at_a_time_starts_from_nothing() -> None:
     assert off(OneAtATime(["swa", "ema"])) == {BASELINE: ["ema", "swa"], "+ swa": ["ema"], "+ ema": ["swa"]}
 
 
-def test_a_factorial_has_every_combination_once_and_tells_the_levels() -> None:
+def test_a_factorial_has_every_combination_once_and_gives_the_levels() -> None:
     variants = Factorial({"averaging": ["ema", "swa"], "mixing": ["mix_up"], "c": ["c"]}).variants(CANDIDATES)
     assert (
         len(variants) == len({variant.name for variant in variants}) == len({variant.off for variant in variants}) == 8

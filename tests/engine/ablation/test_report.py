@@ -269,7 +269,7 @@ def test_only_the_variants_with_too_few_pairs_are_named() -> None:
     assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
 
 
-def test_one_pair_or_none_is_told_as_such() -> None:
+def test_one_pair_or_none_is_reported_as_such() -> None:
     found = report({"- a": [-1, None], "- b": [None, None]})
     one, none = found.sentences()
     assert one.startswith("Without a, accuracy fell by 1.00 percentage points (1 seed), but 1 seed is too few")

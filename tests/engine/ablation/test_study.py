@@ -540,7 +540,7 @@ def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkey
 
 
 @pytest.mark.slow
-def test_a_script_without_its_main_guard_is_told(tmp_path: Path) -> None:
+def test_a_script_without_its_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

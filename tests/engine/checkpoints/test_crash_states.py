@@ -428,7 +428,7 @@ class Cut(NamedTuple):
 
     where: str
     tree: Tree
-    told: Told
+    reported: Told
 
 
 NOTHING = Cut("", {}, Told())
@@ -443,16 +443,16 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool 
         torn: as in `Disk`.
         kept: whether nothing of what was done is lost, as when a process is killed and the machine lives on.
     """
-    folder, disk, told = (
+    folder, disk, reported = (
         str(place.folder.relative_to(place.root)),
         Disk(place.root, before.tree, torn=torn),
-        before.told,
+        before.reported,
     )
     found = dict[tuple[Any, ...], Cut]()
     for number, step in enumerate([None, *place.files.log]):
         where = f"at the beginning{before.where}"
         if isinstance(step, Told):
-            told, where = step, f"{number}: told"
+            reported, where = step, f"{number}: told"
         elif step is not None:
             kind, path, more = step
             disk.apply(kind, path, more)
@@ -465,10 +465,12 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool 
             for one in (path, more) if isinstance(more, Path) else (path,):
                 if kind != "sync" and one.is_relative_to(place.folder) and one != place.folder:
                     name = f"{folder}/{one.relative_to(place.folder).parts[0]}"
-                    told = Told(told.newest, {key: order for key, order in told.generations.items() if key != name})
+                    reported = Told(
+                        reported.newest, {key: order for key, order in reported.generations.items() if key != name}
+                    )
         for tree in disk.states():
-            key = (frozenset(tree.items()), told.newest, frozenset(told.generations))
-            found.setdefault(key, Cut(where, tree, told))
+            key = (frozenset(tree.items()), reported.newest, frozenset(reported.generations))
+            found.setdefault(key, Cut(where, tree, reported))
     return list(found.values())
 
 
@@ -490,17 +492,17 @@ def check(place: Place, left: Sequence[Cut], contents: Sequence[bytes]) -> Found
     known = [torch.load(BytesIO(content), map_location="cpu", weights_only=True) for content in contents]
     reader = Reader(place.root.with_name(f"{place.root.name}-cut"), known)
     folder, found = str(place.folder.relative_to(place.root)), Found(len(left))
-    for where, tree, told in left:
+    for where, tree, reported in left:
         lost, wrong, errors = list[str](), list[str](), list[str]()
         for after, outcome in enumerate(reader.read(tree, folder, cleaned=True)):
-            text = f"{where}{' and cleaned' if after else ''}: {told.newest} was told, {outcome} of {sorted(tree)}"
+            text = f"{where}{' and cleaned' if after else ''}: {reported.newest} was told, {outcome} of {sorted(tree)}"
             if not outcome.whole:
                 wrong.append(text)
-            elif told.newest is not None and (outcome.order is None or outcome.order < told.newest):
+            elif reported.newest is not None and (outcome.order is None or outcome.order < reported.newest):
                 lost.append(text)
             elif outcome.problem:
                 errors.append(text)
-        for name, order in told.generations.items():
+        for name, order in reported.generations.items():
             alone = {part: content for part, content in tree.items() if f"{name}/".startswith(f"{part}/")}
             alone |= {part: content for part, content in tree.items() if part.startswith(f"{name}/")}
             (outcome,) = reader.read(alone, name)
@@ -596,7 +598,7 @@ def ran(root: Path, sequence: Callable[[Place], None], files: Recorded | None = 
 
 
 @pytest.mark.parametrize("sequence", spread(SEQUENCES, 2))
-def test_whatever_a_power_cut_leaves_what_was_told_as_saved_loads(sequence: str, root: Path) -> None:
+def test_whatever_a_power_cut_leaves_what_was_reported_as_saved_loads(sequence: str, root: Path) -> None:
     place = ran(root, SEQUENCES[sequence])
     found = check(place, cuts(place), written(place))
     assert found.states > 50

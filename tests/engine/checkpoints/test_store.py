@@ -140,7 +140,7 @@ def test_a_generation_is_loaded_by_its_folder_or_the_file_in_it_and_a_folder_giv
     assert iteration(Path(os.path.relpath(folder))) == 3
 
 
-def test_the_newest_is_told_by_the_manifest_and_not_by_name_or_time(folder: Path) -> None:
+def test_the_newest_is_known_by_the_manifest_and_not_by_name_or_time(folder: Path) -> None:
     trained(folder, filename="z-{iteration}", iterations=11)
     for name in sorted(os.listdir(folder), reverse=True):
         os.utime(folder / name, (0, 0))
@@ -265,11 +265,11 @@ def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -
         with pytest.raises(ValueError, match=r"not an intact checkpoint: (state\.pt|manifest\.json)") as caught:
             Checkpoint.load(newest)
         assert newest.name in str(caught.value)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             taken = iteration(folder)
         assert taken in ((2, 1) if kind == "swap" else (2,)), (kind, path)
-        named = [str(one.message) for one in told if one.category is RuntimeWarning]
+        named = [str(one.message) for one in reported if one.category is RuntimeWarning]
         # Where two manifests were exchanged, the other folder is the one that says it holds the newest.
         assert any((newest.name in text or kind == "swap") and "damaged" in text for text in named), (kind, named)
         for file, whole in content.items():
@@ -283,7 +283,7 @@ def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -
 def test_a_damaged_one_says_what_is_wrong(folder: Path) -> None:
     (path,) = trained(folder, 1)
     state, manifest = (path / name for name in ("state.pt", "manifest.json"))
-    whole, told = state.read_bytes(), manifest.read_bytes()
+    whole, reported = state.read_bytes(), manifest.read_bytes()
     state.write_bytes(whole[:-1])
     with pytest.raises(
         ValueError, match=rf"{path.name}.*state\.pt has {len(whole) - 1} bytes and not the {len(whole)}"
@@ -298,10 +298,10 @@ def test_a_damaged_one_says_what_is_wrong(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"state\.pt is missing"):
         Checkpoint.load(state)
     state.write_bytes(whole)
-    manifest.write_bytes(told.replace(b'"epoch": 1', b'"epoch": 2'))
+    manifest.write_bytes(reported.replace(b'"epoch": 1', b'"epoch": 2'))
     with pytest.raises(ValueError, match=r"manifest\.json is not what was written: its sha256 differs"):
         Checkpoint.load(path)
-    manifest.write_bytes(encode({**json.loads(told), "format": 9}))
+    manifest.write_bytes(encode({**json.loads(reported), "format": 9}))
     with pytest.raises(ValueError, match=r"manifest\.json has the format 9"):
         Checkpoint.load(path)
     manifest.unlink()
@@ -355,7 +355,7 @@ def test_a_resumed_run_sets_a_damaged_one_aside_and_writes_it_anew(folder: Path)
 
 
 @pytest.mark.parametrize("what", ["threads", "torch", "python", "device"])
-def test_a_run_that_goes_on_elsewhere_is_told_that_it_may_not_be_exact(what: str, folder: Path) -> None:
+def test_a_run_that_goes_on_elsewhere_is_warned_that_it_may_not_be_exact(what: str, folder: Path) -> None:
     (path,) = trained(folder, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["environment"][what] = then = {"threads": 64, "device": "Some GPU"}.get(what, "1.0")
@@ -970,7 +970,7 @@ def test_a_new_folder_is_on_the_disk_with_those_that_it_lies_in(folder: Path) ->
     ]
 
 
-def test_what_cannot_be_removed_is_told_and_tried_again(folder: Path) -> None:
+def test_what_cannot_be_removed_is_reported_and_tried_again(folder: Path) -> None:
     class Sticky(Files):
         def rename(self, old: Path, new: Path) -> None:
             if new.name.endswith(".old"):

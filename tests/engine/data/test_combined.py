@@ -27,7 +27,7 @@ A, B = [10, 11, 12, 13, 14], [20, 21]
         ("cycle", lambda: list(zip(A, cycle(B), strict=False))),
     ],
 )
-def test_batches_are_those_of_a_loop_by_hand(mode: Any, by_hand: Callable[[], Any]) -> None:
+def test_batches_are_those_of_a_plain_loop(mode: Any, by_hand: Callable[[], Any]) -> None:
     data = CombinedData([A, B], mode=mode)
     assert list(data) == by_hand()
     assert len(data) == len(by_hand())

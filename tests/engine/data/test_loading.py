@@ -376,7 +376,7 @@ def test_a_worker_finds_its_dataset() -> None:
     assert not any(target.any() for target in targets)
 
 
-def test_samplers_are_told_the_epoch_also_after_a_resume() -> None:
+def test_samplers_get_the_epoch_also_after_a_resume() -> None:
     def orders(resume_at: int | None) -> list[Tensor]:
         engine, seen = build(), []
         engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: seen.append(engine.state.batch[0]))
@@ -400,15 +400,15 @@ def test_samplers_are_told_the_epoch_also_after_a_resume() -> None:
 def test_an_epoch_that_a_user_sets_holds() -> None:
     engine, data = build(), SKIPPED["distributed"]()
     engine.connect(Events.EPOCH_STARTED, lambda engine: data.sampler.set_epoch(engine.state.epoch + 100))
-    told: list[int] = []
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: told.append(data.sampler.epoch))
+    reported: list[int] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: reported.append(data.sampler.epoch))
     engine.run(data, max_epochs=2, max_iters=4)
     state = engine.state_dict()
     other, data = build(), SKIPPED["distributed"]()
-    other.connect(Events.ITERATION_COMPLETED, lambda engine: told.append(data.sampler.epoch))
+    other.connect(Events.ITERATION_COMPLETED, lambda engine: reported.append(data.sampler.epoch))
     other.load_state_dict(state)
     other.run(data, max_iters=5)
-    assert told == [101] * 3 + [102] * 2
+    assert reported == [101] * 3 + [102] * 2
 
 
 def test_persistent_workers_persist_over_epochs_and_evaluations() -> None:

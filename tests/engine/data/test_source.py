@@ -105,7 +105,7 @@ def test_every_epoch_iterates_the_data_anew(data: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "length"), [([0, 1, 2], 3), (Unsized(3), None), (Sized(3, 3), 3)], ids=["list", "unsized", "sized"]
 )
-def test_the_epochs_length_is_known_where_the_data_tells_it(data: Any, length: int | None) -> None:
+def test_the_epochs_length_is_known_where_the_data_has_it(data: Any, length: int | None) -> None:
     engine, _ = make_engine()
     lengths: list[int | None] = []
     engine.connect(Events.EPOCH_STARTED, lambda engine: lengths.append(engine.state.epoch_length))
@@ -165,17 +165,17 @@ def test_a_data_loader_over_an_iterable_dataset_has_no_length() -> None:
     assert sizes == [(1, 4), (1, 4), (1, 2), (2, 4), (2, 4), (2, 2)]
 
 
-def test_a_shuffling_data_loader_gives_what_it_gives_in_a_loop_by_hand() -> None:
+def test_a_shuffling_data_loader_gives_what_it_gives_in_a_plain_loop() -> None:
     def loader() -> DataLoader[tuple[Tensor, ...]]:
         torch.manual_seed(3)
         return DataLoader(TensorDataset(torch.arange(10)), batch_size=3, shuffle=True)
 
     by_hand_loader = loader()
-    by_hand = [batch[0].tolist() for _ in range(3) for batch in by_hand_loader]
+    plain = [batch[0].tolist() for _ in range(3) for batch in by_hand_loader]
     seen: list[list[int]] = []
     engine = Engine(Update.from_function(lambda engine, batch: seen.append(batch[0].tolist())))
     engine.run(loader(), max_epochs=3)
-    assert seen == by_hand
+    assert seen == plain
 
 
 # ---- data that is empty or ends ------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_loop_by_hand() -> None
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batch", quick([3, 4], 4))
 @pytest.mark.parametrize("sampled", quick([True, False], True))
-def test_a_generator_of_its_own_gives_the_order_of_a_loop_by_hand_in_every_epoch(
+def test_a_generator_of_its_own_gives_the_order_of_a_plain_loop_in_every_epoch(
     workers: int, batch: int, sampled: bool
 ) -> None:
     """RandomSampler draws from it once more when it is exhausted."""
@@ -198,8 +198,8 @@ def test_a_generator_of_its_own_gives_the_order_of_a_loop_by_hand_in_every_epoch
         )  # fmt: skip
 
     torch.manual_seed(0)
-    by_hand = loader()
-    expected = [[x.tolist() for (x,) in by_hand] for _ in range(4)]
+    plain = loader()
+    expected = [[x.tolist() for (x,) in plain] for _ in range(4)]
     torch.manual_seed(0)
     seen: list[Any] = []
     data, weight = loader(), nn.Parameter(torch.ones(()))

@@ -340,25 +340,27 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "told", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}]
+    "environment", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}]
 )
 def test_a_launch_of_several_that_does_not_tell_where_they_are_is_no_process_alone(
-    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     assert not process_group().distributed
-    for name, value in told.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR, MASTER_PORT not set in the environment\. Start .* torchrun"):
         process_group(timeout=1.0)
 
 
-@pytest.mark.parametrize("told", [{"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}])
-def test_a_launch_of_one_is_a_process_alone(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "0", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"MASTER_ADDR": "127.0.0.1"}]
+)
+def test_a_launch_of_one_is_a_process_alone(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert not process_group(timeout=1.0).distributed
 
@@ -385,7 +387,7 @@ def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
         join(backend="nccl", timeout=1.0)
 
 
-def test_a_store_that_nobody_holds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_nobody_holds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     _environment(monkeypatch, RANK="1", WORLD_SIZE="2")
     with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 hosts"):
         join(timeout=1.0)

@@ -74,7 +74,7 @@ def train(what: str, culprit: int, rank: int, size: int) -> Any:
         watch.start()
         if what == "raises and cannot be cut":
             watching.cut_connections = lambda: 0
-        told: dict[str, Any] = {"pid": os.getpid()}
+        reported: dict[str, Any] = {"pid": os.getpid()}
         try:
             for iteration in range(1, 100):
                 event = f"FORWARD_STARTED, epoch 1, iteration {iteration}"
@@ -82,16 +82,16 @@ def train(what: str, culprit: int, rank: int, size: int) -> Any:
                 if rank == culprit and iteration == BAD:
                     time.sleep(8 * INTERVAL)  # the others' events are known by then
                     happen(what, watch)
-                    return told
+                    return reported
                 event = f"BACKWARD_STARTED, epoch 1, iteration {iteration}"
                 dist.all_reduce(torch.ones(1000))
         except RuntimeError as error:
-            told |= {"raised": time.time(), "error": str(error), "lines": watch.explain(), "explained": time.time()}
+            reported |= {"raised": time.time(), "error": str(error), "lines": watch.explain(), "explained": time.time()}
             watch.failed(error)
         mine.sendall(b"whole")
-        told["untouched"] = peer.recv(5) == b"whole"
+        reported["untouched"] = peer.recv(5) == b"whole"
         peer.close()
-    return told
+    return reported
 
 
 def happen(what: str, watch: Watch) -> None:
@@ -122,8 +122,8 @@ def process(folder: Path, what: str, culprit: int, rank: int, size: int, port: i
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": str(folder)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        told = train(what, culprit, rank, size)
-        (folder / f"{rank}.new").write_text(json.dumps(told))
+        reported = train(what, culprit, rank, size)
+        (folder / f"{rank}.new").write_text(json.dumps(reported))
         (folder / f"{rank}.new").rename(folder / f"{rank}.json")
         if rank != culprit:  # the others ask about this one until they know
             others = [folder / f"{other}.json" for other in range(size) if other != culprit]
@@ -179,14 +179,14 @@ class Found:
         self.others = [rank for rank in range(self.size) if rank != self.culprit]
         self.happened = float(Path(f"{self.folder}.time").read_text())
 
-    def told(self, rank: int) -> Any:
+    def reported(self, rank: int) -> Any:
         assert (self.folder / f"{rank}.json").exists(), (self.folder / f"{rank}.err").read_text()
         return json.loads((self.folder / f"{rank}.json").read_text())
 
     def first_lines(self) -> Iterator[str]:
         """Of each other rank, what it gives as the first cause."""
         for rank in self.others:
-            yield self.told(rank)["lines"][0]
+            yield self.reported(rank)["lines"][0]
 
 
 def of(what: str) -> pytest.MarkDecorator:
@@ -197,13 +197,13 @@ BEFORE = f"FORWARD_STARTED, epoch 1, iteration {BAD}"
 
 
 @of("raises and ends")
-def test_the_others_tell_the_error_of_one_that_ended(root: Path, case: str) -> None:
+def test_the_others_report_the_error_of_one_that_ended(root: Path, case: str) -> None:
     found = Found(root, case)
     for line in found.first_lines():
         assert line.startswith(f"rank {found.culprit} (pid ")
         assert line.endswith(f"failed with ValueError: the labels are out of range at {BEFORE}")
     for rank in found.others:
-        assert found.told(rank)["explained"] - found.happened < FOREVER / 2
+        assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
 @of("raises and lives")
@@ -213,9 +213,9 @@ def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> 
     for line in found.first_lines():
         assert line.endswith(f"failed with ValueError: the labels are out of range at {BEFORE}")
     for rank in found.others:
-        assert "Timed out" not in found.told(rank)["error"]
-        assert found.told(rank)["raised"] - found.happened < FOREVER / 2
-        assert found.told(rank)["untouched"]
+        assert "Timed out" not in found.reported(rank)["error"]
+        assert found.reported(rank)["raised"] - found.happened < FOREVER / 2
+        assert found.reported(rank)["untouched"]
 
 
 @of("raises and cannot be cut")
@@ -235,15 +235,15 @@ def test_one_that_was_killed_is_noticed_at_once(root: Path, case: str) -> None:
         assert line.startswith(f"rank {found.culprit} (pid ")
         assert line.endswith(f"died; its last reported event was {BEFORE}")
     for rank in found.others:
-        assert found.told(rank)["explained"] - found.happened < FOREVER / 2
+        assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
 @of("is stopped")
 def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -> None:
     found = Found(root, case)
     for rank in found.others:
-        assert found.told(rank)["raised"] - found.happened < FOREVER / 2
-        lines = found.told(rank)["lines"]
+        assert found.reported(rank)["raised"] - found.happened < FOREVER / 2
+        lines = found.reported(rank)["lines"]
         assert f"rank {found.culprit} (pid " in "\n".join(lines)
         (line,) = (line for line in lines if line.startswith(f"rank {found.culprit} (pid "))
         assert "it is stopped or disconnected" in line
@@ -256,8 +256,8 @@ def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -
 def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) -> None:
     found = Found(root, case)
     for rank in found.others:
-        assert found.told(rank)["raised"] - found.happened < FOREVER / 2
-        lines = found.told(rank)["lines"]
+        assert found.reported(rank)["raised"] - found.happened < FOREVER / 2
+        lines = found.reported(rank)["lines"]
         assert lines[0].startswith(f"rank {found.culprit} (pid ")
         assert f"is alive, and at {BEFORE} for " in lines[0]
         assert [line.endswith("the others waited for this rank") for line in lines] == [True] + [False] * (

@@ -188,8 +188,8 @@ def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
     class Looking(Files):
         def rename(self, old: Path, new: Path) -> None:
             if new.name.startswith("checkpoint-"):  # it is there from now on
-                told = torch.load(old / "state.pt", weights_only=True)["handlers"][log.name]["file"]["length"]
-                known.append((told, told in synced))
+                reported = torch.load(old / "state.pt", weights_only=True)["handlers"][log.name]["file"]["length"]
+                known.append((reported, reported in synced))
             super().rename(old, new)
 
     checkpoint.files = Looking()
@@ -339,9 +339,9 @@ def test_a_full_disk_is_an_error_that_names_the_handler_and_the_earlier_records_
     path = tmp_path / "log"
     limit = len(whole) // 2
     script = FULL.format(folder=str(Path(__file__).parent), limit=limit, kind=kind.__name__, path=str(path))
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert kind.__name__ in told
-    assert str(path) in told
+    reported = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert kind.__name__ in reported
+    assert str(path) in reported
     text = path.read_bytes()
     assert whole.startswith(text)
     assert text.endswith(b"\n")
