@@ -24,7 +24,7 @@ __all__ = ["Failed", "run_together"]
 
 
 class Failed(AssertionError):
-    """One or several of the processes failed; `errors` has what each told, by rank."""
+    """One or several of the processes failed; `errors` has what each reported, by rank."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         super().__init__("\n".join(f"---- rank {rank}\n{error}" for rank, error in sorted(errors.items())))

@@ -96,7 +96,7 @@ def outcome(order: tuple[str, ...], folder: Path) -> dict[str, str]:
     engine.run(make_data()[0], max_epochs=EPOCHS)
     left: dict[str, str] = fingerprint(engine)
     for generation in sorted(folder.iterdir()):
-        # Its manifest also tells which of all runs wrote it.
+        # Its manifest also records which of all runs wrote it.
         left[f"file {generation.name}"] = hashlib.sha256((generation / "state.pt").read_bytes()).hexdigest()
         shutil.rmtree(generation)
     return left
@@ -175,16 +175,16 @@ def test_supervised_training_without_handlers_is_the_plain_loop() -> None:
     seed_everything(0)
     engine.run(make_data()[0], max_epochs=EPOCHS)
 
-    by_hand = make_model()
-    optimizer = torch.optim.Adam(by_hand.parameters(), lr=1e-2)
+    plain_model = make_model()
+    optimizer = torch.optim.Adam(plain_model.parameters(), lr=1e-2)
     loader = make_data()[0]
     seed_everything(0)
     for _ in range(EPOCHS):
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(by_hand(x), y).backward()
+            nn.functional.cross_entropy(plain_model(x), y).backward()
             optimizer.step()
-    assert_same(model, by_hand)
+    assert_same(model, plain_model)
     assert torch.equal(torch.get_rng_state(), torch_state_after(EPOCHS))
 
 
@@ -221,8 +221,8 @@ def test_training_with_all_first_handlers_is_the_plain_loop(tmp_path: Path) -> N
     )
     engine.run(make_data()[0], max_epochs=EPOCHS)
 
-    by_hand = make_model()
-    optimizer = torch.optim.Adam(by_hand.parameters(), lr=1e-2)
+    plain_model = make_model()
+    optimizer = torch.optim.Adam(plain_model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     loader, validation = make_data()
     seed_everything(0)
@@ -230,27 +230,27 @@ def test_training_with_all_first_handlers_is_the_plain_loop(tmp_path: Path) -> N
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps_an_epoch * EPOCHS)
     losses = []
     for _ in range(EPOCHS):
-        by_hand.train()
+        plain_model.train()
         batches = list(loader)
         for first in range(0, len(batches), 2):
             window = batches[first : first + 2]
             for x, y in window:
                 with torch.autocast("cpu", dtype=torch.float16):
-                    loss = nn.functional.cross_entropy(by_hand(x), y)
+                    loss = nn.functional.cross_entropy(plain_model(x), y)
                 scaler.scale(loss).backward()
             # The gradients are summed over the window and divided once; (loss / 2).backward() would round elsewhere.
-            for parameter in by_hand.parameters():
+            for parameter in plain_model.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= len(window)
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
             optimizer.zero_grad()
-        by_hand.eval()
+        plain_model.eval()
         with torch.no_grad():
-            sums = [nn.functional.cross_entropy(by_hand(x), y).item() * len(x) for x, y in validation]
+            sums = [nn.functional.cross_entropy(plain_model(x), y).item() * len(x) for x, y in validation]
         losses.append(sum(sums) / 16)
-    assert_same(model, by_hand)
+    assert_same(model, plain_model)
     assert history["loss"] == losses

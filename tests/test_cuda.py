@@ -145,7 +145,7 @@ class Waiting(TorchDispatchMode):
         self.engine: Engine | None = None
         self.places: list[tuple[int, str]] = []  # iteration, and what is read where
         self._functions = _Functions(self)
-        self._told = False  # the function above has told it
+        self._noted = False  # the function above has noted it
 
     def __enter__(self) -> Waiting:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class Waiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        if not self._told:
+        if not self._noted:
             if {name, f"{name}.{func._overloadname}"} & READING and self._is_there(args[0]):
                 self.note(name)
             if name == "index" and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
@@ -177,14 +177,14 @@ class Waiting(TorchDispatchMode):
         made = name in ("tensor", "as_tensor", "new_tensor") and "device" in kwargs and self.device != "cpu"
         if made and torch.device(kwargs["device"]).type == self.device:
             self.note(f"{name}(device=)")
-        if name not in READS or self._told or not (args and self._is_there(args[0])):
+        if name not in READS or self._noted or not (args and self._is_there(args[0])):
             return func(*args, **kwargs)
         self.note(name)
-        self._told = True
+        self._noted = True
         try:
             return func(*args, **kwargs)
         finally:
-            self._told = False
+            self._noted = False
 
     def _is_there(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == self.device
@@ -483,15 +483,15 @@ def test_a_compiled_step_equals_a_plain_loop_and_is_compiled_once(device: str, b
     assert compilations.breaks() == {}
 
     torch._dynamo.reset()
-    hand = network().to(device)
-    step_by_hand, optimizer = compiled_step(hand), factory(hand.parameters())
+    reference = network().to(device)
+    plain_step, optimizer = compiled_step(reference), factory(reference.parameters())
     for inputs, targets in data * EPOCHS:
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = step_by_hand(inputs.to(device), targets.to(device))
+            loss = plain_step(inputs.to(device), targets.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 @pytest.mark.slow
@@ -583,7 +583,7 @@ def test_prefetched_copies_overlap_with_the_computation(prefetch: bool) -> None:
         return event
 
     def forward(engine: Engine, batch: Any) -> Any:
-        torch.cuda._sleep(10**8)  # cycles: some 50 ms, in which the host goes on
+        torch.cuda._sleep(10**8)  # cycles: some 50 ms, in which the host continues
         return engine.model(batch[0])
 
     update = Update(forward, lambda engine, output, batch: F.mse_loss(output, batch[1]), OPTIMIZERS["SGD"])

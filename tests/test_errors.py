@@ -111,7 +111,7 @@ def test_every_exception_handler_runs_once_and_the_first_error_leaves() -> None:
     engine = make_engine(fail_at=1, error=ArithmeticError("the error"))
     ran: list[str] = []
 
-    def tell(name: str, event: Events, fails: bool) -> None:
+    def connect(name: str, event: Events, fails: bool) -> None:
         def receiver(engine: Engine) -> None:
             ran.append(name)
             assert engine.state.exception is not None
@@ -120,10 +120,10 @@ def test_every_exception_handler_runs_once_and_the_first_error_leaves() -> None:
 
         engine.connect(event, receiver)
 
-    tell("raised 1", Events.EXCEPTION_RAISED, True)
-    tell("raised 2", Events.EXCEPTION_RAISED, False)
-    tell("ended 1", Events.ENDED, True)
-    tell("ended 2", Events.ENDED, False)
+    connect("raised 1", Events.EXCEPTION_RAISED, True)
+    connect("raised 2", Events.EXCEPTION_RAISED, False)
+    connect("ended 1", Events.ENDED, True)
+    connect("ended 2", Events.ENDED, False)
     with pytest.raises(ArithmeticError, match="the error") as caught:
         engine.run(DATA, max_epochs=1)
     assert ran == ["raised 1", "raised 2", "ended 1", "ended 2"]
@@ -150,7 +150,7 @@ def test_an_error_in_ended_alone_leaves_after_the_others_have_run() -> None:
     assert not engine.running
 
 
-def test_an_error_while_a_batch_is_read_tells_epoch_and_iteration() -> None:
+def test_an_error_while_a_batch_is_read_names_epoch_and_iteration() -> None:
     def batches() -> Iterator[Batch]:
         yield DATA[0]
         raise OSError("the disk is gone")

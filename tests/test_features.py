@@ -280,7 +280,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "handlers/test_true_precision.py": ["test_it_equals_a_plain_loop"],
     },
-    "S3 loaders made anew, samplers told the epoch, several loaders": {
+    "S3 loaders made anew, samplers with the epoch, several loaders": {
         "engine/data/test_combined.py": [
             "test_batches_are_those_of_a_plain_loop",
             "test_a_run_resumed_anywhere_goes_on_in_every_part",

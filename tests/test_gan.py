@@ -87,7 +87,7 @@ def trained(*handlers: Handler, epochs: int = 2) -> Engine:
     return trainer
 
 
-def train_by_hand(
+def train_in_plain_loop(
     *,
     epochs: int = 2,
     n_critic: int = 1,
@@ -156,7 +156,7 @@ def frequency(n_critic: int) -> list[Handler]:
 @pytest.mark.parametrize("n_critic", [1, 2, 5])
 def test_alone_and_with_n_critic(n_critic: int) -> None:
     trainer = trained(*frequency(n_critic))
-    assert_same(trainer, train_by_hand(n_critic=n_critic)[0])
+    assert_same(trainer, train_in_plain_loop(n_critic=n_critic)[0])
     assert [update.steps for update in trainer.updates] == [14, 14 // n_critic]
 
 
@@ -167,7 +167,7 @@ def test_alone_and_with_n_critic(n_critic: int) -> None:
 def test_with_accumulation_for_one_or_both(windows: dict[str, int], n_critic: int) -> None:
     handlers = [GradientAccumulation(n, update=name, name=f"for_{name}") for name, n in windows.items()]
     trainer = trained(*handlers, *frequency(n_critic))
-    assert_same(trainer, train_by_hand(windows=windows, n_critic=n_critic)[0])
+    assert_same(trainer, train_in_plain_loop(windows=windows, n_critic=n_critic)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,8 +175,8 @@ def test_with_accumulation_for_one_or_both(windows: dict[str, int], n_critic: in
 def test_with_clipping_for_one_update(name: str, window: int) -> None:
     trainer = trained(GradientClipping(max_norm=0.01, update=name), GradientAccumulation(window))
     windows = dict.fromkeys(NAMES, window)
-    assert_same(trainer, train_by_hand(max_norm={name: 0.01}, windows=windows)[0])
-    unclipped, _ = train_by_hand(windows=windows)
+    assert_same(trainer, train_in_plain_loop(max_norm={name: 0.01}, windows=windows)[0])
+    unclipped, _ = train_in_plain_loop(windows=windows)
     with pytest.raises(AssertionError):
         assert_same(trainer, unclipped)
 
@@ -185,7 +185,7 @@ def test_with_clipping_for_one_update(name: str, window: int) -> None:
 def test_with_fp16_each_update_has_a_scaler_of_its_own(n_critic: int) -> None:
     scaling = MixedPrecision("fp16", init_scale=2.0**14, growth_interval=3)
     trainer = trained(scaling, GradientClipping(max_norm=0.5), *frequency(n_critic))
-    models, scalers = train_by_hand(scaled=True, max_norm=dict.fromkeys(NAMES, 0.5), n_critic=n_critic)
+    models, scalers = train_in_plain_loop(scaled=True, max_norm=dict.fromkeys(NAMES, 0.5), n_critic=n_critic)
     assert_same(trainer, models)
     scales = {name: scaler.get_scale() for name, scaler in scaling.scalers.items()}
     assert scales == {name: scaler.get_scale() for name, scaler in scalers.items()}
@@ -224,8 +224,8 @@ def test_with_a_schedule_for_each_optimizer() -> None:
         GradientAccumulation(2, update="discriminator"),
     ]
     trainer = trained(*handlers, *frequency(2))
-    hand, _ = train_by_hand(schedules=schedules, windows={"discriminator": 2}, n_critic=2)
-    assert_same(trainer, hand)
+    reference, _ = train_in_plain_loop(schedules=schedules, windows={"discriminator": 2}, n_critic=2)
+    assert_same(trainer, reference)
 
 
 def test_all_at_once_in_any_order() -> None:
@@ -238,7 +238,7 @@ def test_all_at_once_in_any_order() -> None:
             LRScheduling(partial(ExponentialLR, gamma=0.8), update="generator"),
         ]
 
-    hand, _ = train_by_hand(
+    reference, _ = train_in_plain_loop(
         n_critic=2,
         windows=dict.fromkeys(NAMES, 2),
         max_norm={"generator": 0.05},
@@ -248,7 +248,7 @@ def test_all_at_once_in_any_order() -> None:
     for shift in range(5):
         for order in (1, -1):
             new = handlers()[::order]
-            assert_same(trained(*new[shift:], *new[:shift]), hand)
+            assert_same(trained(*new[shift:], *new[:shift]), reference)
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -233,10 +233,10 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
     check_handler(one.build, one.make, data, max_epochs=epochs, changes_training=one.changes_training)
 
 
-# The pairs that are refused, with what they are told. Every other pair of shipped handlers trains.
+# The pairs that are refused, with the errors that they raise. Every other pair of shipped handlers trains.
 REFUSED: dict[frozenset[str], str] = {
-    frozenset(pair): told
-    for pair, told in {
+    frozenset(pair): error
+    for pair, error in {
         ("CutMix", "MixUp"): "override the mixing of samples",
         ("CutMix", "MicroBatching"): "mixes the samples of a whole batch",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
@@ -259,7 +259,7 @@ LBFGS = "LBFGS"
 
 
 def refusal(pair: tuple[str, str]) -> str | None:
-    """What a pair is told, if it is refused."""
+    """The error of a pair, if it is refused."""
     ways = [(one, kind(one)) for one in pair]
     if "Predictions" in pair and any(getattr(signalfire.handlers, kind(one)).trains for one in pair):
         return "this engine only evaluates"

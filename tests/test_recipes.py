@@ -1,4 +1,4 @@
-"""What researchers put together, each recipe against one loop written by hand."""
+"""What researchers put together, each recipe against one plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def make_data() -> list[Batch]:
     return kit.batches([6] * BATCHES, targets=(), classes=3, seed=5)
 
 
-def accumulate_scale_clip_schedule_and_average_by_hand() -> tuple[nn.Module, nn.Module, list[float], int]:
+def plain_loop_with_accumulation_scaling_clipping_schedule_and_average() -> tuple[
+    nn.Module, nn.Module, list[float], int
+]:
     """The model, its average, the rates that its steps used, and how many of them overflowed."""
     model = make_model()
     optimizer = ADAM(model.parameters())
@@ -83,7 +85,7 @@ def accumulate_scale_clip_schedule_and_average_by_hand() -> tuple[nn.Module, nn.
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_accumulation_fp16_clipping_schedule_and_average(order: int) -> None:
-    hand, average, expected_rates, overflows = accumulate_scale_clip_schedule_and_average_by_hand()
+    reference, average, expected_rates, overflows = plain_loop_with_accumulation_scaling_clipping_schedule_and_average()
     assert 0 < overflows < STEPS, "the scale has to be too large at first, or skipped steps are not shown"
     model = make_model()
     engine = Engine(Update.supervised(nn.functional.cross_entropy, ADAM), model=model, seed=0)
@@ -106,7 +108,7 @@ def test_accumulation_fp16_clipping_schedule_and_average(order: int) -> None:
 
     torch.manual_seed(6)
     engine.run(make_data(), max_epochs=EPOCHS)
-    assert_same(model, hand)
+    assert_same(model, reference)
     assert rates == expected_rates
     assert engine.updates[0].steps == STEPS - overflows == len(expected_rates)
     exported = engine.weights()["model"]
@@ -133,8 +135,8 @@ def test_truncated_bptt_accumulation_and_clipping() -> None:
     chunk, window = 4, 2  # three chunks a batch, the last of two points: windows reach over two batches
 
     torch.manual_seed(8)
-    hand = Recurrent()
-    optimizer = ADAM(hand.parameters())
+    reference = Recurrent()
+    optimizer = ADAM(reference.parameters())
     steps, held = 0, 0
     for _ in range(EPOCHS):
         chunks = [
@@ -143,16 +145,16 @@ def test_truncated_bptt_accumulation_and_clipping() -> None:
         hidden, current = None, -1
         for place, (n, (x, y)) in enumerate(chunks):
             hidden, current = (None if n != current else hidden), n
-            output, hidden = hand(x, None if hidden is None else hidden.detach())
+            output, hidden = reference(x, None if hidden is None else hidden.detach())
             nn.functional.mse_loss(output, y).backward()
             held += 1
             if held < window and place + 1 < len(chunks):
                 continue
-            for parameter in hand.parameters():
+            for parameter in reference.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= held
             held = 0
-            nn.utils.clip_grad_norm_(hand.parameters(), MAX_NORM)
+            nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
@@ -171,4 +173,4 @@ def test_truncated_bptt_accumulation_and_clipping() -> None:
     engine.attach(GradientClipping(max_norm=MAX_NORM), TruncatedBPTT(chunk), GradientAccumulation(window))
     engine.run(data, max_epochs=EPOCHS)
     assert engine.updates[0].steps == steps
-    assert_same(model, hand)
+    assert_same(model, reference)

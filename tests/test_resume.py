@@ -1,7 +1,7 @@
 """Cut at every iteration, epoch start and epoch end, and gone on in a new process, a run ends as if it had never been stopped.
 
 The recipes are a stated set that has every handler with a state in company with others. Each is run once without a stop, with its
-state taken at every cut. From each cut a new engine with new handlers and new data, in another random state, goes on to the end:
+state taken at every cut. From each cut a new engine with new handlers and new data, in another random state, runs to the end:
 its losses, the whole fingerprint, what it exports, its logs and kept files have to be those of the run that was not stopped,
 bit for bit. That this finds what is forgotten is shown part by part: each control leaves one part out of the saved state.
 """
@@ -287,7 +287,7 @@ def averages(folder: Path) -> Engine:
     )
 
 
-class Told(EventEnum):
+class Reported(EventEnum):
     """An event of the user's own, which is counted by how often it was fired."""
 
     LOSS_SEEN = "loss_seen"
@@ -330,14 +330,14 @@ def two_updates(folder: Path) -> Engine:
         Metrics(critic_loss=Average(), update="critic", name="critic_metrics"),
         History(),
     )
-    engine.register_events(Told)
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.fire(Told.LOSS_SEEN))
+    engine.register_events(Reported)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.fire(Reported.LOSS_SEEN))
 
     def kick(engine: Engine) -> None:
         with torch.no_grad():
             next(engine.modules["generator"].parameters()).mul_(1.25)
 
-    engine.connect(Told.LOSS_SEEN(every=4), kick)
+    engine.connect(Reported.LOSS_SEEN(every=4), kick)
     return engine
 
 
@@ -751,7 +751,7 @@ class Left:
     last: int
 
     def differences(self, other: Left, cut: Cut) -> set[str]:
-        """What of this one, which went on from a cut, differs from the other, which was not stopped."""
+        """What of this one, which resumed from a cut, differs from the other, which was not stopped."""
         names = self.parts.keys() | other.parts.keys()
         different = {name for name in names if self.parts.get(name) != other.parts.get(name)}
         ahead = {at: losses for at, losses in other.losses.items() if at > cut.iteration}
@@ -789,7 +789,7 @@ def run(
     parts["exported"] = digest(engine.weights())
     if recipe.writes:
         parts |= logs_in(folder)
-        if state is None or "origin" in state:  # in one without, nobody can tell whose the files are
+        if state is None or "origin" in state:  # in one without, the owner of the files is unknown
             parts |= kept_of(engine)
     return Left(losses, parts, engine.state.iteration)
 
@@ -820,7 +820,7 @@ def logs_in(folder: Path) -> dict[str, str]:
     """What those who read the logs find in them."""
     found = {name: (folder / name).read_text() for name in ("log.csv", "log.jsonl") if (folder / name).exists()}
     if (folder / "events").exists():
-        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of everything that a resumed run cuts off
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports everything that a resumed run cuts off
         reader = EventAccumulator(str(folder / "events"))
         reader.Reload()
         scalars = {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
@@ -843,7 +843,7 @@ def kept_of(engine: Engine) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Whole:
-    """A run that was never stopped, with the cuts at which others go on from it."""
+    """A run that was never stopped, with the cuts at which others resume from it."""
 
     left: Left
     cuts: list[Cut]
@@ -904,7 +904,7 @@ def whole(name: str) -> Whole:
 
 
 def resumed(name: str, cut: Cut, state: Saved | None = None) -> Left:
-    """What is left of a run that goes on from a cut, with the state as it was saved or another in its place."""
+    """What is left of a run that resumes from a cut, with the state as it was saved or another in its place."""
     folder = a_folder()
     if cut.folder is not None:
         shutil.copytree(cut.folder, folder, dirs_exist_ok=True)
@@ -936,7 +936,7 @@ def test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped(name: s
 
 @cache
 def kept_and_logged(name: str) -> int:
-    """Go on from every checkpoint that was there at every cut; returns how many that were."""
+    """Resume from every checkpoint that was there at every cut; returns how many that were."""
     recipe, expected, tried = RECIPES[name], whole(name).left, 0
     wrong = {}
     for path, cut in whole(name).checkpoints:
@@ -1002,7 +1002,7 @@ TRAINING = ("losses", "modules")
 
 @dataclass(frozen=True)
 class Control:
-    """A part of the state that is left out before a run goes on.
+    """A part of the state that is left out before a run resumes.
 
     Attributes:
         recipe: which run.
@@ -1068,7 +1068,7 @@ def loader_generator(saved: Saved, new: Saved) -> None:
 
 
 def sampler_epoch(saved: Saved, new: Saved) -> None:
-    """A sampler was not told the epoch."""
+    """A sampler did not receive the epoch."""
     for key in ("epochs", "epochs_now"):
         if key in saved["data"]:
             saved["data"][key] = new["data"]["epochs_now"]
@@ -1107,7 +1107,7 @@ def inside(cut: Cut, saved: Saved, all_of_it: Whole) -> bool:
 
 
 def in_epoch(cut: Cut, saved: Saved, all_of_it: Whole) -> bool:
-    """Some of an epoch's batches were taken, and its end was not told."""
+    """Some of an epoch's batches were taken, and its end was not emitted."""
     return cut.open and cut.within > 0
 
 
@@ -1246,7 +1246,7 @@ def noticed(control: Control) -> tuple[list[Cut], list[Cut]]:
         tried.append(cut)
         try:
             different = resumed(control.recipe, cut, saved).differences(all_of_it.left, cut)
-        except (RuntimeError, ValueError):  # it cannot even go on
+        except (RuntimeError, ValueError):  # it cannot even resume
             found.append(cut)
             continue
         if any(part.startswith(control.shows) for part in different):

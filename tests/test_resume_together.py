@@ -231,7 +231,7 @@ def cuts(folder: Path) -> list[Path]:
 def resumed_from_all(
     setting: Setting, folder: Path, paths: list[Path], edit: Callable[[State], None] | None
 ) -> list[Left]:
-    """In one of the processes: go on from each of the checkpoints, one after the other, each in a folder as it was then."""
+    """In one of the processes: resume from each of the checkpoints, one after the other, each in a folder as it was then."""
     processes = process_group()
     left = []
     for path in paths:
@@ -248,7 +248,7 @@ def as_it_was(folder: Path, path: Path) -> Path:
 
 
 def resumed(setting: Setting, paths: list[Path], edit: Callable[[State], None] | None = None) -> list[list[Left]]:
-    """What is left of the runs that go on from these checkpoints in new processes: for each, by rank."""
+    """What is left of the runs that resume from these checkpoints in new processes: for each, by rank."""
     by_rank = run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, edit, timeout=200)
     return [list(one) for one in zip(*by_rank, strict=True)]
 
@@ -256,7 +256,7 @@ def resumed(setting: Setting, paths: list[Path], edit: Callable[[State], None] |
 def wrong_ones(
     setting: Setting, paths: list[Path], edit: Callable[[State], None] | None = None
 ) -> dict[str, list[str]]:
-    """What differs from the run that was not stopped, by the checkpoint from which a run went on and the rank."""
+    """What differs from the run that was not stopped, by the checkpoint from which a run resumed and the rank."""
     expected, _ = whole(setting)
     return {
         f"{path.name}, rank {rank}": different
@@ -398,7 +398,7 @@ def differs(difference: Any, part: tuple[str, ...]) -> bool:
 
 
 def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
-    """Without any of it, rank 1 is told to have none."""
+    """Without any of it, rank 1 learns that it has none."""
     setting = Setting(2)
     path = cuts(whole(setting)[1])[2]
     errors = errors_of(resumed_from_all, 2, setting, path.parent, [path], lambda state: state["ranks"].clear())
@@ -485,7 +485,7 @@ def resumed_as(setting: Setting, paths: list[Path]) -> list[list[Left]]:
 
 
 def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, str]:
-    """What the processes told, if they failed. The error is let go of: what its frames hold, no process forked later may free."""
+    """The processes' errors if they fail. The exception is dropped: no process forked later may free what its frames hold."""
     try:
         run_together(function, size, *args, timeout=60)
     except Failed as failed:
@@ -509,7 +509,7 @@ def with_a_state_of_rank_1(folder: Path) -> None:
 
 
 def fails_alike(folder: Path, fails: bool) -> list[int]:
-    """Where a script begins that goes on from what is there; all of its processes fail at the same place."""
+    """Where a script begins that resumes from what is there; all of its processes fail at the same place."""
     torch.manual_seed(0)
     engine = Engine(
         Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(2, 1), seed=0
@@ -524,7 +524,7 @@ def fails_alike(folder: Path, fails: bool) -> list[int]:
             raise ValueError("this sample is broken")
 
     with suppress(ValueError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it goes on from an older one
+        warnings.simplefilter("ignore")  # that it resumes from an older one
         engine.run([(torch.ones(2, 2), torch.ones(2, 1))] * 12, max_epochs=1)
     return begun
 
@@ -573,7 +573,10 @@ def with_different_checkpoints(folder: Path, paths: list[Path]) -> None:
     "names",
     [
         ("every-epoch0001-iter00000003", "every-epoch0001-iter00000004"),
-        ("every-epoch0001-iter00000005", "end-1"),  # the same iteration, before the epoch's end was told and after it
+        (
+            "every-epoch0001-iter00000005",
+            "end-1",
+        ),  # the same iteration, before the epoch's end was emitted and after it
     ],
 )
 def test_processes_that_loaded_different_checkpoints_are_refused(names: tuple[str, str]) -> None:

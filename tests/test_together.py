@@ -186,7 +186,7 @@ def failing(name: str, place: int, failing_rank: int) -> None:
 
 
 def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, str]:
-    """What the processes told, if they failed. The error is let go of: what its frames hold, no process forked later may free."""
+    """The processes' errors if they fail. The exception is dropped: no process forked later may free what its frames hold."""
     try:
         run_together(function, size, *args, timeout=40)
     except Failed as failed:

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 happens, _, on_rank = os.environ.get("HAPPENS", "nothing").partition(" ")
 if happens in ("SIGKILL", "error"):
-    # torchrun ends the others by SIGTERM a tenth of a second later; on a busy machine they tell what they know after that.
+    # torchrun ends the others by SIGTERM a tenth of a second later; on a busy machine they report afterwards.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 seed_everything(0)
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -80,12 +80,12 @@ if happens == "SIGTERM":  # the scheduler sends it to all, to some a moment late
 try:
     engine.run(DataLoader(data, batch_size=4, shuffle=True), max_epochs=3)
 except SystemExit as left:
-    told = {{"status": left.code, "iteration": engine.state.iteration}}
-    (folder / f"left{{processes.rank}}.json").write_text(json.dumps(told))
+    final = {{"status": left.code, "iteration": engine.state.iteration}}
+    (folder / f"left{{processes.rank}}.json").write_text(json.dumps(final))
     raise
 weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
-told = f"weights {{hashlib.sha256(weights).hexdigest()}} after iteration {{engine.state.iteration}}\\n"
-processes.print(told, end="", all=True)  # in one piece: both write at the same time
+summary = f"weights {{hashlib.sha256(weights).hexdigest()}} after iteration {{engine.state.iteration}}\\n"
+processes.print(summary, end="", all=True)  # in one piece: both write at the same time
 """
 
 
@@ -100,7 +100,7 @@ class Ended:
 
     @property
     def weights(self) -> list[str]:
-        """What each process told."""
+        """What each process printed."""
         return re.findall(r"weights ([0-9a-f]{64} after iteration \d+)$", self.output, re.MULTILINE)
 
     @property
@@ -183,7 +183,7 @@ def test_a_job_of_which_a_worker_was_killed_ends_as_if_it_had_not_been(
     assert [path.name for path in tmp_path.glob("*.csv")] == ["log.csv"]
     assert f"rank {rank} (pid " in ended.errors
     assert "died" in ended.errors
-    # What it went on from stays besides the two that are kept.
+    # What it resumed from stays besides the two that are kept.
     assert set(kept(ended)) - set(kept(undisturbed)) == {"checkpoint-epoch0002-iter00000006"}
 
 

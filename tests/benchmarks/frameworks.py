@@ -1,4 +1,4 @@
-"""What an iteration costs beside the loop written by hand, here and in other frameworks, for the same work.
+"""What an iteration costs beside the plain PyTorch loop, here and in other frameworks, for the same work.
 
     python tests/benchmarks/frameworks.py [--items tiny,full] [--frameworks bare,signalfire,ignite] [--rounds 15]
                                           [--json FILE] [--plot FILE]
@@ -7,18 +7,18 @@ The items (`adapters/items.py`): "empty", a step that does nothing; "tiny", a li
 accumulation over 4 batches, clipping by norm, a rate that changes with every step, the running loss, early stopping and a
 checkpoint of the last epoch, and a row in a log for every 10 iterations; "real", the convolutional network of the MNIST-1D
 paper with a shuffled DataLoader. The loop of accelerate is the user's own, so that "empty" is there the bare loop. What is each
-framework's own on "full"; the rest is done there by hand, as a function or in a hook:
+framework's own on "full"; the rest is implemented in the adapter, as a function or in a hook:
 
     framework             accumulation  clipping  schedule  running loss  stopping  checkpoint  log
     signalfire            own           own       own       own           own       own         own
-    ignite                hand          hand      own       own           own       own         hand
+    ignite                adapter       adapter   own       own           own       own         adapter
     lightning             own           own       own       own           own       own         own
-    accelerate            own           own       own       hand          hand      own         hand
-    pytorch_accelerated   own           hand      own       own           own       own         hand
-    transformers_trainer  own           own       own       hand          hand      own         own (in memory)
-    torchtnt              own           own       own       hand          own       own         own
-    skorch                hand          hand      hand      own           own       own         hand
-    fastai                own           own       own       own (smooth)  own       own         hand
+    accelerate            own           own       own       adapter       adapter   own         adapter
+    pytorch_accelerated   own           adapter   own       own           own       own         adapter
+    transformers_trainer  own           own       own       adapter       adapter   own         own (in memory)
+    torchtnt              own           own       own       adapter       own       own         own
+    skorch                adapter       adapter   adapter   own           own       own         adapter
+    fastai                own           own       own       own (smooth)  own       own         adapter
 
 Each is used on one thread of the CPU as its documentation says for speed, without progress bars, in a process of its own. A call
 trains a new model for a number of iterations. A round makes two calls of each framework, a short and a long one, and their

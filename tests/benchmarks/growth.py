@@ -18,7 +18,7 @@ The curves (`growing/curves.py`), each beside the plain torch that does the same
 All sizes and lines of a curve take turns in many short rounds, so that what else the machine does hits them alike. Costs are
 medians over the rounds, with the quartiles as the spread. Below stands by how much each exceeds that of the next smaller size,
 for one more of what the size counts: along a straight line this stays the same, and at a bend it changes. It is the median of
-the differences within a round; likewise the ratio to the line by hand.
+the differences within a round; likewise the ratio to the line of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def show(name: str, curve: Curve, sizes: list[float], costs: dict[str, list[list
     def row(text: str, values: list[float]) -> None:
         print(f"{text:<56}" + "".join(f"{number(value) if value == value else '':>10}" for value in values))
 
-    hand = next((values for line, values in costs.items() if line.startswith("by hand")), None)
+    reference = next((values for line, values in costs.items() if line.startswith("plain PyTorch")), None)
     print(f"\n{name}: {curve.title}, {curve.unit}, over {curve.size}")
     print(" " * 56 + "".join(f"{size:>10,.10g}" for size in sizes))
     for line, values in costs.items():
@@ -81,8 +81,8 @@ def show(name: str, curve: Curve, sizes: list[float], costs: dict[str, list[list
             paired(operator.sub, values[i], values[i - 1]) / (sizes[i] - sizes[i - 1]) for i in range(1, len(sizes))
         ]
         row(f"    for {curve.per:,} more", [math.nan, *(curve.per * value for value in further)])
-        if hand and values is not hand:
-            row("    x by hand", list(map(partial(paired, operator.truediv), values, hand)))
+        if reference and values is not reference:
+            row("    x plain PyTorch", list(map(partial(paired, operator.truediv), values, reference)))
 
 
 def spread(values: list[float]) -> float:

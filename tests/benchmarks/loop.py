@@ -2,8 +2,8 @@
 
     python tests/benchmarks/loop.py [--rounds 200]
 
-The bare loops are the limit. Empty loops take turns in many short rounds. The tiny step takes turns with the one by hand step by
-step, inside one run: the data makes a step by hand before it gives a batch, so that what else the machine does hits both alike,
+The bare loops are the limit. Empty loops take turns in many short rounds. The tiny step alternates with that of a
+plain PyTorch loop, inside one run: the data makes a plain step before it gives a batch, so that other load hits both alike,
 and the difference of two loops that are the same comes out as none. Times are medians, with the quartiles as the spread.
 Beside them stands the number of Python and C calls that an iteration makes, counted under cProfile, which no noise moves:
 `tests/test_calls.py` holds it fast.
@@ -161,15 +161,15 @@ def measure(variants: dict[str, Variant], iterations: int, rounds: int) -> dict[
 
 
 class Turns:
-    """Data that makes a step by hand before it gives a batch, and times it and what is done with the batch.
+    """Data that makes a step of a plain PyTorch loop before it gives a batch, and times it and what is done with the batch.
 
     Attributes:
-        by_hand, there: the microseconds of each.
+        plain_loop, there: the microseconds of each.
     """
 
     def __init__(self, pairs: int) -> None:
         self.pairs = pairs
-        self.by_hand: list[float] = []
+        self.plain_loop: list[float] = []
         self.there: list[float] = []
 
     def __len__(self) -> int:
@@ -177,19 +177,19 @@ class Turns:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         step, batch = bare_step(), tiny_batch()
-        clock, by_hand, there = time.perf_counter, self.by_hand, self.there
+        clock, plain_loop, there = time.perf_counter, self.plain_loop, self.there
         for _ in range(self.pairs):
             began = clock()
             step(*batch)
             between = clock()
             yield batch
             ended = clock()
-            by_hand.append((between - began) * 1e6)
+            plain_loop.append((between - began) * 1e6)
             there.append((ended - between) * 1e6)
 
 
 def turns(pairs: int, handlers: int | None) -> Turns:
-    """The tiny step by turns: by hand, and in an engine with so many handlers that do not fire; by hand again for None."""
+    """The tiny step in a plain loop and, by turns, in an engine with so many idle handlers; for None, in a plain loop again."""
     data = Turns(pairs)
     if handlers is None:
         step = bare_step()
@@ -235,7 +235,7 @@ def main() -> None:
     print(f"each further handler on one event: {each * 1000:.0f} ns (to reach: 60)\n")
 
     steps: dict[str, tuple[int | None, Variant]] = {
-        "tiny step, by hand again": (None, bare_tiny()),
+        "tiny step, plain loop again": (None, bare_tiny()),
         "tiny step, 0 handlers": (0, tiny(0)),
         "tiny step, 10 that do not fire": (10, tiny(10)),
     }
@@ -246,10 +246,10 @@ def main() -> None:
             found[name].append(turns(TINY_PAIRS, handlers))
     for name, (_, variant) in steps.items():
         there = [one for part in found[name] for one in part.there]
-        by_hand = [one for part in found[name] for one in part.by_hand]
-        ratio = statistics.median(there) / statistics.median(by_hand)
+        plain_loop = [one for part in found[name] for one in part.plain_loop]
+        ratio = statistics.median(there) / statistics.median(plain_loop)
         print(f"{name:32}{spread(there):36}{calls(variant):7.1f}")
-        print(f"{'':32}{spread(by_hand)} by hand in between: {ratio:.4f} times that (to reach: 1.02)")
+        print(f"{'':32}{spread(plain_loop)} plain loop in between: {ratio:.4f} times that (to reach: 1.02)")
 
     seconds_to_import()  # what is compiled once
     over = [seconds_to_import() for _ in range(IMPORTS)]

@@ -1,4 +1,4 @@
-"""What the engine costs where the work is real: a decoder-only transformer, beside the same loop written by hand.
+"""What the engine costs where the work is real: a decoder-only transformer, beside the same plain PyTorch loop.
 
     python tests/benchmarks/transformer.py [--device cuda] [--compile] [--rounds 20]
     python tests/benchmarks/transformer.py --device cpu --small
@@ -119,7 +119,9 @@ AdamW = partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
 Schedule = partial(LinearLR, start_factor=0.01, total_iters=1000)
 
 
-def by_hand(size: Size, data: list[Batch], device: torch.device, *, compile_it: bool) -> tuple[Any, Callable[[], Any]]:
+def plain_loop(
+    size: Size, data: list[Batch], device: torch.device, *, compile_it: bool
+) -> tuple[Any, Callable[[], Any]]:
     model = make_model(size, compile_it=compile_it).to(device)
     optimizer = AdamW(model.parameters())
     schedule = Schedule(optimizer)
@@ -215,15 +217,15 @@ def main() -> None:
         torch.set_num_threads(1)
     size = SMALL if options.small else LARGE
     data = make_data(size, pinned=device.type == "cuda")
-    hand, run_by_hand = by_hand(size, data, device, compile_it=options.compile)
+    reference, run_plain_loop = plain_loop(size, data, device, compile_it=options.compile)
     model, run_with_signalfire = with_signalfire(size, data, device, compile_it=options.compile)
     count = sum(parameter.numel() for parameter in model.parameters())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{count / 1e6:.1f} million parameters, {size.samples} x {size.length} tokens a batch, {where}")
 
-    variants = {"loop by hand": run_by_hand, "Signalfire": run_with_signalfire}
+    variants = {"plain loop": run_plain_loop, "Signalfire": run_with_signalfire}
     run_deterministically(variants)
-    compare(hand, model, "after a deterministic round")
+    compare(reference, model, "after a deterministic round")
     times = measure(variants, device, size.iterations, options.rounds)
     print(f"{'':16}{'us an iteration  [quartiles]':>36}")
     for name in variants:
@@ -231,7 +233,7 @@ def main() -> None:
     ratios = [mine / bare for bare, mine in zip(*times.values(), strict=True)]
     print(f"{'ratio':16}{spread(ratios)} (to reach: {AIM})")
     if device.type == "cpu":
-        compare(hand, model, "in the end")
+        compare(reference, model, "in the end")
 
 
 if __name__ == "__main__":

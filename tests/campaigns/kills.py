@@ -3,7 +3,7 @@
     python tests/campaigns/kills.py [--kills 1000] [--seed 0] [--minutes 10] [--folder FOLDER] [--json FILE]
     python tests/campaigns/kills.py --last
 
-A parent that has imported everything forks the trials. Each is a process that goes on from `Checkpoint.load(folder)`, or begins
+A parent that has imported everything forks the trials. Each is a process that resumes from `Checkpoint.load(folder)`, or begins
 anew where there is none, and is ended by SIGKILL; once one comes to the end of its run, that is compared and the next run
 begins, until the number of kills is reached. Most moments are drawn uniformly over the time that a run takes, or over half of
 it. Two fifths are aimed: at an operation of a save on the disk, drawn by chance, as soon as it begins. Where a process was when
@@ -12,7 +12,7 @@ it died is read from memory that it shared with its parent.
 A failure is
 - an end that differs from that of a run that was never killed, in one bit of weights, optimizer, schedule, averages, random
   states, history, log, or in which checkpoints are kept and what is in them;
-- a checkpoint that was told as saved and is not there to go on from, or a damaged one: SIGKILL leaves none;
+- a checkpoint that was reported as saved and is not there to resume from, or a damaged one: SIGKILL leaves none;
 - anything that dead processes left in the folder, but for the kind in RESTS; any error, and any warning.
 
 Controls follow, each broken in its own way, to show that it is noticed: each has to end in a failure.
@@ -90,9 +90,9 @@ CONTROL_KILLS = 40
 """After so many without a failure, a control is given up."""
 
 RESTS = {
-    "superseded checkpoint": "a process that goes on and writes no more removes none; the next save does",
+    "superseded checkpoint": "a process that resumes and writes no more removes none; the next save does",
 }
-"""What dead processes may leave at the end of a run; it does not count as a failure, and is told."""
+"""What dead processes may leave at the end of a run; it does not count as a failure, and is reported."""
 
 # ---- where a process is -----------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ PLACES = (BEFORE, TRAINING, *SAVES)
 
 
 class Shared:
-    """What a process tells while it lives, in memory that its parent can read after its death."""
+    """What a process reports while it lives, in memory that its parent can read after its death."""
 
     def __init__(self) -> None:
         self._slots = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
@@ -129,12 +129,12 @@ class Shared:
         self._slots[0] = PLACES.index(place)
 
     @property
-    def told(self) -> int:
-        """The newest position, as `order` gives it, that was told as saved; 0 before the first."""
+    def reported(self) -> int:
+        """The newest position, as `order` gives it, that was reported as saved; 0 before the first."""
         return self._slots[1]
 
-    @told.setter
-    def told(self, order: int) -> None:
+    @reported.setter
+    def reported(self, order: int) -> None:
         self._slots[1] = order
 
     @property
@@ -148,7 +148,7 @@ class Shared:
 
 
 class Watched(Files):
-    """Tells of each operation of a save before it begins."""
+    """Reports each operation of a save before it begins."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -256,7 +256,7 @@ def save_in_place(folder: Path, shared: Shared, engine: Engine) -> None:
 
 
 def watch(engine: Engine, shared: Shared) -> None:
-    """Let the process tell where it is."""
+    """Let the process report where it is."""
     began = 0.0
 
     def go_on(engine: Engine) -> None:
@@ -272,17 +272,17 @@ def watch(engine: Engine, shared: Shared) -> None:
         shared.saving += time.perf_counter() - began
         shared.place = TRAINING
 
-    def tell(engine: Engine) -> None:
-        shared.told = order(engine.state.epoch_open, engine.state.iteration)
+    def report_save(engine: Engine) -> None:
+        shared.reported = order(engine.state.epoch_open, engine.state.iteration)
 
     engine.connect(Events.ITERATION_STARTED, go_on, phase=Phase.PREPARE)
     engine.connect(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, begin, phase=Phase.PERSIST, rank=-1000)
     engine.connect(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, end, phase=Phase.PERSIST, rank=1000)
-    engine.connect(Events.CHECKPOINT_SAVED, tell, phase=Phase.PERSIST)
+    engine.connect(Events.CHECKPOINT_SAVED, report_save, phase=Phase.PERSIST)
 
 
 def load(folder: Path, broken: str) -> dict[str, Any] | None:
-    """The state to go on from, if there is one."""
+    """The state to resume from, if there is one."""
     if broken == "saved in place":
         path = folder / "state.pt"
         return dict(torch.load(path, weights_only=True)) if path.exists() else None
@@ -296,13 +296,15 @@ def load(folder: Path, broken: str) -> dict[str, Any] | None:
 
 
 def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any]:
-    """Go on with the run in the folder to its end, and tell what it has left."""
+    """Resume the run in the folder to its end, and report what it has left."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"run\(\): nothing to do")  # it was killed when it was over
     state = load(folder, broken)
     found = 0 if state is None else order(state["engine"]["epoch_open"], state["engine"]["iteration"])
-    if found < shared.told:
-        raise AssertionError(f"position {shared.told / 2} was told as saved, and position {found / 2} was found")
+    if found < shared.reported:
+        raise AssertionError(
+            f"position {shared.reported / 2} was reported as saved, and position {found / 2} was found"
+        )
     seed_everything(0 if state is None else seed)  # whatever a new process would draw
     engine, history = build(folder, shared, broken)
     watch(engine, shared)
@@ -332,7 +334,7 @@ def kept(engine: Engine) -> list[list[Any]]:
             for name, value in handler.kept:
                 state = Checkpoint.load(handler.folder / name)
                 manifest = state.pop("origin")["manifest"]
-                # How often an event was told: a process that went on was not told of the save that it went on from.
+                # How often an event was emitted: a process that resumed did not see the save from which it resumed.
                 del state["engine"]["fired"]
                 found.append([handler.name, manifest["epoch"], manifest["iteration"], value, digest(state)])
     return found
@@ -361,7 +363,7 @@ def digest(value: Any) -> str:
 
 
 def left(engine: Engine, folder: Path, state: Mapping[str, Any] | None) -> list[str]:
-    """What is in the folder besides what is kept, the log, and what the last process went on from, which stays."""
+    """What is in the folder besides what is kept, the log, and what the last process resumed from, which stays."""
     known = {name for one in engine.handlers.values() if isinstance(one, Checkpoint) for name, _ in one.kept}
     known |= {"log.jsonl", "state.pt"}
     if state is not None and "origin" in state:
@@ -428,7 +430,7 @@ class Campaign:
                 self.seconds, self.saving = seconds, self.shared.saving
 
     def _uninterrupted(self, folder: Path) -> dict[str, Any]:
-        self.shared.saving, self.shared.told = 0.0, 0
+        self.shared.saving, self.shared.reported = 0.0, 0
         report = folder.with_suffix(".json")
         found = outcome(wait(self._fork(folder, report)), report)
         if isinstance(found, str):
@@ -467,10 +469,10 @@ class Campaign:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, folder: Path, kills: int) -> str:
-        """Kill and go on until the run is over; says what went wrong."""
+        """Kill and resume until the run is over; says what went wrong."""
         lives = self.draw.choice(LIVES) * self.seconds
         report = folder.with_suffix(".json")
-        self.shared.told = 0
+        self.shared.reported = 0
         begun_anew = 0
         for _ in range(MOST_TRIALS):
             anew = not (folder.exists() and any(not name.startswith((".", "log")) for name in os.listdir(folder)))
@@ -539,7 +541,7 @@ def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return f"it ends elsewhere: {', '.join(parts)}" if parts else ""
 
 
-# ---- telling ----------------------------------------------------------------------------------------------------------
+# ---- reporting -------------------------------------------------------------------------------------------------------
 
 
 def result(campaign: Campaign, controls: Sequence[Campaign], seed: int, seconds: float) -> dict[str, Any]:

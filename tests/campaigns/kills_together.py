@@ -4,7 +4,7 @@
     python tests/campaigns/kills_together.py --kills 0 --processes 3 --job 17 --json -    # one job alone, as it was drawn
     python tests/campaigns/kills_together.py --last
 
-A parent that has imported everything forks the processes of a job, which find each other as those of torchrun do and go on with
+A parent that has imported everything forks the processes of a job, which find each other as those of torchrun do and resume from
 ``Checkpoint(resume=True)``. They leave as a script does, through the interpreter's end; those that fail do so in every fourth
 start, since it takes long, and after the functions of ``atexit`` otherwise. One of them, drawn by chance, is ended
 by SIGKILL. The others have to end by themselves, with an error; then all are started again, with the same store, until the job
@@ -20,7 +20,7 @@ A failure is
   lost in the run;
 - a process that ends with an error, or with another status than 0, though none was killed, and any warning of those that end
   well;
-- a checkpoint that was told as saved and is not there to go on from; anything else that is left in the folder.
+- a checkpoint that was reported as saved and is not there to resume from; anything else that is left in the folder.
 
 Controls follow, each broken in its own way, to show that it is noticed: each has to end in a failure.
 
@@ -101,9 +101,9 @@ LATE = 6.0
 """How much longer than the timeout a process may take to be gone, in seconds."""
 
 BROKEN = ("no random states of rank 1", "buckets are put in order late", "outlives the others")
-APART = "of a start that no other went on from"
-"""What may be left in the folder: the best of a start that was killed before it wrote one to go on from. The next start
-goes on from an older one, and takes it for another run's. It does not count as a failure, and is told."""
+APART = "of a start that no other resumed from"
+"""What may be left in the folder: the best of a start that was killed before it wrote one to resume from. The next start
+resumes from an older one, and takes it for another run's. It does not count as a failure, and is reported."""
 
 PARENT = os.getpid()
 """Of all: the one that forks them, and cleans up behind them."""
@@ -113,18 +113,18 @@ CONTROL_KILLS = 40
 
 # ---- where a process is -----------------------------------------------------------------------------------------------
 
-STARTING, RESUMING, LEAVING = "coming together", "going on or beginning", "leaving"
-TOLD = "telling what is left"
+STARTING, RESUMING, LEAVING = "coming together", "resuming or beginning", "leaving"
+REPORTING = "reporting what is left"
 BATCHES, FORWARD, BACKWARD, STEP, CLOSING = "between iterations", "forward", "backward", "step", "closing an iteration"
 EVALUATION, SAVING, COLLECTIVE = "evaluation", "in a save", "a collective"
-MAIN = (STARTING, RESUMING, BATCHES, FORWARD, BACKWARD, STEP, CLOSING, EVALUATION, SAVING, TOLD, LEAVING)
+MAIN = (STARTING, RESUMING, BATCHES, FORWARD, BACKWARD, STEP, CLOSING, EVALUATION, SAVING, REPORTING, LEAVING)
 DISK = ("no file", "make a folder", "write state.pt", "write manifest.json", "sync a file", "sync a folder",
         "rename into place", "rename the superseded", "remove a file")  # fmt: skip
-ENDING = (TOLD, LEAVING)
+ENDING = (REPORTING, LEAVING)
 
 
 class Shared:
-    """What processes tell while they live, in memory that their parent can read after their death: six numbers for each."""
+    """What processes report while they live, in memory that their parent can read after their death: six numbers for each."""
 
     def __init__(self) -> None:
         self._slots = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
@@ -133,7 +133,7 @@ class Shared:
         self.entered: collections.Counter[str] = collections.Counter()
 
     def of(self, rank: int) -> Shared:
-        """The same memory, for what one rank tells."""
+        """The same memory, for what one rank reports."""
         one = Shared.__new__(Shared)
         one._slots, one._start, one.aim, one.entered = self._slots, 6 * rank, None, collections.Counter()
         return one
@@ -177,17 +177,17 @@ class Shared:
         return self._slots[self._start + 2] > 0
 
     @property
-    def told(self) -> int:
-        """The iteration of the newest checkpoint to go on from that was told as saved; 0 before the first."""
+    def reported(self) -> int:
+        """The iteration of the newest checkpoint to resume from that was reported as saved; 0 before the first."""
         return self._slots[self._start + 3]
 
-    @told.setter
-    def told(self, iteration: int) -> None:
+    @reported.setter
+    def reported(self, iteration: int) -> None:
         self._slots[self._start + 3] = iteration
 
 
 class Watched(Files):
-    """Tells of each operation on the disk before it begins."""
+    """Reports each operation on the disk before it begins."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -223,7 +223,7 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "gather_object", 
 
 
 def watch_collectives(shared: Shared) -> None:
-    """Let the process tell when it is inside one."""
+    """Let the process report when it is inside one."""
 
     def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -240,7 +240,7 @@ def watch_collectives(shared: Shared) -> None:
 
 
 def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
-    """Let the process tell where it is."""
+    """Let the process report where it is."""
     for event, place in (
         (Events.GET_BATCH_STARTED, BATCHES),
         (Events.FORWARD_STARTED, FORWARD),
@@ -260,16 +260,18 @@ def watch(engine: Engine, shared: Shared, last: Checkpoint) -> None:
         if shared.main == SAVING:
             shared.at(BATCHES)
 
-    def tell(engine: Engine) -> None:
-        shared.told = max((one.iteration for one in last.retention.written), default=0)
+    def report_save(engine: Engine) -> None:
+        shared.reported = max((one.iteration for one in last.retention.written), default=0)
 
     def look(engine: Engine) -> None:
-        if engine.state.iteration < shared.told:
-            raise AssertionError(f"iteration {shared.told} was told as saved, and {engine.state.iteration} was found")
+        if engine.state.iteration < shared.reported:
+            raise AssertionError(
+                f"iteration {shared.reported} was reported as saved, and {engine.state.iteration} was found"
+            )
 
     engine.connect(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, begin, phase=Phase.PERSIST, rank=-1000)
     engine.connect(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, end, phase=Phase.PERSIST, rank=1000)
-    engine.connect(Events.CHECKPOINT_SAVED, tell, phase=Phase.PERSIST)
+    engine.connect(Events.CHECKPOINT_SAVED, report_save, phase=Phase.PERSIST)
     engine.connect(Events.CHECKPOINT_LOADED, look, phase=Phase.PREPARE)
 
 
@@ -379,7 +381,7 @@ def build(folder: Path, shared: Shared, recipe: Recipe, timeout: float, broken: 
 
 
 def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: float, broken: str) -> dict[str, Any]:
-    """In one of the processes: go on with the run in the folder to its end, and tell what it has left."""
+    """In one of the processes: resume the run in the folder to its end, and report what it has left."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"run\(\): nothing to do")  # it was killed when it was over
     seed_everything(seed)
@@ -389,7 +391,7 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
         engine.connect(Events.CHECKPOINT_LOADED, lambda engine: seed_everything(seed), phase=Phase.PREPARE)
     loader = DataLoader(Augmented(size), BATCH, shuffle=True, num_workers=recipe.workers)
     engine.run(loader, max_epochs=EPOCHS)
-    shared.at(TOLD)
+    shared.at(REPORTING)
     parts = fingerprint(engine)  # all processes take part
     parts["history"] = hashlib.sha256(repr(history.records).encode()).hexdigest()
     weights = b"".join(value.numpy().tobytes() for value in engine.modules["model"].state_dict().values())
@@ -416,7 +418,7 @@ def kept(engine: Engine) -> list[list[Any]]:
             for name, value in handler.kept:
                 state = Checkpoint.load(handler.folder / name)
                 manifest = state.pop("origin")["manifest"]
-                # How often an event was told: a process that went on was not told of the save that it went on from.
+                # How often an event was emitted: a process that resumed did not see the save from which it resumed.
                 del state["engine"]["fired"]
                 found.append([handler.name, manifest["epoch"], manifest["iteration"], value, digest(state)])
     return found
@@ -446,7 +448,7 @@ def digest(value: Any) -> str:
 
 def left(engine: Engine, folder: Path) -> list[str]:
     """What is in the folder besides the log, what is kept, what is to be removed with the next save, and what the last
-    processes went on from, which stays."""
+    processes resumed from, which stays."""
     known, ours = {"log.csv"}, {engine.snapshots.run_id}
     for one in engine.handlers.values():
         if isinstance(one, Checkpoint):
@@ -478,8 +480,8 @@ class Host:
             while True:
                 signal.pause()
         os.close(write)
-        with open(read) as told:
-            self.port = int(told.readline())
+        with open(read) as stream:
+            self.port = int(stream.readline())
 
     def end(self) -> None:
         os.kill(self.process, signal.SIGKILL)
@@ -527,7 +529,7 @@ class Job:
     def __init__(self, folder: Path, size: int, recipe: Recipe, broken: str = "") -> None:
         self.folder, self.size, self.recipe, self.broken = folder, size, recipe, broken
         folder.mkdir(parents=True)
-        self.outside = folder.with_name(f"{folder.name}-told")
+        self.outside = folder.with_name(f"{folder.name}-output")
         self.outside.mkdir()
         self.shared = Shared()
         self.ranks = [self.shared.of(rank) for rank in range(size)]
@@ -556,7 +558,7 @@ class Job:
     def report(self, rank: int) -> Path:
         return self.outside / f"{rank}.json"
 
-    def told(self, rank: int) -> str:
+    def output(self, rank: int) -> str:
         path = self.outside / f"{rank}.err"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -662,7 +664,7 @@ class Tally:
     recipes: collections.Counter[str] = field(default_factory=collections.Counter)
     in_collectives: int = 0
     apart: int = 0
-    named: int = 0  # kills of which one of the others told whose it was
+    named: int = 0  # kills of which one of the others reported whose it was
     survivors: collections.Counter[str] = field(default_factory=collections.Counter)
     noticed: dict[str, list[float]] = field(
         default_factory=lambda: {"at the start": [], "in the run": [], "at the end": []}
@@ -704,7 +706,7 @@ class Campaign:
                     attempt = job.start(100, None)
                     seconds = time.perf_counter() - began
                     if any(attempt.statuses):
-                        raise RuntimeError("\n".join(job.told(rank) for rank in range(self.size)))
+                        raise RuntimeError("\n".join(job.output(rank) for rank in range(self.size)))
                     found = job.outcome()
                 finally:
                     job.end()
@@ -740,14 +742,16 @@ class Campaign:
             self.tally.failures.append(f"seed {self.seed}, {self.size} processes, job {number} ({recipe}): {problem}")
 
     def _job(self, job: Job, draw: random.Random, kills: int) -> str:
-        """Kill and go on until the job is over; says what went wrong."""
+        """Kill and resume until the job is over; says what went wrong."""
         lives = draw.choice(LIVES) * self.seconds[job.recipe]
         begun_anew = 0
         for number in range(kills + 1):
             other = draw.randrange(1000, 2**31)
             seed = 100 if (anew := job.anew) else other
-            if anew and job.ranks[0].told:
-                return f"start {number + 1}: iteration {job.ranks[0].told} was told as saved, and nothing is there"
+            if anew and job.ranks[0].reported:
+                return (
+                    f"start {number + 1}: iteration {job.ranks[0].reported} was reported as saved, and nothing is there"
+                )
             begun_anew += anew
             self.tally.starts += 1
             self.tally.anew += anew
@@ -759,8 +763,8 @@ class Campaign:
                     return f"start {number + 1}, {kill}: {problem}"
                 continue
             if attempt.late or any(attempt.statuses):
-                told = "\n".join(f"rank {rank}: {job.told(rank)[-1500:]}" for rank in range(job.size))
-                return f"start {number + 1}, {kill}: nobody was killed; {attempt}\n{told}"
+                printed = "\n".join(f"rank {rank}: {job.output(rank)[-1500:]}" for rank in range(job.size))
+                return f"start {number + 1}, {kill}: nobody was killed; {attempt}\n{printed}"
             found = job.outcome()
             self.tally.finished += 1
             aside = [name for name in found[0]["left"] if re.fullmatch(r"log\.\d+\.csv", name)]
@@ -770,8 +774,8 @@ class Campaign:
                 return f"left in the folder: {', '.join(rest)}"
             if len(aside) >= begun_anew:
                 return f"begun anew {begun_anew} times, and left {', '.join(aside)}"
-            if told := "".join(job.told(rank) for rank in range(job.size)):
-                return f"it ended well, and told: {told[-1500:]}"
+            if printed := "".join(job.output(rank) for rank in range(job.size)):
+                return f"it ended well, and printed: {printed[-1500:]}"
             return different(self.expected[job.recipe], found)
         raise AssertionError("the last start is not killed")
 
@@ -793,17 +797,19 @@ class Campaign:
         when = "at the start" if one.main == STARTING else "at the end" if one.main in ENDING else "in the run"
         tally.noticed[when].append(attempt.noticed)
         others = [rank for rank in range(job.size) if rank != kill.rank]
-        told = {rank: job.told(rank) for rank in others}
-        tally.named += any(re.search(rf"\brank {kill.rank}\b", text) for text in told.values())
+        printed = {rank: job.output(rank) for rank in others}
+        tally.named += any(re.search(rf"\brank {kill.rank}\b", text) for text in printed.values())
         tally.survivors.update(str(attempt.statuses[rank]) for rank in others)
         if attempt.late:
-            texts = "\n".join(f"rank {rank}: {told.get(rank, '')[-1500:]}" for rank in attempt.late)
+            texts = "\n".join(f"rank {rank}: {printed.get(rank, '')[-1500:]}" for rank in attempt.late)
             return f"killed in {one.place!r}; still there after {attempt.noticed:.1f} s: {attempt.late}\n{texts}"
         for rank in others:
             if attempt.statuses[rank] == 0 and one.main not in ENDING:
                 return f"killed in {one.place!r}; rank {rank} ended well all the same"
             if attempt.statuses[rank] not in (0, 1):
-                return f"killed in {one.place!r}; rank {rank} ended with {attempt.statuses[rank]}\n{told[rank][-1500:]}"
+                return (
+                    f"killed in {one.place!r}; rank {rank} ended with {attempt.statuses[rank]}\n{printed[rank][-1500:]}"
+                )
         return ""
 
 
@@ -820,7 +826,7 @@ def different(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str
     return f"it ends elsewhere: {'; '.join(problems)}" if problems else ""
 
 
-# ---- telling ----------------------------------------------------------------------------------------------------------
+# ---- reporting -------------------------------------------------------------------------------------------------------
 
 
 def result(campaign: Campaign, seconds: float) -> dict[str, Any]:
@@ -868,7 +874,7 @@ def summary(found: Mapping[str, Any]) -> str:
                 for when, times in one["noticed_seconds"].items()
             ),
             f"  {one['left_apart']} checkpoints left {APART}",
-            f"  of {one['named_by_another']} the others told which rank was lost",
+            f"  of {one['named_by_another']} the others reported which rank was lost",
             *(f"  {number:5d}  {place}" for place, number in one["places"].items() if number),
             *(f"  failed: {text}" for text in one["failed"]),
         ]

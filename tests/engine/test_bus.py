@@ -512,7 +512,7 @@ def test_muted_silences_a_signal_for_a_while() -> None:
     assert log == ["filtered", "plain", "joined while muted"]
 
 
-def test_receiver_connected_and_receiver_disconnected_tell_of_changes() -> None:
+def test_receiver_connected_and_receiver_disconnected_report_changes() -> None:
     engine = idle_engine()
     log: list[tuple[str, Any, dict[str, Any]]] = []
 
@@ -535,7 +535,7 @@ def test_receiver_connected_and_receiver_disconnected_tell_of_changes() -> None:
     assert log[1:] == [("disconnected", signal, reported)]
 
 
-def test_receivers_tells_whether_anybody_is_connected() -> None:
+def test_receivers_says_whether_anybody_is_connected() -> None:
     engine = idle_engine()
     signal = engine.signal(Events.STARTED)
     assert not signal.receivers
@@ -829,7 +829,7 @@ def test_once_a_filter_has_passed_the_next_count_at_which_it_may_pass_is_known()
         known.append(signal.due)
     assert known == [10, 13, 20, 30]
     assert log == [10, -13, 20, -20]
-    signal.send(engine)  # by hand, at the same count
+    signal.send(engine)  # directly, at the same count
     assert log == [10, -13, 20, -20, 20, -20]
 
 

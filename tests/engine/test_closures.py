@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss inside their step, against the closures that one writes by hand: bit-equal weights."""
+"""Optimizers that evaluate the loss inside their step, against the plain PyTorch closures: bit-equal weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weigh(engine: Engine) -> int:
     return tokens(engine.state.batch)
 
 
-def by_hand(
+def plain_loop(
     *,
     optimizer: Any = LBFGS,
     window: int = 1,
@@ -137,7 +137,7 @@ class Heun(torch.optim.Optimizer):
 OPTIMIZERS = {"LBFGS": LBFGS, "LBFGS with a line search": SEARCHING, "Heun": Heun}
 
 
-# ---- against closures by hand --------------------------------------------------------------------------------------------
+# ---- against plain PyTorch closures  -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -158,8 +158,8 @@ def test_weights_equal_a_plain_loop(optimizer: str, window: int, max_norm: float
 
     seed_everything(1)
     engine.run(make_data(), max_epochs=2)
-    hand = by_hand(optimizer=kind, window=window, max_norm=max_norm, evaluations=evaluations)
-    assert_same(engine.model, hand)
+    reference = plain_loop(optimizer=kind, window=window, max_norm=max_norm, evaluations=evaluations)
+    assert_same(engine.model, reference)
     assert engine.updates[0].steps == 2 * -(-5 // window)
     # GRADIENTS_READY comes for each evaluation, numbered from 0 in each step.
     assert counts == [number for calls in evaluations for number in range(calls)]
@@ -175,15 +175,15 @@ def test_batches_count_by_their_weights(optimizer: str, window: int, as_tensor: 
         return torch.tensor(weigh(engine)) if as_tensor else weigh(engine)
 
     engine = trained(GradientAccumulation(window, weight=weight), optimizer=OPTIMIZERS[optimizer])
-    assert_same(engine.model, by_hand(optimizer=OPTIMIZERS[optimizer], window=window, weight=tokens))
+    assert_same(engine.model, plain_loop(optimizer=OPTIMIZERS[optimizer], window=window, weight=tokens))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("window", [1, 2])
-def test_dropout_draws_what_a_closure_by_hand_draws(optimizer: str, window: int) -> None:
+def test_dropout_draws_what_a_plain_pytorch_closure_draws(optimizer: str, window: int) -> None:
     kind = OPTIMIZERS[optimizer]
     engine = trained(GradientAccumulation(window), optimizer=kind, dropout=0.3)
-    assert_same(engine.model, by_hand(optimizer=kind, window=window, dropout=0.3))
+    assert_same(engine.model, plain_loop(optimizer=kind, window=window, dropout=0.3))
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -198,13 +198,13 @@ def test_a_schedule_moves_once_for_each_step(window: int) -> None:
 
     seed_everything(1)
     engine.run(make_data(), max_epochs=2)
-    assert_same(engine.model, by_hand(window=window, schedule=True))
+    assert_same(engine.model, plain_loop(window=window, schedule=True))
     assert rates == [0.3 * 0.5 ** (step // 2) for step in range(len(rates))]
 
 
 def test_autocast_to_bfloat16() -> None:
     engine = trained(MixedPrecision("bf16"), GradientAccumulation(2))
-    assert_same(engine.model, by_hand(window=2, bf16=True))
+    assert_same(engine.model, plain_loop(window=2, bf16=True))
 
 
 def test_scaling_for_float16_is_refused_before_the_first_batch() -> None:
@@ -219,7 +219,7 @@ def test_a_built_optimizer_does_as_a_factory_does() -> None:
     engine = Engine(Update.supervised(cross_entropy, LBFGS(model.parameters())), model=model, seed=0)
     seed_everything(1)
     engine.run(make_data(), max_epochs=2)
-    assert_same(model, by_hand())
+    assert_same(model, plain_loop())
 
 
 def test_an_optimizer_that_may_take_a_closure_gets_none() -> None:
@@ -275,7 +275,7 @@ class Counter(Handler):
 @pytest.mark.parametrize("window", [1, 2])
 def test_what_records_and_decides_sees_the_first_evaluation_only(window: int) -> None:
     evaluations: list[int] = []
-    by_hand(window=window, evaluations=evaluations)
+    plain_loop(window=window, evaluations=evaluations)
     counter = Counter()
     trained(counter, GradientAccumulation(window))
     data = make_data()
@@ -350,9 +350,9 @@ def test_a_skip_in_the_first_evaluation_skips_the_step(event: Events) -> None:
     engine.connect(Events.FORWARD_STARTED(once=2), lambda engine: evaluations.append(engine.state.update.evaluation))
     seed_everything(1)
     engine.run(data, max_epochs=1)
-    hand = by_hand(windows=[[one] for one in (data[0], data[2], data[3], data[4])])
+    reference = plain_loop(windows=[[one] for one in (data[0], data[2], data[3], data[4])])
     # Not the running statistics: the skipped batch went through the forward.
-    for (name, a), b in zip(engine.model.named_parameters(), hand.parameters(), strict=True):
+    for (name, a), b in zip(engine.model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert evaluations == [0]
     assert engine.updates[0].steps == 4
@@ -368,7 +368,7 @@ def test_a_skip_in_a_later_evaluation_is_too_late() -> None:
 
     seed_everything(1)
     engine.run(make_data(), max_epochs=2)
-    assert_same(engine.model, by_hand())
+    assert_same(engine.model, plain_loop())
     assert engine.updates[0].skipped is None
 
 
@@ -399,8 +399,8 @@ def test_a_batch_without_a_loss_does_not_count_in_the_closure() -> None:
     engine = Engine(Update(lambda e, b: e.model(b[0]), loss, LBFGS), model=model, seed=0)
     engine.attach(GradientAccumulation(3))
     engine.run(data, max_epochs=1)
-    hand = by_hand(windows=[[data[0], data[2]], [data[3], data[4]]])
-    for (name, a), b in zip(model.named_parameters(), hand.parameters(), strict=True):
+    reference = plain_loop(windows=[[data[0], data[2]], [data[3], data[4]]])
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b), name
 
 
@@ -500,7 +500,7 @@ def test_detaching_what_asked_for_windows_leaves_a_closure_its_own() -> None:
     engine.run(make_data(), max_epochs=1)
     engine.attach(Again()).detach()
     engine.run(make_data(), max_epochs=2)
-    assert_same(engine.model, by_hand())
+    assert_same(engine.model, plain_loop())
 
 
 # ---- several updates -----------------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def test_one_of_two_updates_has_a_closure() -> None:
         loss: Tensor = (model(x) - x.sum(1, keepdim=True)).square().mean()
         return loss
 
-    nets, hand = models(), models()
+    nets, reference = models(), models()
 
     def update(name: str, optimizer: Any) -> Update:
         return Update.from_function(
@@ -529,18 +529,18 @@ def test_one_of_two_updates_has_a_closure() -> None:
     engine = Engine([update("a", LBFGS), update("b", SGD)], model=nets, seed=0)
     engine.run(data, max_epochs=1)
 
-    first, second = LBFGS(hand["a"].parameters()), SGD(hand["b"].parameters())
+    first, second = LBFGS(reference["a"].parameters()), SGD(reference["b"].parameters())
     for x, _ in data:
 
         def closure(x: Tensor = x) -> Tensor:
             first.zero_grad()
-            loss = loss_of(hand["a"], x)
+            loss = loss_of(reference["a"], x)
             loss.backward()
             return loss
 
         first.step(closure)
         second.zero_grad()
-        loss_of(hand["b"], x).backward()
+        loss_of(reference["b"], x).backward()
         second.step()
     for name in nets:
-        assert_same(nets[name], hand[name])
+        assert_same(nets[name], reference[name])

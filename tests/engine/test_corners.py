@@ -275,13 +275,13 @@ def test_a_stop_skips_the_step_that_was_not_made_yet(event: Events, steps: int, 
     assert (engine.updates[0].steps, state.iteration, state.stop_reason) == (steps, iteration, "the loss is not finite")
     assert skipped[:steps] == [None] * steps
 
-    by_hand = make_engine().model
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    plain_model = make_engine().model
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
     for x, y in make_data()[:steps]:
         optimizer.zero_grad()
-        nn.functional.mse_loss(by_hand(x), y).backward()
+        nn.functional.mse_loss(plain_model(x), y).backward()
         optimizer.step()
-    assert torch.equal(by_hand.weight, engine.model.weight)
+    assert torch.equal(plain_model.weight, engine.model.weight)
 
 
 def test_the_last_batch_of_an_epoch_is_known_in_that_epoch_alone() -> None:
@@ -592,7 +592,7 @@ def test_reset_takes_the_rate_back_also_of_an_optimizer_that_was_given_built() -
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_two_catalogues_of_one_name_are_told_apart() -> None:
+def test_two_catalogues_of_one_name_are_distinguished() -> None:
     class Mine(EventEnum):
         PING = "ping"
 
@@ -709,7 +709,7 @@ def test_if_several_toggles_wait_and_one_is_impossible_the_others_happen() -> No
     assert not engine.has(history)
 
 
-def test_a_handler_that_cannot_tell_its_state_yet_is_not_half_attached() -> None:
+def test_a_handler_that_cannot_give_its_state_yet_is_not_half_attached() -> None:
     class Late(Handler):
         def state_dict(self) -> dict[str, Any]:
             return {"x": self.x}

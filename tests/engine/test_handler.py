@@ -28,7 +28,7 @@ def make_engine() -> Engine:
 
 
 class Recorder(Handler):
-    """Remembers what it was told and when."""
+    """Remembers which events it received and when."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name=name)

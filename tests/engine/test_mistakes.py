@@ -1,4 +1,4 @@
-"""What newcomers get wrong, and what they are told."""
+"""What newcomers get wrong, and the errors that they see."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_time_chunks_shift_no_later_draw() -> None:
     assert same(chunks(), chunks(TruncatedBPTT(2)))
 
 
-def by_hand(streams: Streams, epochs: int = 3) -> nn.Sequential:
+def plain_loop(streams: Streams, epochs: int = 3) -> nn.Sequential:
     """A plain loop; with separate streams, it reseeds before each epoch's data and each forward."""
 
     def reseed(seed: int) -> None:
@@ -230,7 +230,7 @@ def by_hand(streams: Streams, epochs: int = 3) -> nn.Sequential:
 
 @pytest.mark.parametrize("streams", ["shared", "separate"])
 def test_a_run_is_that_of_a_plain_loop_that_draws_alike(streams: Streams) -> None:
-    model = by_hand(streams)
+    model = plain_loop(streams)
     drawn = torch.rand(3), random.random(), np.random.rand()
     engine = make_engine(streams=streams)
     seed_everything(3)

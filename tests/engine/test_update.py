@@ -35,7 +35,7 @@ def make_trainer(update: Update | None = None) -> Engine:
     return Engine(update or Update.supervised(mse, SGD), model=make_model(), seed=0)
 
 
-def by_hand(windows: Iterable[Sequence[Batch]]) -> nn.Module:
+def plain_loop(windows: Iterable[Sequence[Batch]]) -> nn.Module:
     """A plain loop: one step for each window, with the gradient of the window's mean loss."""
     model = make_model()
     optimizer = SGD(model.parameters())
@@ -60,7 +60,7 @@ def test_a_supervised_update_is_the_plain_loop() -> None:
     data = make_data()
     trainer = make_trainer()
     trainer.run(data, max_epochs=2)
-    assert_same(trainer.model, by_hand([[batch] for batch in data * 2]))
+    assert_same(trainer.model, plain_loop([[batch] for batch in data * 2]))
     assert trainer.updates[0].steps == 12
 
 
@@ -92,7 +92,7 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_clears_its_gradients_itself(of
     trainer.run(data, max_epochs=1)
     assert len(cleared) >= 3
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
-    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+    assert_same(trainer.model, plain_loop([[batch] for batch in data]))
 
 
 # ---- skipping -----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_skip_makes_no_step_and_its_reason_is_visible(event: Events) -> None:
         engine.state.update.skip("another reason")  # the first one stays
 
     @trainer.on(Events.OPTIMIZER_STEP_COMPLETED)
-    def tell(engine: Engine) -> None:
+    def record(engine: Engine) -> None:
         update = engine.state.update
         reported.append((engine.state.iteration, update.skipped, update.steps))
 
@@ -134,7 +134,7 @@ def test_a_skip_makes_no_step_and_its_reason_is_visible(event: Events) -> None:
         (5, "a bad batch", 3),
         (6, None, 4),
     ]
-    assert_same(trainer.model, by_hand(windows_of(data, [1], [3], [4], [6])))
+    assert_same(trainer.model, plain_loop(windows_of(data, [1], [3], [4], [6])))
     assert trainer.updates[0].steps == 4
     assert all(p.grad is None for p in trainer.model.parameters())
 
@@ -168,7 +168,7 @@ def test_a_skip_discards_what_the_window_holds(event: Events) -> None:
     trainer.connect(event(once=2), lambda engine: engine.state.update.skip("on purpose"))
     trainer.run(data, max_epochs=1)
     # The window keeps its place: its other batches count over how many they are.
-    assert_same(trainer.model, by_hand(windows_of(data, [3, 4], [5, 6, 7, 8])))
+    assert_same(trainer.model, plain_loop(windows_of(data, [3, 4], [5, 6, 7, 8])))
     assert trainer.updates[0].steps == 2
 
 
@@ -185,7 +185,7 @@ def test_a_skip_in_the_last_batch_of_a_window_discards_the_window(event: Events)
     )
     trainer.run(data, max_epochs=1)
     assert skipped == [(4, "on purpose"), (8, None)]
-    assert_same(trainer.model, by_hand(windows_of(data, [5, 6, 7, 8])))
+    assert_same(trainer.model, plain_loop(windows_of(data, [5, 6, 7, 8])))
     assert trainer.updates[0].steps == 1
 
 
@@ -244,7 +244,7 @@ def test_without_a_loss_there_is_no_step(what: str) -> None:
     assert skipped == [reason, None, None, reason, None, None]
     assert steps == [0, 1, 2, 2, 3, 4]
     assert losses == [False, True, True, False, True, True]
-    assert_same(trainer.model, by_hand(windows_of(batches, [2], [3], [5], [6])))
+    assert_same(trainer.model, plain_loop(windows_of(batches, [2], [3], [5], [6])))
 
 
 @pytest.mark.parametrize("what", ["loss", "output", "batch", "function"])
@@ -260,7 +260,7 @@ def test_without_a_loss_a_window_steps_on_what_it_holds(what: str) -> None:
     )
     trainer.run(data(batches), max_epochs=1)
     assert skipped == [(4, None), (8, None), (12, "the window holds no gradient")]
-    assert_same(trainer.model, by_hand(windows_of(batches, [1, 3, 4], [5, 6, 7])))
+    assert_same(trainer.model, plain_loop(windows_of(batches, [1, 3, 4], [5, 6, 7])))
     assert trainer.updates[0].steps == 2
 
 
@@ -596,7 +596,7 @@ def test_all_regions_close_when_closing_one_raises() -> None:
 # ---- transformed values -------------------------------------------------------------------------------------------
 
 
-def transformed_by_hand(
+def plain_loop_transformed(
     data: Sequence[Batch],
     *,
     batch: Callable[[Batch], Batch] = lambda batch: batch,
@@ -626,7 +626,7 @@ def test_the_batch_may_be_transformed_and_several_do_it_in_order() -> None:
     trainer.connect(Events.GET_BATCH_COMPLETED, shift)
     trainer.connect(Events.GET_BATCH_COMPLETED, double, phase=Phase.PREPARE)
     trainer.run(data, max_epochs=1)
-    assert_same(trainer.model, transformed_by_hand(data, batch=lambda batch: (batch[0] * 2 + 1, batch[1])))
+    assert_same(trainer.model, plain_loop_transformed(data, batch=lambda batch: (batch[0] * 2 + 1, batch[1])))
 
 
 def test_the_output_may_be_transformed() -> None:
@@ -638,7 +638,7 @@ def test_the_output_may_be_transformed() -> None:
         engine.state.update.output = engine.state.update.output.clamp(-0.1, 0.1)
 
     trainer.run(data, max_epochs=1)
-    assert_same(trainer.model, transformed_by_hand(data, output=lambda output: output.clamp(-0.1, 0.1)))
+    assert_same(trainer.model, plain_loop_transformed(data, output=lambda output: output.clamp(-0.1, 0.1)))
 
 
 def test_the_backward_loss_may_be_transformed_and_the_reported_one_stays() -> None:
@@ -662,7 +662,7 @@ def test_the_backward_loss_may_be_transformed_and_the_reported_one_stays() -> No
         losses.append(loss.detach())
         return loss * 3
 
-    assert_same(trainer.model, transformed_by_hand(data, loss=keep_and_scale))
+    assert_same(trainer.model, plain_loop_transformed(data, loss=keep_and_scale))
     assert not reported[0].requires_grad
     assert torch.equal(torch.stack(reported), torch.stack(losses))
 
@@ -677,7 +677,7 @@ def test_the_reported_loss_may_be_set_without_changing_the_step() -> None:
 
     trainer.run(data, max_epochs=1)
     assert trainer.updates[0].loss == 42.0
-    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+    assert_same(trainer.model, plain_loop([[batch] for batch in data]))
 
 
 def test_losses_of_a_window_count_by_their_weights() -> None:
@@ -738,7 +738,7 @@ def test_a_window_of_weight_zero_makes_no_step() -> None:
     trainer = make_trainer()
     trainer.connect(Events.LOSS_COMPUTED(once=2), lambda engine: setattr(engine.state.update, "weight", 0))
     trainer.run(data, max_epochs=1)
-    assert_same(trainer.model, by_hand(windows_of(data, [1], [3])))
+    assert_same(trainer.model, plain_loop(windows_of(data, [1], [3])))
 
 
 # ---- replaced acts ------------------------------------------------------------------------------------------------
@@ -774,7 +774,7 @@ class DoubleStep(Handler):
         step()
 
 
-def replaced_by_hand(data: Sequence[Batch], *, factor: float = 1.0, steps: int = 1) -> nn.Module:
+def plain_loop_replaced(data: Sequence[Batch], *, factor: float = 1.0, steps: int = 1) -> nn.Module:
     model = make_model()
     optimizer = SGD(model.parameters())
     for x, y in data:
@@ -794,7 +794,7 @@ def test_a_handler_may_replace_the_gradients() -> None:
     trainer.attach(handler)
     trainer.run(data, max_epochs=1)
     assert handler.calls == 6
-    assert_same(trainer.model, replaced_by_hand(data, factor=0.5))
+    assert_same(trainer.model, plain_loop_replaced(data, factor=0.5))
 
 
 def test_a_handler_may_replace_the_step() -> None:
@@ -804,7 +804,7 @@ def test_a_handler_may_replace_the_step() -> None:
     trainer.run(data, max_epochs=1)
     assert handler.calls == 6
     assert trainer.updates[0].steps == 6
-    assert_same(trainer.model, replaced_by_hand(data, steps=2))
+    assert_same(trainer.model, plain_loop_replaced(data, steps=2))
 
 
 def test_two_handlers_may_replace_different_acts() -> None:
@@ -812,7 +812,7 @@ def test_two_handlers_may_replace_different_acts() -> None:
     trainer = make_trainer()
     trainer.attach(DoubleStep(), HalvedGradients())
     trainer.run(data, max_epochs=1)
-    assert_same(trainer.model, replaced_by_hand(data, factor=0.5, steps=2))
+    assert_same(trainer.model, plain_loop_replaced(data, factor=0.5, steps=2))
 
 
 @pytest.mark.parametrize("kind", [DoubleStep, HalvedGradients])
@@ -849,7 +849,7 @@ def test_detaching_or_disabling_a_replacer_restores_the_act(
             stack.enter_context(trainer.without("replacer"))
         trainer.run(data, max_epochs=1)
     assert handler.calls == 0
-    assert_same(trainer.model, by_hand([[batch] for batch in data]))
+    assert_same(trainer.model, plain_loop([[batch] for batch in data]))
 
 
 def test_after_the_first_replacer_has_left_another_may_come() -> None:
@@ -941,7 +941,7 @@ def gan_updates() -> list[Update]:
     ]
 
 
-def gan_by_hand(critic_in: Iterable[int], generator_in: Iterable[int]) -> dict[str, nn.Module]:
+def plain_gan_loop(critic_in: Iterable[int], generator_in: Iterable[int]) -> dict[str, nn.Module]:
     """The loop of every GAN tutorial: each optimizer's gradients are cleared before its own backward."""
     models, data = make_gan()
     critic, generator = CRITIC_SGD(models["critic"].parameters()), GENERATOR_SGD(models["generator"].parameters())
@@ -977,7 +977,7 @@ def test_two_updates_train_a_gan_as_a_plain_loop_does() -> None:
     models, data = make_gan()
     trainer = Engine(gan_updates(), model=models, seed=0)
     trainer.run(data, max_epochs=1)
-    expected = gan_by_hand(range(1, 7), range(1, 7))
+    expected = plain_gan_loop(range(1, 7), range(1, 7))
     for name in models:
         assert_same(models[name], expected[name])
 
@@ -1000,7 +1000,7 @@ def test_an_update_may_go_on_from_what_an_earlier_one_computed() -> None:
     critic, generator = gan_updates()
     updates = [replace(critic, function=critic_first), replace(generator, function=then_generator)]
     Engine(updates, model=models, seed=0).run(data, max_epochs=1)
-    expected = gan_by_hand(range(1, 7), range(1, 7))
+    expected = plain_gan_loop(range(1, 7), range(1, 7))
     for name in models:
         assert_same(models[name], expected[name])
 
@@ -1018,7 +1018,7 @@ def test_the_plan_of_an_iteration_may_be_changed() -> None:
 
     trainer.run(data, max_epochs=1)
     assert (critic.steps, generator.steps) == (6, 2)
-    expected = gan_by_hand(range(1, 7), (3, 6))
+    expected = plain_gan_loop(range(1, 7), (3, 6))
     for name in models:
         assert_same(models[name], expected[name])
 
@@ -1033,7 +1033,7 @@ def test_an_update_may_stand_in_the_plan_twice_or_not_at_all() -> None:
 
     trainer.run(data, max_epochs=1)
     assert trainer.updates[0].steps == 2
-    assert_same(trainer.model, by_hand(windows_of(data, [1], [1])))
+    assert_same(trainer.model, plain_loop(windows_of(data, [1], [1])))
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])
@@ -1262,7 +1262,7 @@ def test_a_built_optimizer_of_the_same_model_trains_as_a_factory_does() -> None:
     data, model = make_data(), make_model()
     trainer = Engine(Update.supervised(mse, SGD(model.parameters())), model=model)
     trainer.run(data, max_epochs=1)
-    assert_same(model, by_hand([[batch] for batch in data]))
+    assert_same(model, plain_loop([[batch] for batch in data]))
 
 
 def test_a_model_on_the_meta_device_is_refused() -> None:

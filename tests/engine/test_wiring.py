@@ -53,12 +53,12 @@ def test_the_printed_order_is_the_order_in_which_they_run() -> None:
     ran: list[str] = []
 
     def make(name: str, phase: Phase, rank: int) -> Handler:
-        class Telling(Handler):
+        class Emitting(Handler):
             @on(Events.ITERATION_COMPLETED, phase=phase, rank=rank)
             def act(self, engine: Engine) -> None:
                 ran.append(f"{self.name}.act")
 
-        return Telling(name=name)
+        return Emitting(name=name)
 
     engine = make_engine()
     engine.attach(

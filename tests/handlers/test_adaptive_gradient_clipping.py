@@ -1,4 +1,4 @@
-"""AdaptiveGradientClipping against the paper's rule in loops written by hand."""
+"""AdaptiveGradientClipping against the paper's rule in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def unit_norm(x: Tensor) -> Tensor:
     return norm
 
 
-def clip_by_hand(model: nn.Module, clipping: float, eps: float, excluded: tuple[str, ...] = ()) -> None:
+def plain_clip(model: nn.Module, clipping: float, eps: float, excluded: tuple[str, ...] = ()) -> None:
     """The paper's equation 3."""
     for name, parameter in model.named_parameters():
         if name in excluded:
@@ -92,7 +92,7 @@ def plain_loop(
 def test_weights_equal_a_plain_loop(clipping: float, eps: float, window: int) -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(clipping, eps=eps), GradientAccumulation(window))
-    assert same(model, plain_loop(lambda m: clip_by_hand(m, clipping, eps), window=window))
+    assert same(model, plain_loop(lambda m: plain_clip(m, clipping, eps), window=window))
     assert not same(model, plain_loop(lambda m: None, window=window))
 
 
@@ -134,7 +134,7 @@ def test_small_gradients_and_zero_gradients_stay_as_they_are() -> None:
 def test_what_is_excluded_is_left_alone(exclude: Any) -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(0.02, exclude=exclude))
-    assert same(model, plain_loop(lambda m: clip_by_hand(m, 0.02, 1e-3, ("4.weight", "4.bias"))))
+    assert same(model, plain_loop(lambda m: plain_clip(m, 0.02, 1e-3, ("4.weight", "4.bias"))))
 
 
 def test_a_shared_weight_is_excluded_by_either_of_its_names() -> None:
@@ -160,16 +160,16 @@ def test_a_pattern_without_a_match_is_an_error_before_the_first_batch() -> None:
 @pytest.mark.parametrize("window", [1, 4])
 def test_together_with_clipping_by_norm_and_fp16_in_every_order(window: int) -> None:
     def change(model: nn.Module) -> None:
-        clip_by_hand(model, 0.05, 1e-3)
+        plain_clip(model, 0.05, 1e-3)
         nn.utils.clip_grad_norm_(model.parameters(), 0.03)
 
-    hand = plain_loop(change, window=window, scaled=True)
+    reference = plain_loop(change, window=window, scaled=True)
 
     def other_way_round(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.03)
-        clip_by_hand(model, 0.05, 1e-3)
+        plain_clip(model, 0.05, 1e-3)
 
-    assert not same(hand, plain_loop(other_way_round, window=window, scaled=True))
+    assert not same(reference, plain_loop(other_way_round, window=window, scaled=True))
     for order in itertools.permutations(range(4)):
         handlers = [
             AdaptiveGradientClipping(0.05),
@@ -179,7 +179,7 @@ def test_together_with_clipping_by_norm_and_fp16_in_every_order(window: int) -> 
         ]
         model = network()
         trained(model, *(handlers[place] for place in order))
-        assert same(model, hand), order
+        assert same(model, reference), order
 
 
 def test_one_update_of_two_is_clipped_and_several_modules_are_named() -> None:

@@ -81,7 +81,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert [name for name, _ in handler.kept] == expected
 
 
-def test_two_last_ones_or_one_best_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
+def test_two_last_ones_or_one_best_are_kept_by_default(tmp_path: Path) -> None:
     engine_of(Checkpoint(tmp_path, name="last")).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
     assert files(tmp_path) == ["last-epoch0002-iter00000004", "last-epoch0003-iter00000006"]
     scored(tmp_path / "best", [2.0, 1.0, 3.0])
@@ -559,7 +559,7 @@ def test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on(
     committed = at >= 9  # the eighth makes the disk have it
     if error is OSError:
         assert bool(caught) != committed
-        assert bool(reported) == committed, "what could not be removed is told"
+        assert bool(reported) == committed, "what could not be removed is reported"
     else:
         assert caught
     if caught and not committed:
@@ -1023,7 +1023,7 @@ class Slow(Files):
 
 
 def test_no_saved_state_depends_on_how_often_something_was_saved(tmp_path: Path) -> None:
-    """Nor on how quick a thread is: a state cannot hold what comes of itself."""
+    """Nor on how quick a thread is: a state cannot contain its own duration."""
     counts = []
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
@@ -1256,7 +1256,7 @@ def test_a_script_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> Non
     assert begun == [16]
     for key, value in whole.modules["model"].state_dict().items():
         assert torch.equal(value, again.modules["model"].state_dict()[key])
-    again.run(few_batches(), max_epochs=3)  # a run that goes on is not set back
+    again.run(few_batches(), max_epochs=3)  # a run that continues is not set back
     assert begun == [16]
     assert again.state.iteration == 30
 

@@ -1,4 +1,4 @@
-"""CutMix against loops written by hand that draw the same numbers."""
+"""CutMix against plain PyTorch loops that draw the same numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
     return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
-def mixed_by_hand(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
+def expected_mix(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
     """The paper's algorithm, element by element."""
     generator = torch.Generator().manual_seed(derived_seed(7, "cutmix", iteration))
     one, other = torch._standard_gamma(torch.tensor([alpha, alpha], dtype=torch.float64), generator=generator)
@@ -65,7 +65,7 @@ def plain_loop(
         for chunk in windows(data, window):
             for x, y in chunk:
                 iteration += 1
-                mixed, lam, perm = mixed_by_hand(x, iteration, alpha)
+                mixed, lam, perm = expected_mix(x, iteration, alpha)
                 lams.append(lam)
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     output = model(mixed)
@@ -90,8 +90,8 @@ def test_weights_and_shares_equal_a_plain_loop(shape: tuple[int, ...], alpha: fl
     lams: list[float | None] = []
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: lams.append(handler.lam))
     engine.run(batches(shape), max_epochs=2)
-    hand, plain = plain_loop(shape, alpha, window=window)
-    assert same(engine.model, hand)
+    reference, plain = plain_loop(shape, alpha, window=window)
+    assert same(engine.model, reference)
     assert lams == plain
     assert len(set(plain)) > 3  # boxes of different sizes were cut
 

@@ -1,4 +1,4 @@
-"""Cutout against boxes that are cut by hand at the same places."""
+"""Cutout against boxes that a plain PyTorch loop cuts at the same places."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
     return kit.build(network(shape), loss=F.cross_entropy, optimizer=SGD, seed=7)
 
 
-def cut_by_hand(x: Tensor, iteration: int, lengths: list[int], holes: int, fill: float) -> Tensor:
+def expected_cut(x: Tensor, iteration: int, lengths: list[int], holes: int, fill: float) -> Tensor:
     """Sample by sample, hole by hole."""
     generator = torch.Generator().manual_seed(derived_seed(7, "cutout", iteration))
     centres = [torch.randint(size, (holes, len(x)), generator=generator) for size in x.shape[2:]]
@@ -82,7 +82,7 @@ def test_weights_equal_a_plain_loop(
             for x, y in chunk:
                 iteration += 1
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
-                    loss = F.cross_entropy(model(cut_by_hand(x, iteration, lengths, holes, fill)), y)
+                    loss = F.cross_entropy(model(expected_cut(x, iteration, lengths, holes, fill)), y)
                 scaler.scale(loss).backward()
             average_gradients(model, len(chunk))
             scaler.step(optimizer)

@@ -139,15 +139,15 @@ def test_on_the_cpu_training_equals_a_plain_loop() -> None:
     torch.manual_seed(3)
     model = nn.Linear(3, 1)
     torch.manual_seed(3)
-    hand = nn.Linear(3, 1)
+    reference = nn.Linear(3, 1)
     parameters = list(model.parameters())
     trainer_of(model, DeviceTransfer("cpu")).run(data, max_epochs=2)
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for inputs, targets in data * 2:
-        nn.functional.mse_loss(hand(inputs), targets).backward()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert torch.equal(model.weight, hand.weight)
+    assert torch.equal(model.weight, reference.weight)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in real processes: against torch's own in loops written by hand, and against one process alone."""
+"""DistributedDataParallel in real processes: against torch's own in plain PyTorch loops, and against one process alone."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def batches(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
 
 def joined(data: Sequence[Batch], size: int) -> list[Batch]:
     """What the batches of each turn are together."""
-    hands = [data[start : start + size] for start in range(0, len(data), size)]
-    return [(torch.cat([x for x, _ in hand]), torch.cat([y for _, y in hand])) for hand in hands]
+    turns = [data[start : start + size] for start in range(0, len(data), size)]
+    return [(torch.cat([x for x, _ in turn]), torch.cat([y for _, y in turn])) for turn in turns]
 
 
 def make_model(*, norm: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
@@ -157,7 +157,7 @@ def settle(wrapped: TorchDDP) -> None:
         wrapped.zero_grad()
 
 
-def by_hand(
+def plain_loop(
     data: Sequence[Batch],
     optimizer: Any,
     *,
@@ -182,10 +182,10 @@ def by_hand(
     for _ in range(epochs):
         own = data[processes.rank :: processes.world_size]
         for start in range(0, len(own), window):
-            hand = own[start : start + window]
-            for place, (x, y) in enumerate(hand, 1):
-                with wrapped.no_sync() if place < len(hand) else nullcontext():
-                    (F.cross_entropy(wrapped(x), y) / len(hand)).backward()
+            window_batches = own[start : start + window]
+            for place, (x, y) in enumerate(window_batches, 1):
+                with wrapped.no_sync() if place < len(window_batches) else nullcontext():
+                    (F.cross_entropy(wrapped(x), y) / len(window_batches)).backward()
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
@@ -201,38 +201,38 @@ STEP = partial(StepLR, step_size=3, gamma=0.5)
 def _against_torch(settled: bool) -> dict[str, tuple[Weights, Weights]]:
     data = batches(*[4] * 12 * process_group(timeout=TIMEOUT).world_size)[: 10 * process_group().world_size]
     clip, schedule = GradientClipping(max_norm=0.3), LRScheduling(STEP, every="1st")
-    hand = partial(by_hand, data, settled=settled)
+    reference = partial(plain_loop, data, settled=settled)
     return {
-        "plain": (train(data=data), hand(SGD)),
+        "plain": (train(data=data), reference(SGD)),
         "much": (
             train(clip, schedule, data=data, optimizer=ADAM, model=make_model(norm=True)),
-            hand(ADAM, norm=True, max_norm=0.3, schedule=STEP),
+            reference(ADAM, norm=True, max_norm=0.3, schedule=STEP),
         ),
         # Windows of 4, 4 and 2: their means are taken by powers of two, which round nothing.
         "windows": (
             train(GradientAccumulation(4), data=data, optimizer=ADAM, model=make_model(norm=True)),
-            hand(ADAM, norm=True, window=4),
+            reference(ADAM, norm=True, window=4),
         ),
-        "views": (train(data=data, with_ddp=ddp(gradient_as_bucket_view=True)), hand(SGD)),
+        "views": (train(data=data, with_ddp=ddp(gradient_as_bucket_view=True)), reference(SGD)),
     }
 
 
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_it_trains_to_the_bits_of_torchs_ddp_in_a_plain_loop(size: int) -> None:
     for rank, result in enumerate(run_together(_against_torch, size, True)):
-        for name, (ours, hand) in result.items():
+        for name, (ours, reference) in result.items():
             # Torch makes buffers alike in front of the next forward, so that after the last step they are rank 0's there only.
-            wrong = [key for key in differing(ours, hand) if rank == 0 or "running" not in key]
+            wrong = [key for key in differing(ours, reference) if rank == 0 or "running" not in key]
             assert not wrong, (name, rank, wrong)
 
 
 @pytest.mark.slow
 def test_torchs_first_buckets_are_others_which_is_seen_from_three_processes_on() -> None:
-    for name, (ours, hand) in run_together(_against_torch, 2, False)[0].items():
-        assert not differing(ours, hand), name  # a sum of two has one order
+    for name, (ours, reference) in run_together(_against_torch, 2, False)[0].items():
+        assert not differing(ours, reference), name  # a sum of two has one order
     # With three, torch's first step adds up in another order than its later ones, and ours: a rounding of float32.
-    ours, hand = run_together(_against_torch, 3, False)[0]["plain"]
-    assert not differing(ours, hand, tolerance=1e-6)
+    ours, reference = run_together(_against_torch, 3, False)[0]["plain"]
+    assert not differing(ours, reference, tolerance=1e-6)
 
 
 # ---- the step is that of the batches joined --------------------------------------------------------------------------
@@ -652,7 +652,7 @@ def seen_of(
 
 
 def in_turn(seen: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """What all processes have seen in each epoch, in the order in which it was dealt."""
+    """What all processes have seen in each epoch, in the order in which it was distributed."""
     return [[batch for turn in zip(*epochs, strict=True) for batch in turn if batch is not None]
             for epochs in zip(*seen, strict=True)]  # fmt: skip
 
@@ -677,10 +677,10 @@ def test_batches_are_sharded_in_the_order_that_rank_0_draws(size: int) -> None:
     for name in (*READ, "windows"):
         for epoch in in_turn([one[name] for one in found]):
             assert sorted(number for batch in epoch for number in batch) == list(range(11)), name
-    # With epochs of a given length the data goes on; each pass over it is complete.
+    # With epochs of a given length the data continues; each pass over it is complete.
     first = in_turn([one["epochs of a length"] for one in found])
-    dealt = [number for epoch in first for batch in epoch for number in batch]
-    assert len(set(dealt[:22])) == len(dealt[:22])
+    numbers = [number for epoch in first for batch in epoch for number in batch]
+    assert len(set(numbers[:22])) == len(numbers[:22])
     longer = [
         number for epoch in in_turn([one["longer epochs"] for one in found]) for batch in epoch for number in batch
     ]
@@ -728,7 +728,7 @@ def test_each_process_may_have_data_of_its_own() -> None:
         numbers_seen = [number for batch in epoch for number in batch]
         assert len(numbers_seen) == 24  # the sampler repeats two, so that all processes have as many
         assert set(numbers_seen) == set(range(22))
-    assert first != second  # it was told the epoch
+    assert first != second  # it received the epoch
     assert "shard_policy='own'" in found[0]["refused"]
     assert "shard_policy='round_robin'" in found[0]["refused"]
 
@@ -1015,13 +1015,13 @@ def test_time_chunks_of_different_numbers_make_as_many_steps_as_the_longest() ->
     for _ in range(2):
         losses, weights = [], []
         for start in range(0, len(data), 2):
-            hand = data[start : start + 2]
-            hidden: list[Any] = [None] * len(hand)
-            of_batch: list[list[tuple[float, int]]] = [[] for _ in hand]
-            for begin in range(0, max(batch.shape[1] for batch in hand), 4):
-                present = [place for place, batch in enumerate(hand) if batch.shape[1] > begin]
+            window_batches = data[start : start + 2]
+            hidden: list[Any] = [None] * len(window_batches)
+            of_batch: list[list[tuple[float, int]]] = [[] for _ in window_batches]
+            for begin in range(0, max(batch.shape[1] for batch in window_batches), 4):
+                present = [place for place, batch in enumerate(window_batches) if batch.shape[1] > begin]
                 for place in present:
-                    chunk = hand[place][:, begin : begin + 4]
+                    chunk = window_batches[place][:, begin : begin + 4]
                     output, hidden[place] = model(chunk, hidden[place])
                     hidden[place] = hidden[place].detach()
                     value = output.square().mean()
@@ -1118,25 +1118,25 @@ def _compressed() -> dict[str, tuple[Weights, Weights]]:
     sgd = ddp(compression="powersgd", powersgd_start=3)
     half = None, default_hooks.fp16_compress_hook
     return {
-        "fp16": (train(data=data, with_ddp=ddp(compression="fp16")), by_hand(data, SGD, hook=half)),
-        "powersgd": (train(data=data, with_ddp=sgd), by_hand(data, SGD, hook=powersgd())),
-        "of one's own": (train(data=data, with_ddp=ddp(compression=powersgd())), by_hand(data, SGD, hook=powersgd())),
-        "and they differ": (train(data=data), by_hand(data, SGD)),
+        "fp16": (train(data=data, with_ddp=ddp(compression="fp16")), plain_loop(data, SGD, hook=half)),
+        "powersgd": (train(data=data, with_ddp=sgd), plain_loop(data, SGD, hook=powersgd())),
+        "of one's own": (train(data=data, with_ddp=ddp(compression=powersgd())), plain_loop(data, SGD, hook=powersgd())),
+        "and they differ": (train(data=data), plain_loop(data, SGD)),
     }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_compressed_gradients_are_those_of_torchs_hooks() -> None:
     for result in run_together(_compressed, 2):
-        for name, (ours, hand) in result.items():
-            assert not differing(ours, hand), name
+        for name, (ours, reference) in result.items():
+            assert not differing(ours, reference), name
         kinds = [ours for ours, _ in result.values()]
         assert differing(kinds[0], kinds[3])
         assert differing(kinds[1], kinds[3])
 
 
 def _resumed() -> list[tuple[int, list[str]]]:
-    """PowerSGD goes on with its memory, also where a part was frozen in the beginning."""
+    """PowerSGD continues with its memory, also where a part was frozen in the beginning."""
     process_group(timeout=TIMEOUT)
     data = batches(*[4] * 8)
 

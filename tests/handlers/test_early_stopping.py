@@ -1,4 +1,4 @@
-"""EarlyStopping against the definition of patience written by hand."""
+"""EarlyStopping against a plain implementation of the definition of patience."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_every_stop_that_min_epochs_holds_back_is_decided_anew(scores: list[floa
     assert (state.epoch, state.stop_reason) == (6, None)
 
 
-def test_a_stop_that_is_held_back_tells_its_latest_reason() -> None:
+def test_a_stop_that_is_held_back_reports_its_latest_reason() -> None:
     engine = engine_of([2.0, 3.0, 9.0, 9.5], EarlyStopping("score", patience=1, divergence=8.0))
     reason = engine.run(BATCHES, max_epochs=4, min_epochs=3).stop_reason
     assert reason is not None
@@ -371,7 +371,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
 
 
-def by_hand(epochs: int) -> dict[str, Tensor]:
+def plain_loop(epochs: int) -> dict[str, Tensor]:
     model = build().model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for inputs, targets in data() * epochs:
@@ -389,15 +389,15 @@ def test_the_modules_get_the_weights_of_the_best_value_back(patience: int, stopp
     last: list[dict[str, Tensor]] = []
     engine.connect(Events.COMPLETED, lambda engine: last.append(weights_of(engine)), phase=Phase.PREPARE)
     assert engine.run(data(), max_epochs=6).epoch == stopped_in
-    assert same(weights_of(engine), by_hand(best_in))
-    assert same(last[0], by_hand(stopped_in))
+    assert same(weights_of(engine), plain_loop(best_in))
+    assert same(last[0], plain_loop(stopped_in))
 
 
 def test_without_the_option_the_last_weights_stay() -> None:
     engine = build()
     engine.attach(EarlyStopping("score", patience=2))
     engine.run(data(), max_epochs=6)
-    assert same(weights_of(engine), by_hand(4))
+    assert same(weights_of(engine), plain_loop(4))
 
 
 def test_what_is_put_back_is_what_the_best_checkpoint_holds(tmp_path: Any) -> None:
@@ -448,7 +448,7 @@ def test_an_error_leaves_the_last_weights() -> None:
     engine.connect(Events.EPOCH_COMPLETED(once=3), fail)
     with pytest.raises(ArithmeticError):
         engine.run(data(), max_epochs=6)
-    assert same(weights_of(engine), by_hand(3))
+    assert same(weights_of(engine), plain_loop(3))
 
 
 def test_two_that_restore_refuse_each_other() -> None:

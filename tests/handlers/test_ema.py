@@ -1,4 +1,4 @@
-"""EMA against torch's AveragedModel in loops written by hand: the same averages, and a training that does not notice."""
+"""EMA against torch's AveragedModel in plain PyTorch loops: the same averages, and a training that does not notice."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ema_first", [True, False])
 def test_averages_and_weights_equal_a_plain_loop(case: str, ema_first: bool) -> None:
-    options, by_hand, others = CASES[case]
+    options, plain_options, others = CASES[case]
     handlers = [EMA(**({"decay": 0.9} | options)), *(make() for make in others)]
     model = network()
     engine = run(trainer_of(model, *(handlers if ema_first else reversed(handlers))))
-    hand, average, _ = plain_loop(**by_hand)
-    assert_same(model.state_dict(), hand.state_dict())
+    reference, average, _ = plain_loop(**plain_options)
+    assert_same(model.state_dict(), reference.state_dict())
     assert_same(engine.weights()["model"], average.state_dict())
     assert not torch.equal(engine.weights()["model"]["0.weight"], model.state_dict()["0.weight"])
-    assert_same(model.state_dict(), hand.state_dict())  # `weights` left them as they were
+    assert_same(model.state_dict(), reference.state_dict())  # `weights` left them as they were
 
 
 @pytest.mark.parametrize("ema_first", [True, False])
@@ -114,10 +114,10 @@ def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_fir
     engine = trainer_of(model, *(handlers if ema_first else reversed(handlers)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
-    hand, _, expected = plain_loop()
+    reference, _, expected = plain_loop()
     assert losses == expected
     assert losses[-1] != validation_loss(model)
-    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), reference.state_dict())
     plain = run(trainer_of(network()))
     assert fingerprint(plain, handlers=False)["updates.main"] == fingerprint(engine, handlers=False)["updates.main"]
 
@@ -136,15 +136,15 @@ def test_a_step_that_overflows_under_fp16_does_not_move_it() -> None:
     model = network()
     engine = run(trainer_of(model, MixedPrecision("fp16", init_scale=2.0**24), EMA(0.9)))
 
-    hand, skipped = network(), 0
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.05, momentum=0.9)
+    reference, skipped = network(), 0
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    averaged = AveragedModel(hand, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     seed_everything(1)
     for _ in range(3):
         for inputs, targets in batches():
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.mse_loss(hand(inputs), targets)
+                loss = nn.functional.mse_loss(reference(inputs), targets)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             before = scaler.get_scale()
@@ -153,10 +153,10 @@ def test_a_step_that_overflows_under_fp16_does_not_move_it() -> None:
             if scaler.get_scale() < before:
                 skipped += 1
             else:
-                averaged.update_parameters(hand)
+                averaged.update_parameters(reference)
     assert 0 < skipped < 18
     assert engine.updates[0].steps == int(averaged.n_averaged) == 18 - skipped
-    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), reference.state_dict())
     assert_same(engine.weights()["model"], averaged.module.state_dict())
 
 
@@ -196,9 +196,9 @@ def test_nothing_is_aliased() -> None:
 def test_the_state_to_resume_from_holds_the_weights_and_the_averages() -> None:
     model = network()
     engine = run(trainer_of(model, EMA(0.9)))
-    hand, average, _ = plain_loop()
+    reference, average, _ = plain_loop()
     state = engine.state_dict()
-    assert_same(state["modules"]["model"], hand.state_dict())
+    assert_same(state["modules"]["model"], reference.state_dict())
     assert state["handlers"]["ema"]["count"] == 18
     for name, value in average.state_dict().items():
         assert torch.equal(state["handlers"]["ema"]["averages"][f"model.{name}"], value), name
@@ -239,8 +239,8 @@ def test_the_weights_come_back_after_an_error_inside_a_validation() -> None:
 
     with pytest.raises(RuntimeError, match="on purpose"):
         run(engine)
-    hand = run(trainer_of(network()), max_iters=8)
-    assert_same(model.state_dict(), hand.model.state_dict())
+    reference = run(trainer_of(network()), max_iters=8)
+    assert_same(model.state_dict(), reference.model.state_dict())
     assert not torch.equal(inside[0], model.state_dict()["0.weight"])  # it was the average that was being measured
 
 

@@ -82,18 +82,18 @@ def test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing(tmp
     assert list(tmp_path.rglob("*")) == []
     assert set(multiprocessing.active_children()) == before
 
-    hand = network()
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.05)
+    reference = network()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     schedule = OneCycleLR(optimizer, max_lr=0.1, total_steps=count)
     seed_everything(1)
     for number, (inputs, targets) in enumerate(loader(num_workers=2), start=1):
-        nn.functional.mse_loss(hand(inputs), targets).backward()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         if number == count:
             break
         schedule.step()
-    for a, b in zip(model.parameters(), hand.parameters(), strict=True):
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -185,7 +185,7 @@ def test_a_loaded_run_makes_one_epoch_more() -> None:
     saved.run(batches(), max_epochs=2)
     trainer = engine_of(network(), FastDevRun(2))
     trainer.load_state_dict(saved.state_dict())
-    # Before the loaded position is told, the bound is that of a new run.
+    # Before the loaded position is announced, the bound is that of a new run.
     with pytest.warns(UserWarning, match="nothing to do"):
         state = trainer.run(batches(), max_epochs=20)
     assert (state.epoch, state.iteration) == (3, 14)

@@ -1,4 +1,4 @@
-"""Freezing against loops by hand in which requires_grad and eval mode are set by hand; and rates that differ by part."""
+"""Freezing against plain PyTorch loops that set requires_grad and eval mode themselves; and rates that differ by part."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Callable[[], Freezing], Callable[[Network, int], None]]] 
     "for the whole run": (lambda: Freezing("backbone"), whole_backbone),
     "written with a dot": (lambda: Freezing(["backbone."]), whole_backbone),
     "gradually": (lambda: Freezing(GRADUAL), gradually),
-    "the statistics go on": (lambda: Freezing(["backbone"], statistics=False), without_statistics),
+    "the statistics continue": (lambda: Freezing(["backbone"], statistics=False), without_statistics),
     "a pattern": (lambda: Freezing("*.bias", until=2), biases),
 }
 
@@ -162,7 +162,7 @@ def test_frozen_again_weights_stand_still_in_spite_of_momentum_and_decay(optimiz
         run(engine, max_epochs=4)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == name.startswith("backbone."), name
-    # What the optimizer remembers stands still, too, and is where training would go on from.
+    # What the optimizer remembers stands still, too, and is where training would resume.
     for key, value in first.state[model.get_parameter("backbone.0.weight")].items():
         assert torch.equal(value, remembered[key]), key
     run(engine, max_epochs=5)
@@ -394,20 +394,23 @@ def test_training_with_rates_by_part_equals_a_plain_loop() -> None:
     run(engine)
 
     def optimizer(_: Any) -> torch.optim.Optimizer:
-        others = [*hand.backbone10.parameters(), *hand.head.parameters()]
-        groups: list[dict[str, Any]] = [{"params": list(hand.backbone.parameters()), "lr": 1e-3}, {"params": others}]
+        others = [*reference.backbone10.parameters(), *reference.head.parameters()]
+        groups: list[dict[str, Any]] = [
+            {"params": list(reference.backbone.parameters()), "lr": 1e-3},
+            {"params": others},
+        ]
         return SGD(groups)
 
-    hand = Network()
+    reference = Network()
     made = optimizer(None)
     seed_everything(1)
     for epoch in range(1, 5):
-        hand.backbone[0].requires_grad_(epoch >= 3)
+        reference.backbone[0].requires_grad_(epoch >= 3)
         for inputs, targets in batches():
-            nn.functional.mse_loss(hand(inputs), targets).backward()
+            nn.functional.mse_loss(reference(inputs), targets).backward()
             made.step()
             made.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_bad_rates_are_refused() -> None:

@@ -485,7 +485,7 @@ def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
     def handlers() -> list[Handler]:
         return [GradientAccumulation(window), GradientClipping(max_norm=0.5), GradientNorms()]
 
-    def by_hand(number: int) -> dict[str, Tensor]:
+    def plain_loop(number: int) -> dict[str, Tensor]:
         engine = make(optimizer=ADAM)
         batches = list(loader(4, 28))
         turns = [batches[i : i + number] for i in range(0, len(batches), number)]
@@ -494,7 +494,7 @@ def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
         engine.run(joined, max_epochs=3)
         return full(engine)
 
-    expected = by_hand(number)
+    expected = plain_loop(number)
     for weights, metrics, steps in together(number, trained, 4, handlers, {"max_epochs": 3}, 28):
         assert_close(weights, expected)
         assert metrics["gradient_norm"] > 0
@@ -624,7 +624,7 @@ def test_a_stand_in_leaves_no_trace_in_buffers_or_random_streams() -> None:
 
 
 def going_on(folder: Path) -> Any:
-    """Runs that were cut in several ways, and went on."""
+    """Runs that were cut in several ways, and resumed."""
 
     def build(*handlers: Handler) -> Engine:
         accumulation = GradientAccumulation(2)

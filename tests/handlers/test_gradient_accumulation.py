@@ -1,4 +1,4 @@
-"""GradientAccumulation against loops written by hand: windows, their gradients, and where they end."""
+"""GradientAccumulation against plain PyTorch loops: windows, their gradients, and where they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 class Unsized:
-    """Data that can be iterated again but does not tell its length."""
+    """Data that can be iterated again but does not report its length."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = list(batches)
@@ -163,18 +163,18 @@ def test_a_weight_of_tokens_equals_a_plain_loop() -> None:
     engine.attach(GradientAccumulation(2, weight=lambda engine: len(engine.state.batch[0])))
     engine.run(data, max_epochs=2)
 
-    hand = network()
-    optimizer = torch.optim.Adam(hand.parameters(), lr=0.05)
+    reference = network()
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.05)
     for _ in range(2):
         for chunk in windows(data, 2):
             for inputs, targets in chunk:
-                (nn.functional.cross_entropy(hand(inputs), targets) * len(inputs)).backward()
-            for parameter in hand.parameters():
+                (nn.functional.cross_entropy(reference(inputs), targets) * len(inputs)).backward()
+            for parameter in reference.parameters():
                 assert parameter.grad is not None
                 parameter.grad.div_(sum(len(inputs) for inputs, _ in chunk))
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_a_weighted_window_equals_one_large_batch() -> None:
@@ -198,14 +198,14 @@ def test_the_reported_loss_is_that_of_each_batch() -> None:
     data = batches([4] * 6)
     model = network()
     expected: list[float] = []
-    hand = network()
-    optimizer = torch.optim.Adam(hand.parameters(), lr=0.05)
+    reference = network()
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.05)
     for begin in range(0, 6, 3):
         for inputs, targets in data[begin : begin + 3]:
-            loss = nn.functional.cross_entropy(hand(inputs), targets)
+            loss = nn.functional.cross_entropy(reference(inputs), targets)
             expected.append(loss.item())
             loss.backward()
-        for parameter in hand.parameters():
+        for parameter in reference.parameters():
             assert parameter.grad is not None
             parameter.grad.div_(3)
         optimizer.step()
@@ -480,7 +480,7 @@ def test_an_error_inside_a_window_discards_it() -> None:
         engine.run(VALUES, max_epochs=1)
     assert engine.model.weight.grad is None
     connection.detach()
-    engine.run(VALUES, max_epochs=1)  # goes on with the third batch, in a new window
+    engine.run(VALUES, max_epochs=1)  # continues with the third batch, in a new window
     assert gradients == [4.5, 8.5]
 
 

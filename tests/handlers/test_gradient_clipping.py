@@ -1,4 +1,4 @@
-"""GradientClipping against torch's own clipping in loops written by hand."""
+"""GradientClipping against torch's own clipping in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ OPTIONS: list[dict[str, Any]] = [
 def test_weights_equal_a_plain_loop(options: dict[str, Any]) -> None:
     model = network()
     trained(model, GradientClipping(**options))
-    hand, _ = plain_loop(options)
+    reference, _ = plain_loop(options)
     unclipped, _ = plain_loop({})
-    assert_same(model, hand)
+    assert_same(model, reference)
     assert not torch.equal(
         next(model.parameters()), next(unclipped.parameters())
     )  # the limit was reached: the test can fail
@@ -198,25 +198,25 @@ def test_under_fp16_scaling_unscaled_gradients_are_clipped(
         model, *(handlers if clipping_first else reversed(handlers)), GradientAccumulation(window), epochs=1
     )
 
-    hand = network()
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
+    reference = network()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     data = batches()
     for chunk in windows(data, window):
         for inputs, targets in chunk:
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.mse_loss(hand(inputs), targets)
+                loss = nn.functional.mse_loss(reference(inputs), targets)
             scaler.scale(loss).backward()
-        average_gradients(hand, len(chunk))
+        average_gradients(reference, len(chunk))
         scaler.unscale_(optimizer)
         if "max_value" in options:
-            nn.utils.clip_grad_value_(hand.parameters(), options["max_value"])
+            nn.utils.clip_grad_value_(reference.parameters(), options["max_value"])
         if "max_norm" in options:
-            nn.utils.clip_grad_norm_(hand.parameters(), options["max_norm"], options.get("norm_type", 2.0))
+            nn.utils.clip_grad_norm_(reference.parameters(), options["max_norm"], options.get("norm_type", 2.0))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
     assert engine.updates[0].steps == -(-6 // window)
 
 

@@ -1,4 +1,4 @@
-"""GradientNoise against loops written by hand that draw the same numbers."""
+"""GradientNoise against plain PyTorch loops that draw the same numbers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_weights_equal_a_plain_loop(eta: float, gamma: float, window: int) -> No
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_together_with_clipping_and_fp16_in_every_order(window: int) -> None:
-    hand = plain_loop(0.3, window=window, max_norm=0.2, scaled=True)
+    reference = plain_loop(0.3, window=window, max_norm=0.2, scaled=True)
     for order in itertools.permutations(range(4)):
         handlers = [
             GradientNoise(0.3),
@@ -97,7 +97,7 @@ def test_together_with_clipping_and_fp16_in_every_order(window: int) -> None:
             MixedPrecision("fp16", init_scale=1024.0),
             GradientAccumulation(window),
         ]
-        assert same(trained(*(handlers[place] for place in order)).model, hand), order
+        assert same(trained(*(handlers[place] for place in order)).model, reference), order
 
 
 def test_a_skipped_step_does_not_let_the_noise_fade() -> None:

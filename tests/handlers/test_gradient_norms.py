@@ -1,4 +1,4 @@
-"""GradientNorms against what torch's own clipping returns in loops written by hand."""
+"""GradientNorms against what torch's own clipping returns in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def written(engine: Engine, *handlers: Any, epochs: int = 2, count: int = 6) -> 
     return seen
 
 
-def norms_by_hand(
+def plain_loop_norms(
     norm_type: float, *, window: int = 1, scaled: bool = False, max_norm: float = math.inf, epochs: int = 2
 ) -> list[dict[str, float]]:
     model = network()
@@ -79,7 +79,7 @@ def norms_by_hand(
 @pytest.mark.parametrize("norm_type", [2.0, 1, 3.0, math.inf])
 def test_the_norms_equal_what_clip_grad_norm_returns(norm_type: float) -> None:
     found = written(build(), GradientNorms(norm_type=norm_type, per_parameter=True))
-    assert [metrics for _, metrics in found] == norms_by_hand(norm_type)
+    assert [metrics for _, metrics in found] == plain_loop_norms(norm_type)
     assert set(found[0][1]) == {
         "gradient_norm",
         *(f"gradient_norm/{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")),
@@ -89,7 +89,9 @@ def test_the_norms_equal_what_clip_grad_norm_returns(norm_type: float) -> None:
 def test_only_the_total_is_written_unless_more_is_asked_for_and_it_stays_a_tensor() -> None:
     engine = build()
     found = written(engine, GradientNorms())
-    assert [metrics for _, metrics in found] == [{"gradient_norm": one["gradient_norm"]} for one in norms_by_hand(2.0)]
+    assert [metrics for _, metrics in found] == [
+        {"gradient_norm": one["gradient_norm"]} for one in plain_loop_norms(2.0)
+    ]
     assert isinstance(engine.state.metrics["gradient_norm"], Tensor)
     assert engine.state.metrics.owners["gradient_norm"] == "gradient_norms"
 
@@ -104,7 +106,7 @@ def test_under_fp16_accumulation_and_clipping_it_is_the_unscaled_norm_before_the
     ]
     found = written(build(), *(handlers[place] for place in order))
     assert [iteration for iteration, _ in found] == [4, 6, 10, 12]
-    assert [metrics for _, metrics in found] == norms_by_hand(2.0, window=4, scaled=True, max_norm=0.5)
+    assert [metrics for _, metrics in found] == plain_loop_norms(2.0, window=4, scaled=True, max_norm=0.5)
     assert all(metrics["gradient_norm"] > 0.5 for _, metrics in found)
 
 
@@ -211,11 +213,11 @@ def test_closures_are_measured_at_their_first_evaluation() -> None:
     )
     engine.attach(GradientNorms())
     engine.run(batches(1), max_epochs=1)
-    hand = network()
+    reference = network()
     inputs, targets = batches(1)[0]
-    nn.functional.mse_loss(hand(inputs), targets).backward()
+    nn.functional.mse_loss(reference(inputs), targets).backward()
     assert engine.state.metrics.serials == {"gradient_norm": 1}
-    assert torch.equal(engine.state.metrics["gradient_norm"], nn.utils.get_total_norm(_gradients(hand)))
+    assert torch.equal(engine.state.metrics["gradient_norm"], nn.utils.get_total_norm(_gradients(reference)))
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

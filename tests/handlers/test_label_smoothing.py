@@ -1,4 +1,4 @@
-"""LabelSmoothing against torch's own, in loops written by hand."""
+"""LabelSmoothing against torch's own, in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def plain_loop(
 @pytest.mark.parametrize("window", [1, 4])
 def test_it_trains_as_torchs_label_smoothing_does(dense: bool, alpha: float, window: int) -> None:
     engine, losses = trained(dense, LabelSmoothing(alpha), GradientAccumulation(window))
-    model, by_hand = plain_loop(dense, alpha, window=window, same_arithmetic=False)
+    model, plain_losses = plain_loop(dense, alpha, window=window, same_arithmetic=False)
     # torch adds the same numbers up in another order: its sums differ in the last bits, and so do twelve steps made of them.
-    assert losses == pytest.approx(by_hand, rel=1e-5)
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
     for one, other in zip(engine.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     plain, _ = plain_loop(dense, 0.0, window=window, same_arithmetic=False)
@@ -99,15 +99,15 @@ def test_it_trains_as_torchs_label_smoothing_does(dense: bool, alpha: float, win
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("reverse", [True, False])
-def test_weights_equal_the_same_sums_by_hand_with_accumulation_and_fp16(scaled: bool, reverse: bool) -> None:
+def test_weights_equal_the_same_sums_in_a_plain_loop_with_accumulation_and_fp16(scaled: bool, reverse: bool) -> None:
     handlers: list[Any] = [LabelSmoothing(0.2), GradientAccumulation(4)]
     if scaled:
         handlers.append(MixedPrecision("fp16", init_scale=1024.0))
     engine, losses = trained(True, *(reversed(handlers) if reverse else handlers))
-    model, by_hand = plain_loop(True, 0.2, window=4, scaled=scaled)
+    model, plain_losses = plain_loop(True, 0.2, window=4, scaled=scaled)
     for one, other in zip(engine.model.state_dict().values(), model.state_dict().values(), strict=True):
         assert torch.equal(one, other)
-    assert losses == by_hand
+    assert losses == plain_losses
 
 
 def test_what_others_add_to_the_loss_is_not_smoothed() -> None:
@@ -123,8 +123,8 @@ def test_what_others_add_to_the_loss_is_not_smoothed() -> None:
         update.backward_loss = update.backward_loss + 100.0
 
     engine.run(batches(False), max_epochs=1)
-    _, by_hand = plain_loop(False, 0.2)
-    assert [one for one, _ in seen] == by_hand[:6]  # a constant changes no gradient
+    _, plain_losses = plain_loop(False, 0.2)
+    assert [one for one, _ in seen] == plain_losses[:6]  # a constant changes no gradient
     assert all(one == other for one, other in seen)
 
 

@@ -1,4 +1,4 @@
-"""LimitBatches against loops by hand over the first batches of a loader."""
+"""LimitBatches against plain PyTorch loops over the first batches of a loader."""
 
 from __future__ import annotations
 

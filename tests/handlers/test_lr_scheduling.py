@@ -1,4 +1,4 @@
-"""LRScheduling against torch's schedulers in loops written by hand: the same rates and the same weights."""
+"""LRScheduling against torch's schedulers in plain PyTorch loops: the same rates and the same weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ batches = partial(kit.batches, targets=2)
 
 
 class Unsized:
-    """Data that can be iterated again but does not tell its length."""
+    """Data that can be iterated again but does not report its length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(batches())
@@ -115,19 +115,19 @@ def test_rates_and_weights_equal_a_plain_loop(factory: Factory, every: str) -> N
     model = network()
     engine, rates = engine_of(model, LRScheduling(factory, every=every))
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(factory, by="step" if every == "1st" else "epoch")
+    reference, expected = plain_loop(factory, by="step" if every == "1st" else "epoch")
     assert rates == expected
     assert len(set(rates)) > 1
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_one_cycle_learns_the_total_of_its_steps() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=18))
+    reference, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=18))
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("accumulation_first", [True, False])
@@ -136,9 +136,9 @@ def test_the_learned_total_counts_windows_and_not_batches(accumulation_first: bo
     handlers: list[Any] = [GradientAccumulation(4), LRScheduling(partial(OneCycleLR, max_lr=0.3))]
     engine, rates = engine_of(model, *(handlers if accumulation_first else reversed(handlers)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=6), window=4)
+    reference, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=6), window=4)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_the_learned_total_follows_a_schedule_of_windows() -> None:
@@ -152,9 +152,9 @@ def test_the_learned_total_respects_max_iters() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(batches(), max_epochs=3, max_iters=14)
-    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=14), stop_at=14)
+    reference, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=14), stop_at=14)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_the_learned_total_respects_max_iters_that_end_inside_a_window() -> None:
@@ -168,9 +168,9 @@ def test_the_learned_total_of_unsized_data_is_max_iters() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(OneCycleLR, max_lr=0.3)))
     engine.run(Unsized(), max_iters=9)
-    hand, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=9), stop_at=9)
+    reference, expected = plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=9), stop_at=9)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_the_learned_total_respects_max_steps() -> None:
@@ -191,9 +191,9 @@ def test_cosine_annealing_learns_its_half_period() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR)))
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(partial(CosineAnnealingLR, T_max=18))
+    reference, expected = plain_loop(partial(CosineAnnealingLR, T_max=18))
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_a_bare_class_is_a_factory() -> None:
@@ -207,9 +207,9 @@ def test_by_epochs_the_half_period_is_the_number_of_epochs() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(partial(CosineAnnealingLR), every="1ep"))
     engine.run(Unsized(), max_epochs=3)
-    hand, expected = plain_loop(partial(CosineAnnealingLR, T_max=3), by="epoch")
+    reference, expected = plain_loop(partial(CosineAnnealingLR, T_max=3), by="epoch")
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_a_total_that_was_given_is_left_alone() -> None:
@@ -230,10 +230,10 @@ def test_it_moves_once_for_each_window() -> None:
     model = network()
     engine, rates = engine_of(model, LRScheduling(factory), GradientAccumulation(4))
     engine.run(batches(), max_epochs=2)
-    hand, expected = plain_loop(factory, epochs=2, window=4)
+    reference, expected = plain_loop(factory, epochs=2, window=4)
     assert rates == expected
     assert len(rates) == 4
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_it_moves_every_few_steps_that_happened() -> None:
@@ -344,9 +344,9 @@ def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
     engine, rates = engine_of(model, LRScheduling(factory))
     engine.run(batches(), max_epochs=1)
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(factory)
+    reference, expected = plain_loop(factory)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> None:
@@ -441,9 +441,9 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
         else:
             engine.detach(handler)
         engine.run(batches(), max_epochs=2)
-    hand, expected = plain_loop(partial(ConstantLR, factor=1.0), epochs=2)
+    reference, expected = plain_loop(partial(ConstantLR, factor=1.0), epochs=2)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -561,7 +561,7 @@ def test_a_simulation_leaves_the_run_the_random_streams_and_the_optimizer_alone(
     model, handler, engine, expected = build()
     engine.run(batches(), max_epochs=3)
     random = torch.get_rng_state()
-    hand, handler, engine, rates = build()
+    reference, handler, engine, rates = build()
     before = handler.state_dict()
     handler.simulate(7, lr=3.0)
     assert handler.state_dict() == before
@@ -569,7 +569,7 @@ def test_a_simulation_leaves_the_run_the_random_streams_and_the_optimizer_alone(
     engine.connect(Events.ITERATION_COMPLETED(once=4), lambda engine: handler.simulate(7, lr=3.0))
     engine.run(batches(), max_epochs=3)
     assert rates == expected
-    assert_same(model, hand)
+    assert_same(model, reference)
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -605,10 +605,10 @@ def test_drawing_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPa
         LRScheduling(partial(StepLR, step_size=1)).plot(tmp_path / "rates.png", 6, lr=0.1)
 
 
-# ---- schedulers that are told how many steps or epochs were made, as timm's are --------------------------------------
+# ---- schedulers that are passed the number of steps or epochs, as timm's are ------------------------------------------
 
 
-class Told:
+class Counted:
     """A scheduler with the interface of timm's: each call says how many epochs or updates were made, and one of them acts."""
 
     def __init__(self, optimizer: Optimizer, t_initial: int, t_in_epochs: bool = True) -> None:
@@ -663,10 +663,10 @@ def timm_schedulers() -> ModuleType | None:
             del sys.modules[name]
 
 
-TOLD: dict[str, Callable[..., Any]] = {"a stand-in": partial(Told, t_initial=9)}
+COUNTED: dict[str, Callable[..., Any]] = {"a stand-in": partial(Counted, t_initial=9)}
 TIMM = timm_schedulers()
 if TIMM is not None:
-    TOLD |= {
+    COUNTED |= {
         "CosineLRScheduler": partial(
             TIMM.CosineLRScheduler, t_initial=4, lr_min=0.01, warmup_t=2, warmup_lr_init=0.02, warmup_prefix=True
         ),
@@ -679,7 +679,7 @@ if TIMM is not None:
         "TanhLRScheduler": partial(TIMM.TanhLRScheduler, t_initial=5),
     }
     if hasattr(TIMM, "WSDLRScheduler"):
-        TOLD["WSDLRScheduler"] = partial(TIMM.WSDLRScheduler, t_initial=5, decay_t=3, warmup_t=1)
+        COUNTED["WSDLRScheduler"] = partial(TIMM.WSDLRScheduler, t_initial=5, decay_t=3, warmup_t=1)
 
 
 def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> tuple[nn.Linear, list[float]]:
@@ -702,29 +702,29 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
 
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
-@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("kind", COUNTED)
 def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
-    factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
+    factory = partial(COUNTED[kind], t_in_epochs=every == "1ep")
     for window in (1, 4):
         model = network()
         engine, rates = engine_of(model, LRScheduling(factory, every=every), GradientAccumulation(window))
         engine.run(batches(), max_epochs=7)
-        hand, expected = trained_as_timm_does(factory, epochs=7, window=window)
+        reference, expected = trained_as_timm_does(factory, epochs=7, window=window)
         assert rates == expected
         assert len(set(rates)) > 2
-        assert_same(model, hand)
+        assert_same(model, reference)
         assert LRScheduling(factory, every=every).simulate(len(rates), lr=0.1, epochs=7) == rates
 
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
-@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("kind", COUNTED)
 def test_a_scheduler_that_gets_the_count_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:
-    factory = partial(TOLD[kind], t_in_epochs=every == "1ep")
+    factory = partial(COUNTED[kind], t_in_epochs=every == "1ep")
     check_handler(lambda: engine_of(network())[0], lambda: LRScheduling(factory, every=every), batches(3), max_epochs=3)
 
 
 def test_a_scheduler_that_gets_every_few_steps_knows_how_many_they_were() -> None:
-    factory = partial(Told, t_initial=12, t_in_epochs=False)
+    factory = partial(Counted, t_initial=12, t_in_epochs=False)
     engine, rates = engine_of(network(), LRScheduling(factory, every="3st"))
     engine.run(batches(), max_epochs=2)
     fine = LRScheduling(factory).simulate(12, lr=0.1)
@@ -733,18 +733,18 @@ def test_a_scheduler_that_gets_every_few_steps_knows_how_many_they_were() -> Non
 
 def test_a_scheduler_that_counts_the_other_thing_is_refused_before_the_first_batch() -> None:
     for every, in_epochs, message in (
-        ("1st", True, r"Told counts epochs.*every='1st'.*t_in_epochs=False, or every='1ep'"),
-        ("1ep", False, r"Told counts steps.*every='1ep'.*t_in_epochs=True, or every='1st'"),
+        ("1st", True, r"Counted counts epochs.*every='1st'.*t_in_epochs=False, or every='1ep'"),
+        ("1ep", False, r"Counted counts steps.*every='1ep'.*t_in_epochs=True, or every='1st'"),
     ):
         engine, rates = engine_of(
-            network(), LRScheduling(partial(Told, t_initial=4, t_in_epochs=in_epochs), every=every)
+            network(), LRScheduling(partial(Counted, t_initial=4, t_in_epochs=in_epochs), every=every)
         )
         with pytest.raises(ValueError, match=message):
             engine.run(batches(), max_epochs=1)
         assert rates == []
 
 
-class ToldPlateau(Told):
+class CountedPlateau(Counted):
     """As timm's: it holds torch's, and what that has seen is not part of its state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -753,8 +753,8 @@ class ToldPlateau(Told):
 
 
 def test_a_plateau_that_does_not_save_what_it_has_seen_is_refused() -> None:
-    engine, rates = engine_of(network(), LRScheduling(ToldPlateau, every="1ep"))
-    with pytest.raises(ValueError, match=r"ToldPlateau does not save.*torch's ReduceLROnPlateau and monitor="):
+    engine, rates = engine_of(network(), LRScheduling(CountedPlateau, every="1ep"))
+    with pytest.raises(ValueError, match=r"CountedPlateau does not save.*torch's ReduceLROnPlateau and monitor="):
         engine.run(batches(), max_epochs=1)
     assert rates == []
 

@@ -154,13 +154,13 @@ def test_each_epoch_is_measured_by_itself() -> None:
     )
     engine.run(batches(), max_epochs=3)
 
-    hand = network()
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    plain_model = network()
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
     expected: list[tuple[float, ...]] = []
     for _ in range(3):
         total, hits, f1 = 0.0, 0, MulticlassF1Score(3)
         for inputs, targets in batches():
-            output = hand(inputs)
+            output = plain_model(inputs)
             loss = nn.functional.cross_entropy(output, targets)
             total += loss.item() * len(targets)
             hits += int((output.argmax(1) == targets).sum())
@@ -170,7 +170,7 @@ def test_each_epoch_is_measured_by_itself() -> None:
             optimizer.zero_grad()
         expected.append((total / 27, hits / 27, float(f1.compute())))
     assert found == expected
-    assert torch.equal(model.weight, hand.weight)
+    assert torch.equal(model.weight, plain_model.weight)
 
 
 def test_the_loss_is_measured_undivided_under_accumulation() -> None:

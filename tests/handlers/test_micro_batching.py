@@ -1,4 +1,4 @@
-"""MicroBatching against whole batches, against loops written by hand, and against memory that runs out."""
+"""MicroBatching against whole batches, against plain PyTorch loops, and against memory that runs out."""
 
 from __future__ import annotations
 
@@ -533,7 +533,7 @@ def test_a_retry_leaves_no_trace_in_the_training(places: str, window: int) -> No
         return [GradientAccumulation(window), Metrics(accuracy=Accuracy(), loss=Average())]
 
     # The third batch is the first that is too large, inside an open window if there is one; BatchNorm's statistics, dropout
-    # and the loss that Metrics saw would tell.
+    # and the loss that Metrics saw would show it.
     data = make_data([4, 4, 16, 8, 8])
     engine, retries = run_out(4, MicroBatching(), *others(), places=places, norm=True, data=data)
     right, none = run_out(99, MicroBatching(4), *others(), norm=True, data=data)

@@ -1,4 +1,4 @@
-"""MixedPrecision against torch.autocast and torch.amp.GradScaler in loops written by hand."""
+"""MixedPrecision against torch.autocast and torch.amp.GradScaler in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_bf16_equals_a_plain_loop() -> None:
     model = network()
     handler = MixedPrecision("bf16")
     engine_of(model, handler).run(batches(), max_epochs=2)
-    hand, _, _ = plain_loop("bf16", batches())
-    assert_same(model, hand)
+    reference, _, _ = plain_loop("bf16", batches())
+    assert_same(model, reference)
     assert handler.scalers == {}
     plain = network()
     engine_of(plain).run(batches(), max_epochs=2)
@@ -116,10 +116,10 @@ def test_fp16_equals_a_plain_loop(options: dict[str, Any], window: int, max_norm
     engine = engine_of(model, *clipping, GradientAccumulation(window), handler)
     scales = note_scales(engine, handler)
     engine.run(with_a_huge_one(), max_epochs=2)
-    hand, expected, steps = plain_loop("fp16", with_a_huge_one(), window=window, max_norm=max_norm, **options)
+    reference, expected, steps = plain_loop("fp16", with_a_huge_one(), window=window, max_norm=max_norm, **options)
     assert scales == expected
     assert engine.updates[0].steps == steps
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
@@ -146,10 +146,10 @@ def test_a_step_that_somebody_else_skips_still_moves_the_scale() -> None:
     engine.connect(Events.GRADIENTS_READY(once=2), lambda engine: engine.state.update.skip("on purpose"))
     scales = note_scales(engine, handler)
     engine.run(batches(), max_epochs=1)
-    hand, expected, _ = plain_loop("fp16", batches(), epochs=1, skip_at=2, init_scale=4.0, growth_interval=3)
+    reference, expected, _ = plain_loop("fp16", batches(), epochs=1, skip_at=2, init_scale=4.0, growth_interval=3)
     assert scales == expected == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]
     assert engine.updates[0].steps == 6
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_a_window_without_a_gradient_leaves_the_scale_alone() -> None:
@@ -287,7 +287,7 @@ def test_an_evaluator_only_autocasts() -> None:
 
 @pytest.mark.parametrize("way", ["without", "disabled", "detached"])
 def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
-    model, hand = network(), network()
+    model, reference = network(), network()
     handler = MixedPrecision("fp16", init_scale=4.0)
     engine = engine_of(model, handler)
     if way == "without":
@@ -299,12 +299,12 @@ def test_switched_off_it_equals_a_plain_loop(way: str) -> None:
         else:
             engine.detach(handler)
         engine.run(batches(), max_epochs=2)
-    optimizer = torch.optim.Adam(hand.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.05)
     for inputs, targets in batches() * 2:
-        nn.functional.mse_loss(hand(inputs), targets).backward()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -333,10 +333,10 @@ def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it() -> None:
     for bound in (2, 5, 8):
         engine.run(with_a_huge_one(), max_iters=bound)
     engine.run(with_a_huge_one(), max_epochs=2)
-    hand, scales, steps = plain_loop("fp16", with_a_huge_one(), window=3, init_scale=2.0**20, growth_interval=2)
+    reference, scales, steps = plain_loop("fp16", with_a_huge_one(), window=3, init_scale=2.0**20, growth_interval=2)
     assert handler.scalers["main"].get_scale() == scales[-1]
     assert engine.updates[0].steps == steps
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 @pytest.mark.parametrize("way", ["detached", "switched off", "attached"])
@@ -355,18 +355,18 @@ def test_a_window_left_open_between_two_runs_is_discarded_when_scaling_comes_or_
     engine.run(batches(4), max_epochs=1)
     assert engine.updates[0].steps == 1
 
-    hand, parameters = network(), list(engine.model.parameters())
-    optimizer = sgd(hand.parameters())
+    reference, parameters = network(), list(engine.model.parameters())
+    optimizer = sgd(reference.parameters())
     for inputs, targets in batches(4)[2:]:  # what the window held before is gone; it is averaged over the other two
         with torch.autocast("cpu", dtype=torch.float16, enabled=way == "attached"):
-            loss = nn.functional.mse_loss(hand(inputs), targets)
+            loss = nn.functional.mse_loss(reference(inputs), targets)
         (loss * (2.0**16 if way == "attached" else 1.0)).backward()
-    for parameter in hand.parameters():
+    for parameter in reference.parameters():
         assert parameter.grad is not None
         parameter.grad.div_(2)
         parameter.grad.div_(2.0**16 if way == "attached" else 1.0)
     optimizer.step()
-    for one, other in zip(parameters, hand.parameters(), strict=True):
+    for one, other in zip(parameters, reference.parameters(), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -401,20 +401,20 @@ def test_fp16_refuses_an_optimizer_with_a_closure_before_the_first_batch() -> No
 
 
 def test_bf16_with_a_closure_equals_a_plain_loop() -> None:
-    model, hand = network(), network()
+    model, reference = network(), network()
     lbfgs_of(model, MixedPrecision("bf16")).run(batches(), max_epochs=2)
-    optimizer = torch.optim.LBFGS(hand.parameters(), max_iter=3)
+    optimizer = torch.optim.LBFGS(reference.parameters(), max_iter=3)
     for inputs, targets in batches() * 2:
 
         def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = nn.functional.mse_loss(hand(inputs), targets)
+                loss = nn.functional.mse_loss(reference(inputs), targets)
             loss.backward()
             return loss
 
         optimizer.step(closure)
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 class Again(Handler):

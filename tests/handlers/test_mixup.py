@@ -1,4 +1,4 @@
-"""MixUp against loops written by hand that draw the same numbers."""
+"""MixUp against plain PyTorch loops that draw the same numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def draws(iteration: int, alpha: float, size: int) -> tuple[float, Tensor]:
     return (one / (one + other)).item(), torch.randperm(size, generator=generator)
 
 
-def cut_by_hand(images: Tensor, iteration: int, length: int) -> Tensor:
+def expected_cut(images: Tensor, iteration: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(derived_seed(7, "cutout", iteration))
     rows = torch.randint(images.shape[2], (1, len(images)), generator=generator)[0]
     columns = torch.randint(images.shape[3], (1, len(images)), generator=generator)[0]
@@ -99,7 +99,7 @@ def plain_loop(
                 lam, perm = draws(iteration, alpha, len(x)) if alpha is not None else (1.0, torch.arange(len(x)))
                 mixed = lam * x + (1 - lam) * x[perm]
                 if cutout:
-                    mixed = cut_by_hand(mixed, iteration, cutout)
+                    mixed = expected_cut(mixed, iteration, cutout)
                 with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
                     output = model(mixed)
                     loss = F.cross_entropy(output, y)
@@ -129,14 +129,14 @@ def test_weights_and_reported_losses_equal_a_plain_loop(alpha: float, window: in
             engine.connect(Events.UPDATE_COMPLETED, lambda engine: losses.append(engine.state.update.loss.item()))
 
     engine = trained(MixUp(alpha), GradientAccumulation(window), Note())
-    hand, plain = plain_loop(alpha, window=window)
-    assert same(engine.model, hand)
+    reference, plain = plain_loop(alpha, window=window)
+    assert same(engine.model, reference)
     assert losses == plain
     assert not same(engine.model, plain_loop(None, window=window)[0])
 
 
 def test_with_smoothing_cutout_accumulation_clipping_and_fp16_in_many_orders() -> None:
-    hand, _ = plain_loop(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
+    reference, _ = plain_loop(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
     for order in itertools.islice(itertools.permutations(range(6)), 0, None, 31):
         handlers = [
             MixUp(0.4),
@@ -146,7 +146,7 @@ def test_with_smoothing_cutout_accumulation_clipping_and_fp16_in_many_orders() -
             GradientClipping(max_norm=0.5),
             MixedPrecision("fp16", init_scale=1024.0),
         ]
-        assert same(trained(*(handlers[place] for place in order)).model, hand), order
+        assert same(trained(*(handlers[place] for place in order)).model, reference), order
 
 
 def test_the_data_and_the_targets_stay_as_they_are() -> None:
@@ -224,8 +224,8 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
     engine.attach(MixUp(1.0), GradientAccumulation(window))
     engine.run([batch] * window, max_epochs=1)
 
-    hand = network().eval()
-    plain = optimizer(hand.parameters())
+    reference = network().eval()
+    plain = optimizer(reference.parameters())
     mixed = []
     for iteration in range(1, window + 1):
         lam, perm = draws(iteration, 1.0, 8)
@@ -235,18 +235,18 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
         plain.zero_grad()
         losses = []
         for x, lam, perm in mixed:
-            output = hand(x)
+            output = reference(x)
             loss = lam * F.cross_entropy(output, batch[1]) + (1 - lam) * F.cross_entropy(output, batch[1][perm])
             loss.backward()
             losses.append(loss.detach())
         if window > 1:
-            for parameter in hand.parameters():
+            for parameter in reference.parameters():
                 assert parameter.grad is not None
                 parameter.grad.div_(window)
         return torch.stack(losses).sum() / window
 
     plain.step(closure)
-    assert same(model, hand)
+    assert same(model, reference)
 
 
 @pytest.mark.parametrize("resumed", [True, False])

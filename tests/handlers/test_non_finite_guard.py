@@ -1,4 +1,4 @@
-"""NonFiniteGuard against loops written by hand that leave the bad steps out."""
+"""NonFiniteGuard against plain PyTorch loops that leave the bad steps out."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ class Empty(nn.Module):
 def test_a_bad_loss_in_any_piece_of_a_batch_is_seen(window: int, halve: bool) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         error = nn.functional.mse_loss(output, target)
-        return error + math.inf if bool(target.max() > 50) else error  # the gradient is finite: only the loss tells
+        return error + math.inf if bool(target.max() > 50) else error  # the gradient is finite: only the loss shows it
 
     data = batches(count=4)
     data[2][1][0] = 100.0  # in the first piece of the third batch

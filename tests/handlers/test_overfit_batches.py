@@ -52,7 +52,7 @@ def loader(*, own_generator: bool = False, workers: int = 0) -> DataLoader[Any]:
 engine_of = partial(build, optimizer=partial(torch.optim.Adam, lr=0.02), seed=7)
 
 
-def drawn_by_hand(data: DataLoader[Any], count: int, seed: int = 7) -> Batches:
+def plain_loop_batches(data: DataLoader[Any], count: int, seed: int = 7) -> Batches:
     """The first batches as the documented streams give them."""
     seed = derived_seed(seed, "overfit_batches")
     seed_everything(seed % 2**32)
@@ -64,19 +64,19 @@ def drawn_by_hand(data: DataLoader[Any], count: int, seed: int = 7) -> Batches:
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_equals_a_plain_loop_over_the_same_batches(own_generator: bool, workers: int) -> None:
-    data = drawn_by_hand(loader(own_generator=own_generator, workers=workers), 2)
-    hand = network()
-    optimizer = torch.optim.Adam(hand.parameters(), lr=0.02)
+    data = plain_loop_batches(loader(own_generator=own_generator, workers=workers), 2)
+    reference = network()
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.02)
     seed_everything(1)
     for inputs, targets in data * 4:
-        nn.functional.mse_loss(hand(inputs), targets).backward()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     model = network()
     seed_everything(1)
     state = engine_of(model, OverfitBatches(2)).run(loader(own_generator=own_generator, workers=workers), max_epochs=4)
     assert (state.iteration, state.epoch_length) == (8, 2)
-    for a, b in zip(model.parameters(), hand.parameters(), strict=True):
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

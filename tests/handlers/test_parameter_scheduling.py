@@ -1,4 +1,4 @@
-"""ParameterScheduling against loops written by hand that set the fields of the parameter groups themselves."""
+"""ParameterScheduling against plain PyTorch loops that set the fields of the parameter groups themselves."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def test_fields_and_weights_equal_a_plain_loop(case: str, by: str, window: int) 
     handler = make(every="1st" if by == "step" else "1ep")
     engine, seen = trainer_of(model := network(), GradientAccumulation(window), handler, optimizer=optimizer)
     engine.run(batches(), max_epochs=3)
-    hand, expected = plain_loop(change, by=by, window=window, optimizer=optimizer)
+    reference, expected = plain_loop(change, by=by, window=window, optimizer=optimizer)
     field = handler.field
     assert [group[field] for group in seen] == [group[field] for group in expected]
     assert len({group[field] for group in seen}) > 1
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 def test_it_moves_every_few_steps() -> None:

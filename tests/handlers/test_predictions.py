@@ -36,7 +36,7 @@ def predictor(model: nn.Module | None, *handlers: Any, forward: Callable[[Engine
     return engine
 
 
-def predicted_by_hand(model: nn.Module) -> list[Tensor]:
+def plain_loop_predictions(model: nn.Module) -> list[Tensor]:
     model.eval()
     with torch.no_grad():
         outputs = [model(inputs) for inputs, _ in batches()]
@@ -49,7 +49,7 @@ def test_outputs_inputs_and_targets_are_joined_over_the_batches(order: int) -> N
     model = network()
     handler = Predictions(inputs=True, targets=True)
     predictor(model, *[handler, DeviceTransfer("cpu")][::order]).run(batches())
-    assert torch.equal(handler.outputs, torch.cat(predicted_by_hand(model)))
+    assert torch.equal(handler.outputs, torch.cat(plain_loop_predictions(model)))
     assert torch.equal(handler.inputs, torch.cat([inputs for inputs, _ in batches()]))
     assert torch.equal(handler.targets, torch.cat([targets for _, targets in batches()]))
     assert not handler.outputs.requires_grad
@@ -61,7 +61,7 @@ def test_under_mixed_precision_it_takes_what_the_forward_gives() -> None:
     handler = Predictions()
     predictor(model, handler, MixedPrecision("bf16")).run(batches())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torch.cat(predicted_by_hand(model))
+        expected = torch.cat(plain_loop_predictions(model))
     assert handler.outputs.dtype == torch.bfloat16
     assert torch.equal(handler.outputs, expected)
 
@@ -72,7 +72,7 @@ def test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory(tmp_pat
     predictor(model, handler).run(batches())
     assert [path.name for path in handler.files] == [f"predictions-0000000{n}.pt" for n in (1, 2, 3)]
     assert sorted((tmp_path / "out").iterdir()) == handler.files
-    for path, output, (_, targets) in zip(handler.files, predicted_by_hand(model), batches(), strict=True):
+    for path, output, (_, targets) in zip(handler.files, plain_loop_predictions(model), batches(), strict=True):
         found = torch.load(path, weights_only=True)
         assert set(found) == {"outputs", "targets"}
         assert torch.equal(found["outputs"], output)
@@ -178,7 +178,7 @@ def test_every_run_begins_anew_also_inside_a_training() -> None:
     engine = Engine(update, model=model, seed=0)
     engine.attach(Validation(evaluator, batches()))
     engine.run(batches(), max_epochs=3)
-    assert torch.equal(handler.outputs, torch.cat(predicted_by_hand(model)))
+    assert torch.equal(handler.outputs, torch.cat(plain_loop_predictions(model)))
 
 
 def test_a_dry_run_writes_no_file_but_collects_in_memory(tmp_path: Path) -> None:

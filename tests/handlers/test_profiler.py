@@ -1,4 +1,4 @@
-"""Where the time of a run goes is told, and telling it changes nothing."""
+"""Where the time of a run goes is reported, and reporting it changes nothing."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_chosen_metrics_alone_are_shown() -> None:
     assert file.getvalue().rstrip().endswith("s  second 2.5")
 
 
-def test_a_second_run_tells_its_last_epoch_too() -> None:
+def test_a_second_run_shows_its_last_epoch_too() -> None:
     file = io.StringIO()
     engine = engine_of(ProgressBar(file=file, line_interval=1000.0))
     engine.run(BATCHES, max_epochs=1)

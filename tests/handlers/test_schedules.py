@@ -357,7 +357,7 @@ def test_factories_with_the_same_options_are_equal() -> None:
 
 
 def test_a_saved_state_brings_its_own_numbers() -> None:
-    """A schedule that is loaded goes on as it was built, though the one that loads it was built for a shorter run."""
+    """A schedule that is loaded continues as it was built, though the one that loads it was built for a shorter run."""
     one, other = optimizer_of(0.4), optimizer_of(0.4)
     scheduler, loading = cosine_with_warmup()(one, total_steps=20), cosine_with_warmup()(other, total_steps=5)
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""SharpnessAwareMinimization against loops written by hand: bit-equal weights, and weights that are put back."""
+"""SharpnessAwareMinimization against plain PyTorch loops: bit-equal weights, and weights that are put back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(*handlers: Handler, epochs: int = 2, data: Any = None, **options: An
     return engine
 
 
-def by_hand(
+def plain_loop(
     *,
     rho: float = 0.05,
     adaptive: bool = False,
@@ -140,7 +140,7 @@ def differ(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_weights_equal_a_plain_loop(options: dict[str, Any], window: int) -> None:
     engine = trained(SharpnessAwareMinimization(**options), GradientAccumulation(window))
-    assert_same(engine.model, by_hand(**options, window=window))
+    assert_same(engine.model, plain_loop(**options, window=window))
     assert differ(engine.model, trained(GradientAccumulation(window)).model)
     assert engine.updates[0].steps == 2 * -(-5 // window)
 
@@ -178,15 +178,15 @@ def test_the_defaults_are_those_of_the_papers() -> None:
 def test_both_gradients_are_clipped(window: int, first: bool) -> None:
     handlers = [SharpnessAwareMinimization(0.5, adaptive=True), GradientClipping(max_norm=0.2)]
     engine = trained(*(handlers if first else handlers[::-1]), GradientAccumulation(window))
-    assert_same(engine.model, by_hand(rho=0.5, adaptive=True, max_norm=0.2, window=window))
-    assert differ(engine.model, by_hand(rho=0.5, adaptive=True, window=window))
+    assert_same(engine.model, plain_loop(rho=0.5, adaptive=True, max_norm=0.2, window=window))
+    assert differ(engine.model, plain_loop(rho=0.5, adaptive=True, window=window))
 
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_the_schedule_moves_once_for_each_step(window: int) -> None:
     handlers = [SharpnessAwareMinimization(), LRScheduling(partial(StepLR, step_size=2, gamma=0.5))]
     engine = trained(*handlers, GradientAccumulation(window))
-    assert_same(engine.model, by_hand(schedule=True, window=window))
+    assert_same(engine.model, plain_loop(schedule=True, window=window))
 
 
 def test_batches_count_by_their_weights_in_both_evaluations() -> None:
@@ -195,13 +195,13 @@ def test_batches_count_by_their_weights_in_both_evaluations() -> None:
 
     accumulation = GradientAccumulation(2, weight=lambda engine: tokens(engine.state.batch))
     engine = trained(SharpnessAwareMinimization(), accumulation)
-    assert_same(engine.model, by_hand(weight=tokens, window=2))
+    assert_same(engine.model, plain_loop(weight=tokens, window=2))
 
 
 def test_mixed_precision_in_bfloat16() -> None:
     engine = trained(SharpnessAwareMinimization(), MixedPrecision("bf16"), GradientAccumulation(2))
-    assert_same(engine.model, by_hand(bf16=True, window=2))
-    assert differ(engine.model, by_hand(window=2))
+    assert_same(engine.model, plain_loop(bf16=True, window=2))
+    assert differ(engine.model, plain_loop(window=2))
 
 
 def test_with_micro_batches_both_evaluations_are_in_pieces() -> None:
@@ -245,14 +245,14 @@ def test_metrics_and_records_see_the_first_evaluation() -> None:
     expected += [(5, first), (5, [("ready", 0)])]
     assert seen == [(kind, iteration, number) for iteration, calls in expected for kind, number in calls]
 
-    hand = make_model()
+    reference = make_model()
     seed_everything(1)
     losses = []
     for place, (x, y) in enumerate(make_data()):
-        losses.append((cross_entropy(hand(x), y).item(), len(x)))
+        losses.append((cross_entropy(reference(x), y).item(), len(x)))
         if place == 3:  # the second evaluation draws dropout masks for the third and the fourth batch
             for again_x, _ in make_data()[2:4]:
-                hand(again_x)
+                reference(again_x)
     mean = sum(loss * size for loss, size in losses) / 28
     assert engine.state.metrics["loss"] == pytest.approx(mean, rel=1e-6)
 
@@ -288,12 +288,12 @@ def test_an_error_in_the_second_evaluation_leaves_the_weights_as_they_were(
     seed_everything(1)
     with pytest.raises(kind):
         engine.run(data, max_epochs=1)
-    hand = by_hand(rho=0.3, data=data[:2], epochs=1)
-    for (name, a), b in zip(model.named_parameters(), hand.parameters(), strict=True):
+    reference = plain_loop(rho=0.3, data=data[:2], epochs=1)
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(a, b), name
     # The first evaluation of the third batch was made: its statistics are there, and not the second's.
-    hand(data[2][0])
-    assert_same(model, hand)
+    reference(data[2][0])
+    assert_same(model, reference)
     assert engine.updates[0].evaluation == 0
     assert all(p.grad is None for p in model.parameters())
 
@@ -322,7 +322,7 @@ def test_frozen_and_unused_parameters_stay() -> None:
     engine.run(make_data(), max_epochs=2)
     assert len(seen) == 20
     assert all(seen)
-    assert_same(model, by_hand(rho=0.3, model=Partly()))
+    assert_same(model, plain_loop(rho=0.3, model=Partly()))
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
@@ -361,9 +361,9 @@ def test_a_window_left_open_between_two_runs_is_not_computed_again_in_part() -> 
 
     engine.run(data, max_epochs=1)
     assert [evaluation for evaluation, _ in seen] == [0, 1]
-    hand = make_model().eval()
-    torch.stack([cross_entropy(hand(x), y) for x, y in data[2:]]).mean().backward()
-    for parameter, found in zip(hand.parameters(), seen[0][1], strict=True):
+    reference = make_model().eval()
+    torch.stack([cross_entropy(reference(x), y) for x, y in data[2:]]).mean().backward()
+    for parameter, found in zip(reference.parameters(), seen[0][1], strict=True):
         torch.testing.assert_close(parameter.grad, found)
 
 

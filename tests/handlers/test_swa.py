@@ -1,4 +1,4 @@
-"""SWA against torch's recipe (AveragedModel, SWALR, update_bn) in loops written by hand."""
+"""SWA against torch's recipe (AveragedModel, SWALR, update_bn) in plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_average_rates_and_weights_equal_torchs_recipe(case: str, window: int) -> None:
     options = {"start": 3} | CASES[case]
-    hand, average, expected, _ = plain_loop(**options, window=window)
+    reference, average, expected, _ = plain_loop(**options, window=window)
     if "anneal_strategy" in options:
         options["anneal"] = options.pop("anneal_strategy")
     if "every" in options:
@@ -105,7 +105,7 @@ def test_average_rates_and_weights_equal_torchs_recipe(case: str, window: int) -
     run(engine)
     assert rates == expected
     assert (len(set(rates)) > 1) == ("lr" in options)
-    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), reference.state_dict())
     assert_same(engine.weights()["model"], average.state_dict())
     assert not torch.equal(engine.weights()["model"]["1.running_mean"], model.state_dict()["1.running_mean"])
 
@@ -117,9 +117,9 @@ def test_a_validation_measures_the_average_and_training_does_not_notice(swa_firs
     engine = trainer_of(model, *(handlers if swa_first else reversed(handlers)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
-    hand, _, _, expected = plain_loop()
+    reference, _, _, expected = plain_loop()
     assert losses == expected
-    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), reference.state_dict())
 
 
 def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
@@ -132,9 +132,9 @@ def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
     engine.connect(Events.EPOCH_COMPLETED(after=2), lambda engine: losses.append(engine.state.metrics["loss"]))
     run(engine)
     for epochs, loss in zip(range(3, 7), losses, strict=True):
-        hand, average, _, _ = plain_loop(epochs=epochs)
+        reference, average, _, _ = plain_loop(epochs=epochs)
         assert loss == validation_loss(average)
-    assert_same(model.state_dict(), hand.state_dict())
+    assert_same(model.state_dict(), reference.state_dict())
 
 
 @pytest.mark.parametrize("bn_update", ["end", "evaluation"])
@@ -178,14 +178,14 @@ def test_inside_a_window_and_after_a_failed_pass_everything_is_as_before() -> No
 
 def test_a_part_of_the_data_is_enough_if_asked_for() -> None:
     engine = run(trainer_of(network(), SWA(3, bn_data=batches(), bn_batches=2)))
-    by_hand = network()
-    by_hand.load_state_dict(plain_loop()[1].state_dict())
-    # The pass comes after the run, and its dropout goes on where the random stream of the training stands.
-    update_bn(batches(2), by_hand)
+    plain_model = network()
+    plain_model.load_state_dict(plain_loop()[1].state_dict())
+    # The pass comes after the run, and its dropout continues at the position of the training's random stream.
+    update_bn(batches(2), plain_model)
     exported = engine.weights()["model"]
     assert exported["1.num_batches_tracked"] == 2
     # BatchNorm stands in front of the dropout, so that its statistics do not depend on the masks.
-    assert_same(exported, by_hand.state_dict())
+    assert_same(exported, plain_model.state_dict())
 
 
 def test_statistics_of_the_last_weights_are_kept_if_asked_for() -> None:

@@ -260,7 +260,7 @@ def test_an_epochs_end_that_is_emitted_again_is_written_once(tmp_path: Path) -> 
 
     build(tmp_path / "saved").run(batches(), max_epochs=1)
     second = build(tmp_path / "again")
-    # It was saved after the epoch's last iteration, before the epoch's end was told.
+    # It was saved after the epoch's last iteration, before the epoch's end was emitted.
     second.load_state_dict(Checkpoint.load(tmp_path / "saved" / "checkpoint-epoch0001-iter00000006"))
     second.run(batches(), max_epochs=2)
     scalars = read(tmp_path / "log")

@@ -1,4 +1,4 @@
-"""TruePrecision against loops by hand with a converted model."""
+"""TruePrecision against plain PyTorch loops with a converted model."""
 
 from __future__ import annotations
 
@@ -97,23 +97,23 @@ def test_an_optimizer_that_was_built_before_keeps_working(optimizer: Any) -> Non
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 def test_attached_after_steps_in_float32_it_converts_the_optimizers_states(optimizer: Optimizer) -> None:
-    model, hand = network(), network()
+    model, reference = network(), network()
     engine = engine_of(model, optimizer=optimizer)
     engine.run(batches(), max_epochs=1)
     engine.attach(TruePrecision("bf16"))
     engine.run(batches(), max_epochs=2)
 
-    stepper = optimizer(hand.parameters())
+    stepper = optimizer(reference.parameters())
     for epoch in range(2):
         if epoch == 1:
-            hand.to(torch.bfloat16)
+            reference.to(torch.bfloat16)
             stepper.load_state_dict(stepper.state_dict())
         for inputs, targets in batches():
-            dtype = next(hand.parameters()).dtype
-            nn.functional.mse_loss(hand(inputs.to(dtype)), targets.to(dtype)).backward()
+            dtype = next(reference.parameters()).dtype
+            nn.functional.mse_loss(reference(inputs.to(dtype)), targets.to(dtype)).backward()
             stepper.step()
             stepper.zero_grad()
-    assert_same(model, hand)
+    assert_same(model, reference)
 
 
 class Pair(NamedTuple):
@@ -207,9 +207,9 @@ def test_an_evaluator_of_the_same_modules_converts_its_batches() -> None:
     evaluator.attach(Metrics(loss=Average()), TruePrecision("bf16"))
     engine = engine_of(model, TruePrecision("bf16"), Validation(evaluator, batches(2)))
     engine.run(batches(), max_epochs=2)
-    hand = plain_loop(torch.bfloat16, SGD).eval()
+    reference = plain_loop(torch.bfloat16, SGD).eval()
     with torch.no_grad():
-        losses = [nn.functional.mse_loss(hand(x.bfloat16()), y.bfloat16()).item() for x, y in batches(2)]
+        losses = [nn.functional.mse_loss(reference(x.bfloat16()), y.bfloat16()).item() for x, y in batches(2)]
     assert engine.state.metrics["loss"] == sum(losses) / 2
 
 

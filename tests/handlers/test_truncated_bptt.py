@@ -1,4 +1,4 @@
-"""TruncatedBPTT against loops written by hand that split the sequences, carry the hidden state and detach it."""
+"""TruncatedBPTT against plain PyTorch loops that split the sequences, carry the hidden state and detach it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def chunks_of(data: Sequence[Batch]) -> list[list[Batch]]:
     return [[(x[:, a:b], y[:, a:b]) for a, b in CUTS] for x, y in data]
 
 
-def train_by_hand(
+def train_in_plain_loop(
     model: nn.Module,
     batches: Sequence[Sequence[Any]],
     *,
@@ -102,7 +102,7 @@ def train_by_hand(
     after_step: Callable[[], object] = lambda: None,
     make_optimizer: Any = SGD,
 ) -> list[list[Tensor]]:
-    """Train on batches that were split by hand; returns the losses of the last epoch's chunks."""
+    """Train on batches that were split beforehand; returns the losses of the last epoch's chunks."""
     optimizer = make_optimizer(model.parameters())
     for _ in range(epochs):
         losses: list[list[Tensor]] = []
@@ -134,21 +134,21 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def test_batch_first_tensors_equal_a_plain_loop() -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     trainer.run(make_data(), max_epochs=2)
-    train_by_hand(hand, chunks_of(make_data()))
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(make_data()))
+    assert equal(model, reference)
     assert trainer.updates[0].steps == 2 * 3 * 3
     assert trainer.state.iteration == 6, "a batch stays one iteration"
 
 
 def test_time_first_tensors_equal_a_plain_loop() -> None:
     data = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in make_data()]
-    model, hand = Recurrent(batch_first=False), Recurrent(batch_first=False)
+    model, reference = Recurrent(batch_first=False), Recurrent(batch_first=False)
     make_trainer(model, TruncatedBPTT(STEPS, dim=0)).run(data, max_epochs=2)
-    train_by_hand(hand, [[(x[a:b], y[a:b]) for a, b in CUTS] for x, y in data])
-    assert equal(model, hand)
+    train_in_plain_loop(reference, [[(x[a:b], y[a:b]) for a, b in CUTS] for x, y in data])
+    assert equal(model, reference)
 
 
 def test_lists_of_time_steps_equal_a_plain_loop() -> None:
@@ -162,18 +162,18 @@ def test_lists_of_time_steps_equal_a_plain_loop() -> None:
     def loss_list(engine: Engine, output: Tensor, batch: Any) -> Tensor:
         return nn.functional.mse_loss(output, torch.stack(batch[1], 1))
 
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     make_trainer(model, TruncatedBPTT(STEPS), forward=forward_list, loss=loss_list).run(data, max_epochs=2)
-    train_by_hand(hand, chunks_of(make_data()))
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(make_data()))
+    assert equal(model, reference)
 
 
 def test_a_batch_that_is_a_list_of_tensors_as_from_a_loader_is_no_sequence_of_steps() -> None:
     data = [[x, x[:, :, :2]] for x, _ in make_data()]  # input and target, as a DataLoader gives them
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     make_trainer(model, TruncatedBPTT(STEPS)).run(data, max_epochs=1)
-    train_by_hand(hand, [[(x[:, a:b], y[:, a:b]) for a, b in CUTS] for x, y in data], epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, [[(x[:, a:b], y[:, a:b]) for a, b in CUTS] for x, y in data], epochs=1)
+    assert equal(model, reference)
 
 
 def test_what_has_no_time_dimension_is_given_to_every_chunk() -> None:
@@ -228,20 +228,20 @@ def test_batches_that_are_dataclasses_or_mappings_are_split_too() -> None:
     assert [one.label for one in seen] == [3] * 3
 
 
-def test_a_label_for_the_whole_sequence_trains_as_by_hand() -> None:
+def test_a_label_for_the_whole_sequence_trains_as_in_a_plain_loop() -> None:
     data = [(x, y[:, 0]) for x, y in make_data()]  # (N, 2): no dimension of the sequence's length
 
     def last_step(engine: Engine, output: Tensor, batch: Any) -> Tensor:
         return nn.functional.mse_loss(output[:, -1], batch[1])
 
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     make_trainer(model, TruncatedBPTT(STEPS), loss=last_step).run(data, max_epochs=2)
-    train_by_hand(
-        hand,
+    train_in_plain_loop(
+        reference,
         [[(x[:, a:b], y) for a, b in CUTS] for x, y in data],
         compute_loss=lambda output, chunk: nn.functional.mse_loss(output[:, -1], chunk[1]),
     )
-    assert equal(model, hand)
+    assert equal(model, reference)
 
 
 # ---- packed sequences ---------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def packed_loss(engine: Engine, output: PackedSequence, batch: Any) -> Tensor:
 
 
 def packed_chunks(x: Tensor, y: Tensor, lengths: list[int]) -> list[tuple[PackedSequence, PackedSequence, list[int]]]:
-    """By hand: for each chunk the sequences that still run, longest first, packed; and which of the chunk before they are."""
+    """For each chunk the sequences that still run, longest first, packed; and which of the chunk before they are."""
     chunks = []
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for a, b in CUTS:
@@ -275,8 +275,8 @@ def test_packed_sequences_equal_a_plain_loop_whose_hidden_state_is_narrowed(sort
     trainer = make_trainer(model, TruncatedBPTT(STEPS), loss=packed_loss)
     trainer.run(data, max_epochs=2)
 
-    hand = Recurrent()
-    optimizer = SGD(hand.parameters())
+    reference = Recurrent()
+    optimizer = SGD(reference.parameters())
     for _ in range(2):
         for x, y in make_data():
             hidden: Any = None
@@ -284,14 +284,14 @@ def test_packed_sequences_equal_a_plain_loop_whose_hidden_state_is_narrowed(sort
             for inputs, targets, runs in packed_chunks(x, y, lengths):
                 if hidden is not None:
                     hidden = tuple(h.detach()[:, runs] for h in hidden)
-                output, hidden = hand(inputs, hidden)
+                output, hidden = reference(inputs, hidden)
                 loss = nn.functional.mse_loss(output.data, targets.data)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach())
                 elements.append(len(inputs.data))
-    assert equal(model, hand)
+    assert equal(model, reference)
     assert elements == [4 + 4 + 4 + 3, 4 + 3, 2]
     expected = torch.stack([one * n for one, n in zip(losses, elements, strict=True)]).sum() / sum(elements)
     assert trainer.updates[0].loss is not None
@@ -324,13 +324,13 @@ def test_a_split_of_ones_own_equals_a_plain_loop() -> None:
     def split(batch: Batch) -> list[Batch]:
         return [(batch[0][:, a:b], batch[1][:, a:b]) for a, b in cuts]
 
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(split=split))
     shapes: list[tuple[int, ...]] = []
     trainer.connect(Events.ITERATION_COMPLETED, lambda engine: shapes.append(engine.state.update.output.shape))
     trainer.run(make_data(), max_epochs=2)
-    losses = train_by_hand(hand, [split(batch) for batch in make_data()])
-    assert equal(model, hand)
+    losses = train_in_plain_loop(reference, [split(batch) for batch in make_data()])
+    assert equal(model, reference)
     expected = torch.stack([one * n for one, n in zip(losses[-1], (1, 6, 3), strict=True)]).sum() / 10
     assert trainer.updates[0].loss is not None
     assert torch.equal(trainer.updates[0].loss, expected)
@@ -362,21 +362,21 @@ def test_chunks_of_unknown_length_count_the_same_and_their_outputs_are_not_joine
 
 
 def test_it_would_be_noticed_if_the_hidden_state_were_not_carried() -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     make_trainer(model, TruncatedBPTT(STEPS)).run(make_data(), max_epochs=1)
-    train_by_hand(hand, chunks_of(make_data()), epochs=1, between=lambda hidden: None)
-    assert not equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(make_data()), epochs=1, between=lambda hidden: None)
+    assert not equal(model, reference)
 
 
 def test_it_would_be_noticed_if_gradients_flowed_from_chunk_to_chunk() -> None:
     model, whole = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS), GradientAccumulation(3))
     trainer.run(make_data(), max_epochs=1)
-    train_by_hand(whole, chunks_of(make_data()), epochs=1, window=3, between=same)
+    train_in_plain_loop(whole, chunks_of(make_data()), epochs=1, window=3, between=same)
     assert not equal(model, whole)
-    hand = Recurrent()
-    train_by_hand(hand, chunks_of(make_data()), epochs=1, window=3)
-    assert equal(model, hand)
+    reference = Recurrent()
+    train_in_plain_loop(reference, chunks_of(make_data()), epochs=1, window=3)
+    assert equal(model, reference)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "dict", "nested"])
@@ -417,12 +417,12 @@ def test_hidden_states_are_detached_however_they_are_nested_and_none_in_front_of
 
 
 def test_a_state_that_was_left_from_elsewhere_is_not_carried_into_a_batch() -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     trainer.updates[0].hidden = (torch.ones(2, 4, 6), torch.ones(2, 4, 6))
     trainer.run(make_data(), max_epochs=1)
-    train_by_hand(hand, chunks_of(make_data()), epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(make_data()), epochs=1)
+    assert equal(model, reference)
 
 
 # ---- what is seen afterwards --------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_a_state_that_was_left_from_elsewhere_is_not_carried_into_a_batch() -> N
 def test_after_the_last_chunk_batch_output_and_loss_are_those_of_the_whole_batch() -> None:
     seen: list[tuple[Any, Any, Any, bool]] = []
     data = make_data()
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS), History())
 
     @trainer.on(Events.ITERATION_COMPLETED, phase=Phase.RECORD)
@@ -442,7 +442,7 @@ def test_after_the_last_chunk_batch_output_and_loss_are_those_of_the_whole_batch
     outputs: list[Tensor] = []
     trainer.connect(Events.FORWARD_COMPLETED, lambda engine: outputs.append(engine.state.update.output.detach()))
     trainer.run(data, max_epochs=1)
-    losses = train_by_hand(hand, chunks_of(data), epochs=1)
+    losses = train_in_plain_loop(reference, chunks_of(data), epochs=1)
     for i, (batch, output, loss, more) in enumerate(seen):
         assert batch is data[i]
         assert torch.equal(output, torch.cat(outputs[3 * i : 3 * i + 3], 1))
@@ -488,22 +488,22 @@ def test_a_chunk_without_a_loss_does_not_count() -> None:
     def sometimes(engine: Engine, output: Tensor, batch: Any) -> Tensor | None:
         return None if output.size(1) == 2 else loss(engine, output, batch)
 
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS), loss=sometimes)
     trainer.run(make_data(), max_epochs=1)
-    losses = train_by_hand(hand, [chunks[:2] for chunks in chunks_of(make_data())], epochs=1)
-    assert equal(model, hand)
+    losses = train_in_plain_loop(reference, [chunks[:2] for chunks in chunks_of(make_data())], epochs=1)
+    assert equal(model, reference)
     assert trainer.updates[0].loss is not None
     assert torch.equal(trainer.updates[0].loss, torch.stack([one * 4 for one in losses[-1]]).sum() / 8)
 
 
 def test_a_batch_of_none_is_passed_over() -> None:
     data = make_data()
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     trainer.run([data[0], None, data[1], data[2]], max_epochs=1)
-    train_by_hand(hand, chunks_of(data), epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(data), epochs=1)
+    assert equal(model, reference)
     assert trainer.updates[0].steps == 9
 
 
@@ -517,26 +517,28 @@ def test_accumulation_counts_chunks_and_windows_straddle_batches_but_not_epochs(
         def __iter__(self) -> Iterator[Batch]:
             return iter(make_data())
 
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS), GradientAccumulation(window))
     trainer.run(make_data() if sized else Unsized(), max_epochs=2)
-    train_by_hand(hand, chunks_of(make_data()), window=window)  # nine chunks: the last window of an epoch is shorter
-    assert equal(model, hand)
+    train_in_plain_loop(
+        reference, chunks_of(make_data()), window=window
+    )  # nine chunks: the last window of an epoch is shorter
+    assert equal(model, reference)
     assert trainer.updates[0].steps == 2 * -(-9 // window)
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_clipping_acts_once_for_each_window_of_chunks(window: int) -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     handlers = [TruncatedBPTT(STEPS), GradientAccumulation(window), GradientClipping(max_norm=0.05)]
     make_trainer(model, *handlers).run(make_data(), max_epochs=2)
-    train_by_hand(
-        hand,
+    train_in_plain_loop(
+        reference,
         chunks_of(make_data()),
         window=window,
-        before_step=lambda: nn.utils.clip_grad_norm_(hand.parameters(), 0.05),
+        before_step=lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.05),
     )
-    assert equal(model, hand)
+    assert equal(model, reference)
 
 
 class Elman(nn.Module):
@@ -558,56 +560,56 @@ class Elman(nn.Module):
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_fp16_scaling_equals_a_plain_loop(window: int) -> None:
-    model, hand = Elman(), Elman()
+    model, reference = Elman(), Elman()
     scaling = MixedPrecision("fp16", init_scale=256.0, growth_interval=3)
     trainer = make_trainer(model, TruncatedBPTT(STEPS), scaling, GradientAccumulation(window))
     trainer.run(make_data(), max_epochs=1)
 
-    optimizer = SGD(hand.parameters())
+    optimizer = SGD(reference.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     held = 0
     for batch, chunks in enumerate(chunks_of(make_data())):
         hidden: Tensor | None = None
         for i, (x, y) in enumerate(chunks):
             with torch.autocast("cpu", torch.float16):
-                output, hidden = hand(x, None if hidden is None else hidden.detach())
+                output, hidden = reference(x, None if hidden is None else hidden.detach())
                 one = nn.functional.mse_loss(output, y)
             scaler.scale(one).backward()
             held += 1
             if held == window or (batch == 2 and i == 2):
                 if held > 1:
-                    for p in hand.parameters():
+                    for p in reference.parameters():
                         assert p.grad is not None
                         p.grad.div_(held)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
                 held = 0
-    assert equal(model, hand)
+    assert equal(model, reference)
     assert scaling.scalers["main"].get_scale() == scaler.get_scale() != 256.0 or window == 4
 
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_that_is_skipped_costs_its_own_chunks_only(window: int) -> None:
-    model, hand = Elman(), Elman()
+    model, reference = Elman(), Elman()
     scaling = MixedPrecision("fp16", init_scale=2.0**20)
     trainer = make_trainer(model, TruncatedBPTT(STEPS), scaling, GradientAccumulation(window))
     trainer.run(make_data(), max_epochs=1)
 
-    optimizer = SGD(hand.parameters())
+    optimizer = SGD(reference.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     steps, count = 0, 0
     for chunks in chunks_of(make_data()):
         hidden: Tensor | None = None
         for x, y in chunks:
             with torch.autocast("cpu", torch.float16):
-                output, hidden = hand(x, None if hidden is None else hidden.detach())
+                output, hidden = reference(x, None if hidden is None else hidden.detach())
                 one = nn.functional.mse_loss(output, y)
             scaler.scale(one).backward()
             count += 1
             if count % window == 0 or count == 9:
                 if window > 1 and count < 9:
-                    for p in hand.parameters():
+                    for p in reference.parameters():
                         assert p.grad is not None
                         p.grad.div_(window)
                 before = scaler.get_scale()
@@ -617,21 +619,21 @@ def test_a_step_that_is_skipped_costs_its_own_chunks_only(window: int) -> None:
                 steps += scaler.get_scale() == before
     assert 0 < steps < -(-9 // window), "one has to overflow, and not all"
     assert trainer.updates[0].steps == steps
-    assert equal(model, hand)
+    assert equal(model, reference)
 
 
 def test_an_update_that_is_skipped_before_its_first_chunk_is_skipped_for_the_whole_batch() -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     trainer.connect(Events.ITERATION_STARTED(once=2), lambda engine: engine.updates[0].skip("not this one"))
     data = make_data()
     trainer.run(data, max_epochs=1)
-    train_by_hand(hand, chunks_of([data[0], data[2]]), epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of([data[0], data[2]]), epochs=1)
+    assert equal(model, reference)
 
 
 def test_a_schedule_with_its_number_of_steps_moves_with_every_chunks_step() -> None:
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     factory = partial(OneCycleLR, max_lr=0.3, total_steps=18)
     make_trainer(model, TruncatedBPTT(STEPS), LRScheduling(factory)).run(make_data(), max_epochs=2)
     made: list[Any] = []
@@ -641,8 +643,8 @@ def test_a_schedule_with_its_number_of_steps_moves_with_every_chunks_step() -> N
         made.append(factory(made[0]))
         return made[0]
 
-    train_by_hand(hand, chunks_of(make_data()), make_optimizer=optimizer, after_step=lambda: made[1].step())
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(make_data()), make_optimizer=optimizer, after_step=lambda: made[1].step())
+    assert equal(model, reference)
 
 
 def test_a_schedule_that_needs_the_number_of_steps_learns_that_nobody_knows_it() -> None:
@@ -673,11 +675,11 @@ def test_two_updates_take_their_chunks_one_after_the_other_each_with_its_own_hid
     trainer.attach(*handlers)
     trainer.run(make_data(), max_epochs=2)
     assert order[:5] == [("a", 4), ("a", 4), ("a", 2), ("b", 5), ("b", 5)]
-    hands = Recurrent(), Recurrent()
-    train_by_hand(hands[0], chunks_of(make_data()))
-    train_by_hand(hands[1], [[(x[:, a : a + 5], y[:, a : a + 5]) for a in (0, 5)] for x, y in make_data()])
-    assert equal(models["a"], hands[0])
-    assert equal(models["b"], hands[1])
+    references = Recurrent(), Recurrent()
+    train_in_plain_loop(references[0], chunks_of(make_data()))
+    train_in_plain_loop(references[1], [[(x[:, a : a + 5], y[:, a : a + 5]) for a in (0, 5)] for x, y in make_data()])
+    assert equal(models["a"], references[0])
+    assert equal(models["b"], references[1])
     trainer.detach("other")
     order.clear()
     trainer.run(make_data(), max_epochs=3)
@@ -690,7 +692,7 @@ def test_two_updates_take_their_chunks_one_after_the_other_each_with_its_own_hid
 @pytest.mark.parametrize("event", [Events.UPDATE_STARTED, Events.LOSS_COMPUTED, Events.UPDATE_COMPLETED])
 def test_a_run_stopped_inside_a_chunk_makes_no_further_one(event: Events) -> None:
     data = make_data()
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
     seen: list[tuple[Any, Any]] = []
 
@@ -706,8 +708,10 @@ def test_a_run_stopped_inside_a_chunk_makes_no_further_one(event: Events) -> Non
     # It is asked for in the second chunk of the second batch, or once the first one's step was made (it has left a state).
     made = {Events.UPDATE_STARTED: 1, Events.LOSS_COMPUTED: 0, Events.UPDATE_COMPLETED: 1}[event]
     assert trainer.updates[0].steps == 3 + made
-    train_by_hand(hand, [chunks_of(data)[0], chunks_of(data)[1][:made]] if made else chunks_of(data)[:1], epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(
+        reference, [chunks_of(data)[0], chunks_of(data)[1][:made]] if made else chunks_of(data)[:1], epochs=1
+    )
+    assert equal(model, reference)
     assert seen[1][0] is data[1], "the batch is whole again"
     assert trainer.updates[0].hidden is None
     assert not trainer.updates[0].more
@@ -759,19 +763,19 @@ def test_it_keeps_the_promises_of_a_handler_and_resumes_after_any_iteration(wind
     check_handler(build, lambda: TruncatedBPTT(STEPS), make_data(), max_epochs=2)
 
 
-def test_a_resumed_run_in_a_window_over_two_batches_equals_one_by_hand() -> None:
+def test_a_resumed_run_in_a_window_over_two_batches_equals_a_plain_loop() -> None:
     data = make_data()
     first = make_trainer(Recurrent(), TruncatedBPTT(STEPS), GradientAccumulation(4))
     first.run(data, max_iters=2)  # six chunks: two in an open window
     assert first.updates[0].window.filled == 2
     buffer = io.BytesIO()
     torch.save(first.state_dict(), buffer)
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     second = make_trainer(model, TruncatedBPTT(STEPS), GradientAccumulation(4))
     second.load_state_dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
     second.run(data, max_epochs=1)
-    train_by_hand(hand, chunks_of(data), epochs=1, window=4)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of(data), epochs=1, window=4)
+    assert equal(model, reference)
 
 
 def test_an_engine_that_evaluates_in_chunks_gives_what_it_gives_in_one_piece() -> None:
@@ -852,7 +856,7 @@ def test_a_plan_that_is_changed_too_late_is_an_error() -> None:
 
 def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
     data = make_data()
-    model, hand = Recurrent(), Recurrent()
+    model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
 
     class LeavingOut(Handler):
@@ -862,8 +866,8 @@ def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
 
     trainer.attach(LeavingOut())
     trainer.run(data, max_epochs=1)
-    train_by_hand(hand, chunks_of([data[0], data[2]]), epochs=1)
-    assert equal(model, hand)
+    train_in_plain_loop(reference, chunks_of([data[0], data[2]]), epochs=1)
+    assert equal(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -891,7 +895,7 @@ def test_a_split_that_gives_no_chunks_is_an_error(chunks: Any) -> None:
         trainer.run(make_data(), max_epochs=1)
 
 
-def test_a_batch_without_a_time_dimension_is_an_error_that_tells_the_way_out() -> None:
+def test_a_batch_without_a_time_dimension_is_an_error_that_names_the_remedy() -> None:
     trainer = make_trainer(Recurrent(), TruncatedBPTT(STEPS, dim=3))
     with pytest.raises(ValueError, match=r"dim=3 dimensions; give TruncatedBPTT\(dim=\) or TruncatedBPTT\(split=\)"):
         trainer.run(make_data(), max_epochs=1)

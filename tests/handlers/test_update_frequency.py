@@ -1,4 +1,4 @@
-"""UpdateFrequency against a Wasserstein GAN's loop written by hand."""
+"""UpdateFrequency against a Wasserstein GAN's plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ LOSSES = {"critic": critic_loss, "generator": generator_loss}
 OPTIMIZERS = {"critic": CRITIC, "generator": GENERATOR}
 
 
-def train_by_hand(
+def train_in_plain_loop(
     turns: dict[str, set[int]], *, windows: dict[str, int] | None = None, count: int = 8, epochs: int = 2
 ) -> dict[str, nn.Module]:
     """Each network is updated in its iterations; its windows count those, and end with the epoch's last of them."""
@@ -138,20 +138,20 @@ EVERY = set(range(1, 100))
 def test_n_critic_equals_a_plain_loop(handler: Any, turns: set[int]) -> None:
     trainer = make_trainer(handler())
     trainer.run(make_data(), max_epochs=2)
-    assert equal(trainer.modules, train_by_hand({"critic": EVERY, "generator": turns}))
+    assert equal(trainer.modules, train_in_plain_loop({"critic": EVERY, "generator": turns}))
     assert [update.steps for update in trainer.updates] == [16, len(turns & set(range(1, 17)))]
 
 
 def test_it_would_be_noticed_if_every_update_were_made_in_every_iteration() -> None:
-    hand = train_by_hand({"critic": EVERY, "generator": {5, 10, 15}})
-    assert not equal(hand, train_by_hand({"critic": EVERY, "generator": EVERY}))
+    reference = train_in_plain_loop({"critic": EVERY, "generator": {5, 10, 15}})
+    assert not equal(reference, train_in_plain_loop({"critic": EVERY, "generator": EVERY}))
 
 
 def test_updates_may_take_turns() -> None:
     trainer = make_trainer(UpdateFrequency(critic=2, generator=2, offset={"critic": 1}))
     trainer.run(make_data(), max_epochs=2)
     odd, even = set(range(1, 17, 2)), set(range(2, 17, 2))
-    assert equal(trainer.modules, train_by_hand({"critic": odd, "generator": even}))
+    assert equal(trainer.modules, train_in_plain_loop({"critic": odd, "generator": even}))
 
 
 def test_it_filters_the_plan_that_others_made() -> None:
@@ -182,8 +182,8 @@ def test_windows_count_how_often_the_update_is_made_and_none_is_lost_at_the_end_
     accumulation = GradientAccumulation(window, update="generator")
     trainer = make_trainer(UpdateFrequency(generator=every), accumulation)
     trainer.run(make_data(), max_epochs=2)
-    hand = train_by_hand({"critic": EVERY, "generator": turns}, windows={"generator": window})
-    assert equal(trainer.modules, hand)
+    reference = train_in_plain_loop({"critic": EVERY, "generator": turns}, windows={"generator": window})
+    assert equal(trainer.modules, reference)
     first = len([turn for turn in turns if turn <= 8])
     assert trainer.updates[1].steps == -(-first // window) + -(-(len(turns) - first) // window)
     assert trainer.updates[1].window.length == window
@@ -193,7 +193,7 @@ def test_windows_of_the_update_that_is_made_always_are_not_touched() -> None:
     trainer = make_trainer(UpdateFrequency(generator=3), GradientAccumulation(3, update="critic"))
     trainer.run(make_data(), max_epochs=2)
     turns = {"critic": EVERY, "generator": set(range(3, 17, 3))}
-    assert equal(trainer.modules, train_by_hand(turns, windows={"critic": 3}))
+    assert equal(trainer.modules, train_in_plain_loop(turns, windows={"critic": 3}))
 
 
 @pytest.mark.parametrize("weights", [1, 2])
@@ -201,7 +201,7 @@ def test_both_updates_accumulate(weights: int) -> None:
     trainer = make_trainer(UpdateFrequency(generator=3), GradientAccumulation(2))
     trainer.run(make_data(), max_epochs=2)
     turns = {"critic": EVERY, "generator": set(range(3, 17, 3))}
-    assert equal(trainer.modules, train_by_hand(turns, windows={"critic": 2, "generator": 2}))
+    assert equal(trainer.modules, train_in_plain_loop(turns, windows={"critic": 2, "generator": 2}))
 
 
 class Unsized:
@@ -212,7 +212,7 @@ class Unsized:
 def test_over_data_without_a_length_it_works_and_windows_need_one() -> None:
     trainer = make_trainer(UpdateFrequency(generator=5))
     trainer.run(Unsized(), max_epochs=2)
-    assert equal(trainer.modules, train_by_hand({"critic": EVERY, "generator": {5, 10, 15}}))
+    assert equal(trainer.modules, train_in_plain_loop({"critic": EVERY, "generator": {5, 10, 15}}))
 
     trainer = make_trainer(UpdateFrequency(generator=5), GradientAccumulation(2, update="generator"))
     with pytest.raises(ValueError, match=r"'generator' are accumulated.*epoch_length= to run"):
@@ -220,8 +220,8 @@ def test_over_data_without_a_length_it_works_and_windows_need_one() -> None:
     assert trainer.state.iteration == 0
     trainer.reset()
     trainer.run(Unsized(), max_epochs=2, epoch_length=8)
-    hand = train_by_hand({"critic": EVERY, "generator": {5, 10, 15}}, windows={"generator": 2})
-    assert equal(trainer.modules, hand)
+    reference = train_in_plain_loop({"critic": EVERY, "generator": {5, 10, 15}}, windows={"generator": 2})
+    assert equal(trainer.modules, reference)
 
 
 # ---- with other handlers ------------------------------------------------------------------------------------------
@@ -280,23 +280,23 @@ def test_with_time_chunks_the_update_is_chosen_first_and_then_made_for_each_chun
     trainer.run(data, max_epochs=1)
     assert [update.steps for update in trainer.updates] == [15, 2]  # six chunks of the rare one: windows of 4 and 2
 
-    hand = Recurrent()
-    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    reference = Recurrent()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     held = 0
     for batch in (data[1], data[3]):
         hidden: Tensor | None = None
         for begin in (0, 2, 4):
-            output, hidden = hand(batch[:, begin : begin + 2], None if hidden is None else hidden.detach())
+            output, hidden = reference(batch[:, begin : begin + 2], None if hidden is None else hidden.detach())
             output.square().mean().backward()
             held += 1
             if held == 4 or (batch is data[3] and begin == 4):
-                for p in hand.parameters():
+                for p in reference.parameters():
                     assert p.grad is not None
                     p.grad /= held
                 optimizer.step()
                 optimizer.zero_grad()
                 held = 0
-    assert all(torch.equal(a, b) for a, b in zip(hand.parameters(), models["seldom"].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), models["seldom"].parameters(), strict=True))
     trainer.detach("truncated_bptt")
     trainer.attach(LRScheduling(partial(OneCycleLR, max_lr=0.1), update="seldom"))
     with pytest.raises(ValueError, match="not known"):  # it is still the update frequency's word

@@ -51,7 +51,7 @@ def plain_loop(epochs: int = 2) -> tuple[nn.Sequential, list[float]]:
 
 
 def measured(model: nn.Module) -> float:
-    """The loss in eval mode, by hand."""
+    """The loss in eval mode, in a plain PyTorch loop."""
     model.eval()
     with torch.no_grad():
         total = sum(nn.functional.mse_loss(model(inputs), targets).item() * 4 for inputs, targets in batches(3))
@@ -78,8 +78,8 @@ def test_the_training_around_it_is_that_of_a_plain_loop(every: Any, data: Any) -
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
     after = (torch.rand(2), random.random(), np.random.rand())
-    hand, _ = plain_loop()
-    for (name, a), b in zip(model.state_dict().items(), hand.state_dict().values(), strict=True):
+    reference, _ = plain_loop()
+    for (name, a), b in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert torch.equal(after[0], torch.rand(2))
     assert after[1:] == (random.random(), np.random.rand())
@@ -106,8 +106,8 @@ def test_a_shuffling_loader_and_its_workers_seed_draw_nothing() -> None:
     engine = trainer_of(model, Validation(evaluator_of(model), data, every="1it"))
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
-    hand, _ = plain_loop()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), hand.parameters(), strict=True))
+    reference, _ = plain_loop()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 def test_the_order_of_a_shuffled_training_loader_is_not_moved() -> None:
@@ -342,11 +342,11 @@ def test_several_data_are_evaluated_under_their_names() -> None:
     engine = trainer_of(model, Validation(evaluator_of(model), data, prefix="val_"), history)
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
-    hand, losses = plain_loop()
+    reference, losses = plain_loop()
     assert history["val_near/loss"] == losses
     assert history["val_far/loss"] == losses  # the same batches
     assert history.names == ["val_near/loss", "val_far/loss"]
-    for a, b in zip(model.state_dict().values(), hand.state_dict().values(), strict=True):
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -388,9 +388,9 @@ def test_a_sanity_run_changes_nothing_and_leaves_no_metric(several: bool, tmp_pa
     seed_everything(1)
     engine.run(batches(), max_epochs=2)
     after = torch.rand(2)
-    hand, losses = plain_loop()
+    reference, losses = plain_loop()
     assert torch.equal(after, torch.rand(2))
-    for a, b in zip(model.state_dict().values(), hand.state_dict().values(), strict=True):
+    for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     times = 2 if several else 1
     assert lengths == [2] * times + [0] + [3] * times * 2  # no file was there after the sanity run

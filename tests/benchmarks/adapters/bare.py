@@ -1,4 +1,4 @@
-"""The loop written by hand: the limit."""
+"""The plain PyTorch loop: the limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A framework in a process of its own, which trains, counts and measures as it is told."""
+"""A framework in a process of its own, which trains, counts and measures on request."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Still(Optimizer):
 
 
 class EarlyStopping(TrainerCallback):
-    """The Trainer gives its callbacks no way to itself: it is told of the losses."""
+    """The Trainer gives its callbacks no way to itself: it receives the losses from outside."""
 
     def __init__(self) -> None:
         self.best, self.waited, self.losses = math.inf, 0, list[Tensor]()

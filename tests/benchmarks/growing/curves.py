@@ -61,8 +61,9 @@ class Curve:
         size: what the sizes count.
         unit: of the cost: "ns", "us" or "ms".
         sizes: at which it is measured, from the smallest.
-        lines: called with a size; gives what measures the cost, by line. Lines whose names begin with "by hand" are plain torch.
-        per: the table tells what so many more of the size cost.
+        lines: called with a size; gives what measures the cost, by line. Names of plain loops begin with
+            "plain PyTorch".
+        per: the table shows what so many more of the size cost.
         aims: what is to be reached, by name: called with a size and the first line's cost at the smallest one.
         log: which axes are logarithmic: "xy", "x" or "".
     """
@@ -199,8 +200,8 @@ def at(event: EventEnum, tensors: int, handler: Handler) -> Measure:
     return measure
 
 
-def by_hand(values: list[Tensor], act: Callable[[], object], *, after_step: bool = False) -> Measure:
-    """The same in a plain loop."""
+def plain_loop(values: list[Tensor], act: Callable[[], object], *, after_step: bool = False) -> Measure:
+    """The same in a plain PyTorch loop."""
     optimizer = SGD(values, lr=1e-3)
 
     def step() -> float:
@@ -222,7 +223,7 @@ def of_norms(tensors: int) -> Lines:
     values = parameters(tensors)
     return {
         "GradientNorms": at(Events.GRADIENTS_READY, tensors, GradientNorms()),
-        "by hand: get_total_norm": by_hand(
+        "plain PyTorch: get_total_norm": plain_loop(
             values, lambda: nn.utils.get_total_norm([value.grad for value in values if value.grad is not None])
         ),
     }
@@ -232,7 +233,7 @@ def of_clipping(tensors: int) -> Lines:
     values = parameters(tensors)
     return {
         "GradientClipping": at(Events.GRADIENTS_READY, tensors, GradientClipping(max_norm=1e-3)),
-        "by hand: clip_grad_norm_": by_hand(values, lambda: nn.utils.clip_grad_norm_(values, 1e-3)),
+        "plain PyTorch: clip_grad_norm_": plain_loop(values, lambda: nn.utils.clip_grad_norm_(values, 1e-3)),
     }
 
 
@@ -246,7 +247,7 @@ def of_ema(tensors: int) -> Lines:
 
     return {
         "EMA": at(Events.OPTIMIZER_STEP_COMPLETED, tensors, EMA(DECAY)),
-        "by hand: _foreach_lerp_": by_hand(values, average, after_step=True),
+        "plain PyTorch: _foreach_lerp_": plain_loop(values, average, after_step=True),
     }
 
 
@@ -271,7 +272,7 @@ def of_fused_step(tensors: int) -> Lines:
 
     return {
         "Signalfire": lambda: a_step(lambda: engine.run(max_iters=engine.state.iteration + STEPS + 1)),
-        "by hand": lambda: a_step(loop),
+        "plain PyTorch": lambda: a_step(loop),
     }
 
 
@@ -303,7 +304,7 @@ def of_resume(samples: int) -> Lines:
     return {
         "in the middle of an epoch": lambda: seconds_to_the_first_batch(data, state),
         "begun anew": lambda: seconds_to_the_first_batch(data, None),
-        "by hand: next(), once for each batch": read_again,
+        "plain PyTorch: next(), once for each batch": read_again,
     }
 
 
@@ -330,7 +331,7 @@ def of_shuffling(samples: int) -> Lines:
         next(batches)
         return time.perf_counter() - began
 
-    return {"from EPOCH_STARTED to the first batch": measure, "by hand: iter() and next()": plain}
+    return {"from EPOCH_STARTED to the first batch": measure, "plain PyTorch: iter() and next()": plain}
 
 
 def of_checkpoints(megabytes: float) -> Lines:
@@ -348,8 +349,8 @@ def of_checkpoints(megabytes: float) -> Lines:
     return {
         "Checkpoint": blocked(checkpoint.handler(model, folder / "synchronous", asynchronous=False)),
         "Checkpoint(asynchronous=True)": blocked(checkpoint.handler(model, folder / "thread", asynchronous=True)),
-        "by hand: torch.save": blocked(checkpoint.plain(model, folder / "plain.pt", sync=False)),
-        "by hand: torch.save and fsync": blocked(checkpoint.plain(model, folder / "synced.pt", sync=True)),
+        "plain PyTorch: torch.save": blocked(checkpoint.plain(model, folder / "plain.pt", sync=False)),
+        "plain PyTorch: torch.save and fsync": blocked(checkpoint.plain(model, folder / "synced.pt", sync=True)),
     }
 
 

@@ -226,7 +226,7 @@ def test_sentences_know_which_direction_is_better() -> None:
         (Variant("odd"), Variant("baseline"), BETTER, 'With "odd", ', "it is better than the baseline."),
     ],
 )
-def test_sentences_tell_what_a_variant_changes(
+def test_sentences_say_what_a_variant_changes(
     variant: Variant, baseline: Variant, change: Sequence[int], begin: str, end: str
 ) -> None:
     (sentence,) = report({variant.name: change}, [baseline, variant]).sentences()

@@ -81,7 +81,7 @@ def test_exact_finds_the_fraction_behind_a_float(numerator: int, denominator: in
     value = numerator / denominator
     found = exact(value)
     assert float(found) == value
-    # With a denominator of a million and a value of a million, floats are too coarse to tell fractions apart.
+    # With a denominator of a million and a value of a million, floats are too coarse to distinguish fractions.
     if abs(value) <= 100:
         assert found == Fraction(numerator, denominator)
 

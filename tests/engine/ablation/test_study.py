@@ -135,7 +135,7 @@ def test_a_run_of_the_baseline_is_the_training_by_itself() -> None:
         assert results[name].steps == engine.updates[0].steps == 6
 
 
-def test_streams_are_separate_unless_told_otherwise() -> None:
+def test_streams_are_separate_by_default() -> None:
     found: list[str] = []
 
     def build(seed: int) -> Any:
@@ -184,7 +184,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""  # no terminal, no bar
     assert apart_from_timings(killed / "store.jsonl") == apart_from_timings(whole / "store.jsonl")
-    assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were going on
+    assert len(made(killed)) - len(made(whole)) <= kills * max(workers, 1)  # those that were running
 
 
 @pytest.mark.slow

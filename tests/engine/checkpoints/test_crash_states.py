@@ -1,4 +1,4 @@
-"""Power cuts: of everything that a disk may be left with at any moment, nothing that was told as saved is missing or wrong.
+"""Power cuts: of everything that a disk may be left with at any moment, nothing that was reported as saved is missing or wrong.
 
 A recording layer under the real Checkpoint notes the operations of real runs. A model of a disk, which keeps nothing but what was
 synced, is cut off after each of them; each state that it may have is laid into a folder and read as a restarted process would.
@@ -206,7 +206,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReportedSaves:
     """What the run has said to be saved: the newest, and by their paths in the root those that it has not removed."""
 
     newest: Order | None = None
@@ -220,7 +220,7 @@ class Recorded(Files):
     """Does what it is asked to, and notes it."""
 
     def __init__(self) -> None:
-        self.log: list[Operation | Told] = []
+        self.log: list[Operation | ReportedSaves] = []
         self.lock = threading.RLock()  # so that two threads are noted in the order in which they acted
 
     def make_folder(self, path: Path) -> None:
@@ -275,17 +275,17 @@ class Place:
             Events.ITERATION_COMPLETED,
             lambda engine: engine.state.metrics.update(score=self.scores[engine.state.iteration - 1]),
         )
-        engine.connect(Events.CHECKPOINT_SAVED, self.tell)
+        engine.connect(Events.CHECKPOINT_SAVED, self.note_saved)
         return engine
 
-    def tell(self, engine: Engine) -> None:
-        """Note what is there when it is told as saved."""
+    def note_saved(self, engine: Engine) -> None:
+        """Note what is there when it is reported as saved."""
         visible = [(name, path) for name, path in find(self.folder, self.files) if name == path.name]
         orders = {str(path.relative_to(self.root)): order_of(read_manifest(path, self.files)) for _, path in visible}
         kept = [name for one in engine.handlers.values() if isinstance(one, Checkpoint) for name, _ in one.kept]
         assert kept
         assert {str((self.folder / name).relative_to(self.root)) for name in kept} <= orders.keys()
-        self.files.log.append(Told(max(orders.values()), orders))
+        self.files.log.append(ReportedSaves(max(orders.values()), orders))
 
     def run(self, iterations: int, *options: Mapping[str, Any], resumed: bool = False) -> None:
         engine = self.engine_of(*options)
@@ -310,8 +310,8 @@ class Found:
     """What became of the states.
 
     Attributes:
-        states: how many there were, each with what was told by then.
-        lost: those in which something is missing that was told as saved.
+        states: how many there were, each with what was reported by then.
+        lost: those in which something is missing that was reported as saved.
         wrong: those of which content was loaded that nobody wrote.
         errors: those from before the first save whose loading said something else than that there is none.
     """
@@ -418,24 +418,24 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Cut(NamedTuple):
-    """A state that may be left, and what was told before.
+    """A state that may be left, and what was reported before.
 
     Attributes:
         where: after which operation.
         tree: the state.
-        told: of its generations those that no operation has touched since, so that they have to be there.
+        reported: what was reported; its generations are those that no operation has touched since, which have to be there.
     """
 
     where: str
     tree: Tree
-    reported: Told
+    reported: ReportedSaves
 
 
-NOTHING = Cut("", {}, Told())
+NOTHING = Cut("", {}, ReportedSaves())
 
 
 def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool = False) -> list[Cut]:
-    """The states after each operation in the place's log, each once for all that was told.
+    """The states after each operation in the place's log, each once for all that was reported.
 
     Args:
         place: where the runs were.
@@ -451,8 +451,8 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool 
     found = dict[tuple[Any, ...], Cut]()
     for number, step in enumerate([None, *place.files.log]):
         where = f"at the beginning{before.where}"
-        if isinstance(step, Told):
-            reported, where = step, f"{number}: told"
+        if isinstance(step, ReportedSaves):
+            reported, where = step, f"{number}: reported"
         elif step is not None:
             kind, path, more = step
             disk.apply(kind, path, more)
@@ -465,7 +465,7 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool 
             for one in (path, more) if isinstance(more, Path) else (path,):
                 if kind != "sync" and one.is_relative_to(place.folder) and one != place.folder:
                     name = f"{folder}/{one.relative_to(place.folder).parts[0]}"
-                    reported = Told(
+                    reported = ReportedSaves(
                         reported.newest, {key: order for key, order in reported.generations.items() if key != name}
                     )
         for tree in disk.states():
@@ -476,7 +476,7 @@ def cuts(place: Place, before: Cut = NOTHING, *, torn: bool = False, kept: bool 
 
 def written(*places: Place) -> list[bytes]:
     """The states that were written."""
-    steps = [step for place in places for step in place.files.log if not isinstance(step, Told)]
+    steps = [step for place in places for step in place.files.log if not isinstance(step, ReportedSaves)]
     return [more for kind, path, more in steps if kind == "write" and path.name == "state.pt"]
 
 
@@ -495,7 +495,9 @@ def check(place: Place, left: Sequence[Cut], contents: Sequence[bytes]) -> Found
     for where, tree, reported in left:
         lost, wrong, errors = list[str](), list[str](), list[str]()
         for after, outcome in enumerate(reader.read(tree, folder, cleaned=True)):
-            text = f"{where}{' and cleaned' if after else ''}: {reported.newest} was told, {outcome} of {sorted(tree)}"
+            text = (
+                f"{where}{' and cleaned' if after else ''}: {reported.newest} was reported, {outcome} of {sorted(tree)}"
+            )
             if not outcome.whole:
                 wrong.append(text)
             elif reported.newest is not None and (outcome.order is None or outcome.order < reported.newest):
@@ -538,7 +540,7 @@ def resumed(place: Place) -> None:
 
 
 def gone_back(place: Place) -> None:
-    """A run that goes on from an older one writes the newer names again."""
+    """A run that resumes from an older one writes the newer names again."""
     place.run(3, last(3))
     engine = place.engine_of(last(3))
     engine.load_state_dict(Checkpoint.load(next(place.folder.glob("*iter00000001"))))
@@ -582,7 +584,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """What is damaged is told in warnings, thousands of them here."""
+    """What is damaged is reported in warnings, thousands of them here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -609,7 +611,7 @@ def test_whatever_a_power_cut_leaves_what_was_reported_as_saved_loads(sequence: 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_without_syncs_a_killed_process_loses_nothing(asynchronous: bool, root: Path) -> None:
     place = ran(root, lambda place: place.run(4, last(1, sync_files=False, asynchronous=asynchronous)))
-    acts = [step[0] for step in place.files.log if not isinstance(step, Told)]
+    acts = [step[0] for step in place.files.log if not isinstance(step, ReportedSaves)]
     assert "sync" not in acts[acts.index("write") :]  # before that, the folder itself was made
     found = check(place, cuts(place, kept=True), written(place))
     assert found.states > 20
@@ -663,7 +665,7 @@ def test_while_a_damaged_one_is_set_aside_and_written_anew_the_one_before_it_loa
     flipped[len(flipped) // 2] ^= 1
     (newest / "state.pt").write_bytes(flipped)
     order = order_of(read_manifest(older, Files()))
-    before = Cut("", taken(root), Told(order, {str(older.relative_to(root)): order}))
+    before = Cut("", taken(root), ReportedSaves(order, {str(older.relative_to(root)): order}))
     place.files.log.clear()
     place.run(5, last(2), resumed=True)
     assert (place.folder / f"{newest.name}.damaged").is_dir()
@@ -690,7 +692,7 @@ class Unsynced(Recorded):
 
 
 class ManifestFirst(Recorded):
-    """Writes the state once the manifest is there and in place, and syncs it before anything is told."""
+    """Writes the state once the manifest is there and in place, and syncs it before anything is reported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -864,7 +866,7 @@ def test_half_a_removal_never_takes_the_place_of_what_was_replaced_later(root: P
 
 
 def test_the_source_stays_where_it_was_found_under_its_hidden_name(root: Path) -> None:
-    """A run was killed between the two renames of a replacement; the next one goes on from what was to be replaced."""
+    """A run was killed between the two renames of a replacement; the next one resumes from what was to be replaced."""
     place = ran(root, lambda place: place.run(3, last(1)))
     (source,) = place.folder.iterdir()
     source.rename(source.with_name(f".{source.name}.{identity()}~999.replaced"))

@@ -70,7 +70,7 @@ def hidden(folder: Path) -> list[str]:
 # ---- what is in one -----------------------------------------------------------------------------------------------
 
 
-def test_a_generation_holds_the_state_and_a_manifest_that_tells_of_it(folder: Path) -> None:
+def test_a_generation_holds_the_state_and_a_manifest_that_describes_it(folder: Path) -> None:
     handler = Checkpoint(
         folder, monitor="score", mode="max", hyperparameters={"lr": 0.01, "sizes": [2, 1]}, name="best"
     )
@@ -204,7 +204,7 @@ def edit(content: bytes, chance: random.Random) -> bytes:
     """Another value of one entry; the manifest's own sha256 as it was, missing, made up, or made right again."""
     manifest = json.loads(content)
     how = chance.randrange(4)
-    # What the manifest alone tells may be told otherwise by who makes its sha256 right again; the rest shows.
+    # What the manifest alone records may be changed by anyone who makes its sha256 right again; the rest shows.
     key = chance.choice(
         ["epoch", "iteration", "files", *([] if how == 3 else ["value", "name", "run", "hyperparameters"])]
     )
@@ -330,7 +330,7 @@ def test_a_folder_that_a_crash_emptied_is_named(folder: Path) -> None:
         assert iteration(folder) == 1
 
 
-def test_one_that_was_renamed_as_a_whole_is_loaded_and_the_warning_tells_its_name(folder: Path) -> None:
+def test_one_that_was_renamed_as_a_whole_is_loaded_and_the_warning_names_it(folder: Path) -> None:
     (path,) = trained(folder, 1)
     path.rename(folder / "mine")
     with pytest.warns(RuntimeWarning, match=rf"'mine' contains the checkpoint that was written as '{path.name}'"):
@@ -466,7 +466,7 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def check_crashes(root: Path, log: list[tuple[Any, ...]]) -> int:
-    """Cut the power after every prefix of the operations; the newest that was ever told as saved, or a newer one, loads."""
+    """Cut the power after every prefix of the operations; the newest that was ever reported as saved, or a newer one, loads."""
     disk, states, committed = Disk(root), 0, 0
     renamed = None
     chance = random.Random(3)
@@ -775,7 +775,7 @@ def test_the_one_that_a_run_was_resumed_from_stays(folder: Path) -> None:
     assert [name[-1] for name, _ in handler.kept] == ["5"]
     assert visible(folder) == [source.name, handler.kept[0][0]]
     assert {path: path.read_bytes() for path in source.iterdir()} == before
-    # The next one goes on from another, so that the sources of many restarts do not pile up.
+    # The next one resumes from another, so that the sources of many restarts do not pile up.
     handler = resumed(folder, 7, keep=1)
     assert [name[-1] for name in visible(folder)] == ["5", "7"]
     # A run that was resumed and wrote nothing has removed nothing.

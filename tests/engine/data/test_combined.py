@@ -20,20 +20,20 @@ A, B = [10, 11, 12, 13, 14], [20, 21]
 
 
 @pytest.mark.parametrize(
-    ("mode", "by_hand"),
+    ("mode", "plain_loop"),
     [
         ("min", lambda: list(zip(A, B, strict=False))),
         ("max", lambda: list(zip_longest(A, B))),
         ("cycle", lambda: list(zip(A, cycle(B), strict=False))),
     ],
 )
-def test_batches_are_those_of_a_plain_loop(mode: Any, by_hand: Callable[[], Any]) -> None:
+def test_batches_are_those_of_a_plain_loop(mode: Any, plain_loop: Callable[[], Any]) -> None:
     data = CombinedData([A, B], mode=mode)
-    assert list(data) == by_hand()
-    assert len(data) == len(by_hand())
-    assert list(CombinedData({"a": A, "b": B}, mode=mode)) == [{"a": a, "b": b} for a, b in by_hand()]
+    assert list(data) == plain_loop()
+    assert len(data) == len(plain_loop())
+    assert list(CombinedData({"a": A, "b": B}, mode=mode)) == [{"a": a, "b": b} for a, b in plain_loop()]
     for start in range(len(data) + 1):
-        assert list(data.batches_from(start)) == by_hand()[start:]
+        assert list(data.batches_from(start)) == plain_loop()[start:]
 
 
 def test_a_stream_without_a_length_goes_along_with_what_has_one() -> None:

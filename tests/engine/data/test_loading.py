@@ -388,13 +388,13 @@ def test_samplers_get_the_epoch_also_after_a_resume() -> None:
             resumed.run(SKIPPED["distributed"](), max_epochs=3)
         return seen
 
-    by_hand: list[Tensor] = []
+    plain_loop_batches: list[Tensor] = []
     loader = SKIPPED["distributed"]()
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
-        by_hand += [x for x, _ in loader]
+        plain_loop_batches += [x for x, _ in loader]
     for at in (None, 2, 3, 4, 7):
-        assert all(torch.equal(a, b) for a, b in zip(orders(at), by_hand, strict=True)), at
+        assert all(torch.equal(a, b) for a, b in zip(orders(at), plain_loop_batches, strict=True)), at
 
 
 def test_an_epoch_that_a_user_sets_holds() -> None:

@@ -170,8 +170,8 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_plain_loop() -> None:
         torch.manual_seed(3)
         return DataLoader(TensorDataset(torch.arange(10)), batch_size=3, shuffle=True)
 
-    by_hand_loader = loader()
-    plain = [batch[0].tolist() for _ in range(3) for batch in by_hand_loader]
+    plain_loader = loader()
+    plain = [batch[0].tolist() for _ in range(3) for batch in plain_loader]
     seen: list[list[int]] = []
     engine = Engine(Update.from_function(lambda engine, batch: seen.append(batch[0].tolist())))
     engine.run(loader(), max_epochs=3)

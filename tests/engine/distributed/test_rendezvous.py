@@ -108,10 +108,10 @@ from signalfire.distributed.rendezvous import join, note_failure
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 join(timeout=20)
 destroy = dist.destroy_process_group
-def tell():
+def report():
     print("destroyed", flush=True)
     destroy()
-dist.destroy_process_group = tell
+dist.destroy_process_group = report
 """
 
 KILLED = ["offer", "acknowledged", "training"]
@@ -342,7 +342,7 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "environment", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}]
 )
-def test_a_launch_of_several_that_does_not_tell_where_they_are_is_no_process_alone(
+def test_a_launch_of_several_that_does_not_say_where_they_are_is_no_process_alone(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ENVIRONMENT:
@@ -398,11 +398,11 @@ def test_a_process_whose_connections_are_not_made_in_time_is_left_and_says_so() 
     script = (
         "import time\nfrom signalfire.distributed import rendezvous\nrendezvous.GRACE = 0.1\n"
         "with rendezvous.bounded(0.2, 'rank 0 of 2'):\n    pass\n"
-        "time.sleep(1)\nprint('goes on', flush=True)\n"
+        "time.sleep(1)\nprint('continues', flush=True)\n"
         "with rendezvous.bounded(0.2, 'rank 1 of 2'):\n    time.sleep(60)\n"
     )
     ended = finished_program("-c", script)
     assert ended.returncode == 1
-    assert ended.stdout == "goes on\n"
+    assert ended.stdout == "continues\n"
     assert "rank 1 of 2 was not connected to the other ranks within 0.2 s" in ended.stderr
     assert "rank 0 of 2" not in ended.stderr

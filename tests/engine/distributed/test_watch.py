@@ -62,7 +62,7 @@ CASES = {
 
 
 def train(what: str, culprit: int, rank: int, size: int) -> Any:
-    """What the process has to tell at the end."""
+    """What the process has to report at the end."""
     watch: Watch
     event = "STARTED"
     timeout = TIMEOUT if what in ("is stopped", "hangs", "leaves") else FOREVER
@@ -78,7 +78,7 @@ def train(what: str, culprit: int, rank: int, size: int) -> Any:
         try:
             for iteration in range(1, 100):
                 event = f"FORWARD_STARTED, epoch 1, iteration {iteration}"
-                time.sleep(0.15)  # so that it is told
+                time.sleep(0.15)  # so that it is reported
                 if rank == culprit and iteration == BAD:
                     time.sleep(8 * INTERVAL)  # the others' events are known by then
                     happen(what, watch)
