@@ -69,6 +69,17 @@ def imports(file: Path) -> set[Path]:
     return found
 
 
+@cache
+def our_names() -> set[str]:
+    """The names of all methods, functions and fields."""
+    return {
+        node.attr
+        for other in FILES
+        for node in ast.walk(tree(other))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    } | {node.name for other in FILES for node in ast.walk(tree(other)) if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("file", FILES, ids=dotted)
 def test_no_module_reaches_into_the_privates_of_another(file: Path) -> None:
     own = {
@@ -82,15 +93,14 @@ def test_no_module_reaches_into_the_privates_of_another(file: Path) -> None:
             else []
         )
     }  # fmt: skip
-    ours = {
-        node.attr
-        for other in FILES
-        for node in ast.walk(tree(other))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    } | {node.name for other in FILES for node in ast.walk(tree(other)) if isinstance(node, ast.FunctionDef)}
     reached = []
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in ours and node.attr not in own:
+        if (
+            isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and node.attr in our_names()
+            and node.attr not in own
+        ):
             reached.append(f"line {node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("signalfire")):
             reached += [f"line {node.lineno}: import {alias.name}" for alias in node.names if is_private(alias.name)]

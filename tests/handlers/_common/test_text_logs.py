@@ -212,7 +212,7 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint_of_an_error(
 
     engine = engine_of(kind(path, every="1it"), Checkpoint(tmp_path / "runs", every="3it", on_exception=True))
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="No space left"), pytest.warns(RuntimeWarning, match="could be synced"):
+    with pytest.raises(OSError, match="No space left"), pytest.warns(RuntimeWarning, match="could not be synced"):
         engine.run(batches(), max_epochs=2)
     monkeypatch.undo()
     saved = Checkpoint.load(tmp_path / "runs")
