@@ -20,6 +20,8 @@ import torch._dynamo.distributed  # DDP would import it, and 800 modules with it
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.kit import LIMIT
+
 __all__ = ["Failed", "run_together"]
 
 
@@ -31,7 +33,7 @@ class Failed(AssertionError):
         self.errors = errors
 
 
-def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: float = LIMIT) -> list[Any]:
     """Call ``function(*args)`` in so many processes, and return what each gave, by rank.
 
     Raises:

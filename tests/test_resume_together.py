@@ -84,7 +84,7 @@ class Distributed(DistributedDataParallel):
     """With buckets of 2 KiB, so that a small model has several."""
 
     def __init__(self) -> None:
-        super().__init__(timeout=60, name="distributed")
+        super().__init__(timeout=120, name="distributed")
         self.options |= {"bucket_cap_mb": 2 / 1024}  # type: ignore[dict-item]
 
 
@@ -249,7 +249,7 @@ def as_it_was(folder: Path, path: Path) -> Path:
 
 def resumed(setting: Setting, paths: list[Path], edit: Callable[[State], None] | None = None) -> list[list[Left]]:
     """What is left of the runs that resume from these checkpoints in new processes: for each, by rank."""
-    by_rank = run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, edit, timeout=200)
+    by_rank = run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, edit)
     return [list(one) for one in zip(*by_rank, strict=True)]
 
 
@@ -478,7 +478,7 @@ def test_with_another_number_of_processes_and_steps_of_the_same_size_no_sample_i
 
 def resumed_as(setting: Setting, paths: list[Path]) -> list[list[Left]]:
     """As `resumed`, in another number of processes than the run that was cut."""
-    return run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, None, timeout=200)
+    return run_together(resumed_from_all, setting.size, setting, paths[0].parent, paths, None)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def resumed_as(setting: Setting, paths: list[Path]) -> list[list[Left]]:
 def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, str]:
     """The processes' errors if they fail. The exception is dropped: no process forked later may free what its frames hold."""
     try:
-        run_together(function, size, *args, timeout=60)
+        run_together(function, size, *args)
     except Failed as failed:
         return failed.errors
     return {}
@@ -514,7 +514,7 @@ def fails_alike(folder: Path, fails: bool) -> list[int]:
     engine = Engine(
         Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(2, 1), seed=0
     )
-    engine.attach(DistributedDataParallel(timeout=30), Checkpoint(folder, every="2it", keep=3, resume=True))
+    engine.attach(DistributedDataParallel(timeout=120), Checkpoint(folder, every="2it", keep=3, resume=True))
     begun: list[int] = []
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: begun.append(engine.state.iteration))
 
@@ -541,7 +541,7 @@ def ends_early() -> str:
     engine = Engine(
         Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(2, 1), seed=0
     )
-    engine.attach(DistributedDataParallel(timeout=20))
+    engine.attach(DistributedDataParallel(timeout=120))
     data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
     engine.run(data, max_epochs=1)
     if engine.processes.rank == 1:

@@ -48,7 +48,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def distributed() -> Handler:
-    return DistributedDataParallel(timeout=60)
+    return DistributedDataParallel(timeout=120)
 
 
 def built(case: Case, *handlers: Handler, first: bool = False) -> Engine:
@@ -123,7 +123,7 @@ def different(one: Parts, other: Parts) -> list[str]:
 
 @pytest.mark.parametrize("group", quick(range(len(GROUPS)), 0), ids=lambda group: ", ".join(GROUPS[group]))
 def test_two_processes_keep_the_promises(group: int) -> None:
-    ranks: list[dict[str, dict[str, Parts]]] = run_together(in_every_way, 2, GROUPS[group], timeout=240)
+    ranks: list[dict[str, dict[str, Parts]]] = run_together(in_every_way, 2, GROUPS[group])
     wrong: dict[str, Any] = {}
     for name in GROUPS[group]:
         problems: dict[str, Any] = {"ranks differ": different(*(left[name]["alike"] for left in ranks))}
@@ -188,7 +188,7 @@ def failing(name: str, place: int, failing_rank: int) -> None:
 def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, str]:
     """The processes' errors if they fail. The exception is dropped: no process forked later may free what its frames hold."""
     try:
-        run_together(function, size, *args, timeout=40)
+        run_together(function, size, *args)
     except Failed as failed:
         return failed.errors
     return {}

@@ -54,7 +54,7 @@ from signalfire.testing import check_handler
 from tests.kit import quick
 from tests.processes import run_together
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 Batch = tuple[Tensor, Tensor]
 Weights = dict[str, Tensor]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

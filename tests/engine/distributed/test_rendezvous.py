@@ -206,12 +206,12 @@ def lives(pid: int) -> bool:
 
 class Server:
     def __init__(self) -> None:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
     def client(self) -> Store:
-        return TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=5))
+        return TCPStore("127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=60))
 
-    def agree(self, ranks: list[int], size: int, timeout: float = 10.0, *, late: float = 0.0) -> list[Any]:
+    def agree(self, ranks: list[int], size: int, timeout: float = 60.0, *, late: float = 0.0) -> list[Any]:
         """What each rank gets: its store, or the error; the last one comes ``late`` seconds after the others."""
 
         def one(rank: int) -> Any:
@@ -284,7 +284,7 @@ def test_a_rank_that_dies_after_its_word_is_replaced() -> None:
     server = Server()
     server.store.set("signalfire/join/word/1", "of one that died since")
     results: list[Any] = []
-    leader = threading.Thread(target=lambda: results.append(agree(server.client(), 0, 2, timeout=10.0)))
+    leader = threading.Thread(target=lambda: results.append(agree(server.client(), 0, 2, timeout=60.0)))
     leader.start()
     time.sleep(0.5)
     results += server.agree([1], 2)
@@ -295,7 +295,7 @@ def test_a_rank_that_dies_after_its_word_is_replaced() -> None:
 def test_a_rank_whose_word_is_overwritten_by_one_that_still_lives_says_it_again() -> None:
     server = Server()
     results: list[Any] = []
-    follower = threading.Thread(target=lambda: results.append(agree(server.client(), 1, 2, timeout=10.0)))
+    follower = threading.Thread(target=lambda: results.append(agree(server.client(), 1, 2, timeout=60.0)))
     follower.start()
     time.sleep(0.3)
     server.store.set("signalfire/join/word/1", "of one that is killed now")
