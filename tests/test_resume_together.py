@@ -529,6 +529,7 @@ def fails_alike(folder: Path, fails: bool) -> list[int]:
     return begun
 
 
+@pytest.mark.slow
 def test_a_start_of_which_all_processes_fail_alike_counts_as_one_run() -> None:
     folder = a_folder()
     begun = [run_together(fails_alike, 2, folder, True)[0] for _ in range(5)]
@@ -587,6 +588,7 @@ def test_processes_that_loaded_different_checkpoints_are_refused(names: tuple[st
         assert "the ranks have loaded different states" in error
 
 
+@pytest.mark.slow
 def test_processes_that_loaded_checkpoints_of_different_runs_are_refused() -> None:
     """They were at the same position, but not the same run."""
     folders = [whole(setting)[1] for setting in (Setting(2), Setting(3))]

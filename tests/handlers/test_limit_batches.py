@@ -24,7 +24,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import assert_same, build, mlp
+from tests.kit import assert_same, build, mlp, quick
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -85,7 +85,7 @@ def loader_with(options: dict[str, Any]) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("limit", "count"), [(4, 4), (0.45, 4)])
+@pytest.mark.parametrize(("limit", "count"), quick([(4, 4), (0.45, 4)], (0.45, 4)))
 def test_each_epoch_takes_the_first_batches_of_a_new_shuffle(options: dict[str, Any], limit: float, count: int) -> None:
     model = network()
     engine = engine_of(model, LimitBatches(limit))

@@ -31,7 +31,7 @@ from signalfire import Engine, Events, Update
 from signalfire.checkpoints import Files, clean, find, read_manifest
 from signalfire.distributed.liveness import identity
 from signalfire.handlers import Checkpoint
-from tests.kit import quick, spread
+from tests.kit import spread
 
 PAGE = 4096  # what a disk writes at once: of a file that was not synced, any of them may be missing
 BOUND = 1024  # up to so many combinations of what survives are all tried; beyond, each alone, all and none
@@ -643,7 +643,8 @@ def go_on(place: Place) -> None:
     engine.run(DATA, max_iters=iteration + 3)
 
 
-@pytest.mark.parametrize("sequence", quick(["keep 1", "written twice"], "written twice"))
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", ["keep 1", "written twice"])
 def test_a_second_power_cut_in_the_run_that_goes_on_after_the_first(sequence: str, root: Path) -> None:
     (root / "0").mkdir()
     first, states = ran(root / "0", SEQUENCES[sequence]), 0
@@ -845,6 +846,7 @@ def put_back(place: Place) -> None:
     engine.run(DATA, max_iters=3)
 
 
+@pytest.mark.slow
 def test_half_a_removal_never_takes_the_place_of_what_was_replaced_later(root: Path) -> None:
     """Cut while what was replaced is removed, and again while the next run replaces the same name."""
 

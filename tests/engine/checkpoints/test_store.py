@@ -27,7 +27,7 @@ from signalfire import Engine, Events
 from signalfire.checkpoints import Files, Ownership, Taken, clean, commit, encode, read_manifest
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
-from tests.kit import build, linear, quick
+from tests.kit import build, linear, quick, spread
 
 DATA = [(torch.ones(2, 2) * i, torch.ones(2, 1)) for i in range(1, 4)]
 DISK = Files()
@@ -573,7 +573,7 @@ def in_child(act: Callable[[], object]) -> int:
     return os.waitpid(begin_child(act), 0)[1]
 
 
-@pytest.mark.parametrize("at", range(1, 14))
+@pytest.mark.parametrize("at", spread(range(1, 14), 5))
 def test_a_run_that_was_killed_goes_on_and_leaves_what_the_other_leaves(at: int, folder: Path) -> None:
     def die() -> None:
         handler = Checkpoint(folder / "killed", every="1it", keep=1)
@@ -689,7 +689,7 @@ def test_a_state_that_is_put_back_in_the_same_engine_writes_the_same_names_again
     assert visible(folder) == [name for name, _ in handler.kept]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", quick([False, True], True))
 def test_two_processes_in_one_folder_at_the_same_time(asynchronous: bool, folder: Path) -> None:
     def run(me: str, other: str) -> None:
         handler = Checkpoint(folder / "both", every="1it", keep=3, asynchronous=asynchronous)
