@@ -1,0 +1,54 @@
+"""The number of steps to come is the number that the run makes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import GradientAccumulation
+from signalfire.planning import steps_to_come
+
+
+class Unsized:
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(1, 1), torch.ones(1, 1))] * 7)
+
+
+@pytest.mark.parametrize("window", [1, 3, {1: 2, 2: 4}])
+@pytest.mark.parametrize(
+    "bounds", [{"max_epochs": 3}, {"max_epochs": 3, "max_iters": 16}, {"max_steps": 5}, {"max_iters": 10}]
+)
+def test_what_is_planned_at_any_iteration_is_what_is_made(window: Any, bounds: dict[str, int]) -> None:
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=nn.Linear(1, 1), seed=0)
+    engine.attach(GradientAccumulation(window))
+    update = engine.updates[0]
+    planned: list[int] = []
+
+    @engine.on(Events.STARTED | Events.ITERATION_COMPLETED)
+    def plan(engine: Engine) -> None:
+        to_come = steps_to_come(engine, update)
+        assert to_come is not None
+        planned.append(update.steps + to_come)
+
+    engine.run(list(Unsized()), **bounds)  # type: ignore[arg-type]
+    assert set(planned) == {update.steps}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [({"max_epochs": 1}, None), ({"max_iters": 9}, 9), ({"max_steps": 12}, 12)]
+)
+def test_for_data_without_a_length_it_is_known_only_where_a_bound_says_it(
+    bounds: dict[str, int], expected: int | None
+) -> None:
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=nn.Linear(1, 1), seed=0)
+    found: list[int | None] = []
+    engine.connect(Events.STARTED, lambda engine: found.append(steps_to_come(engine, engine.updates[0])))
+    engine.run(Unsized(), **bounds)  # type: ignore[arg-type]
+    assert found == [expected]
