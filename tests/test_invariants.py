@@ -403,7 +403,7 @@ def test_receivers_that_meet_in_a_cell_have_ranks_or_are_known_to_commute() -> N
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _clean_up() -> Iterator[None]:
     yield
     shutil.rmtree(FOLDER)

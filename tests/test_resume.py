@@ -704,7 +704,7 @@ FIRST_PROCESS, SECOND_PROCESS = 0, 99
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _clean_up() -> Iterator[None]:
     FOLDER.mkdir(exist_ok=True)
     yield

@@ -206,7 +206,7 @@ def run(setting: Setting, folder: Path, path: Path | None, edit: Callable[[State
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _clean_up() -> Iterator[None]:
     yield
     shutil.rmtree(FOLDER, ignore_errors=True)
