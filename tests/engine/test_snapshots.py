@@ -402,3 +402,12 @@ def test_a_state_of_a_stopped_run_continues_under_larger_bounds() -> None:
     engine.reset()
     engine.run(loader(), max_epochs=2)
     assert (engine.state.iteration, engine.state.stop_reason) == (10, None)
+
+
+def test_receivers_with_a_filter_are_called_again_where_the_run_goes_back() -> None:
+    engine, called = make_engine(), list[int]()
+    engine.connect(Events.ITERATION_COMPLETED(every=3), lambda engine: called.append(engine.state.iteration))
+    taken = snapshot_at(engine, Events.ITERATION_COMPLETED(once=2))
+    go_back_once(engine, 4, taken)
+    engine.run(loader(), max_epochs=2)
+    assert called == [3, 3, 6, 9]
