@@ -197,7 +197,7 @@ class Step:
             update.steps += 1
         if listened and signals.step_completed.due <= iteration:
             signals.step_completed.emit(self.engine, iteration)
-        update.discard()
+        window.discard(update.optimizer)
 
     def evaluate(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """Forward and loss of a batch, for an engine that does not train."""

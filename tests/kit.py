@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,25 +21,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Handler, Update
+import signalfire.handlers
+from signalfire import Engine, EventEnum, Handler, Update
 from signalfire.handlers import Average, Metrics
 
 __all__ = [
+    "DISTRIBUTING",
     "LIMIT",
+    "MEMORY",
     "assert_same",
     "average_gradients",
     "batches",
     "build",
+    "campaign",
+    "cleaned_up",
+    "digest",
     "evaluator_of",
     "finished",
     "group_ended",
+    "idle_engine",
     "interruptible",
+    "last_of_campaign",
     "linear",
     "mlp",
     "needs",
     "python",
     "quick",
+    "recorder",
     "same",
+    "shipped",
     "spread",
     "validation_loss",
     "wait_until",
@@ -48,6 +61,12 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 LIMIT = 300.0
 """Seconds after which a test gives up on another process: many times what a busy machine takes."""
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""A folder in memory, where there is one: thousands of synced files would wait for a disk."""
+
+DISTRIBUTING = "DistributedDataParallel", "FullyShardedDataParallel"
+"""The handlers that distribute a run, of which an engine has one: they are tried in several processes."""
 
 
 def quick(values: Iterable[Any], *keep: Any, whole: bool = False) -> list[Any]:
@@ -134,6 +153,45 @@ def finished(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+CAMPAIGNS = Path(__file__).parent / "campaigns"
+
+
+def campaign(name: str, *arguments: Any) -> Any:
+    """What a short form of a campaign has found; it ends with an error where it has found a failure."""
+    program = [sys.executable, str(CAMPAIGNS / f"{name}.py"), *map(str, arguments), "--json", "-"]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=500)
+    assert ended.stdout, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def last_of_campaign(name: str) -> tuple[str, Any]:
+    """What a campaign prints of the last result of its long form, and that result."""
+    ended = finished(CAMPAIGNS / f"{name}.py", "--last")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, json.loads((CAMPAIGNS / "results" / f"{name}.json").read_text())
+
+
+def cleaned_up(folder: Path) -> Any:
+    """A fixture for a module: the folder is there, and is removed only as the session ends.
+
+    In parallel, a process may come back to a module.
+    """
+
+    @pytest.fixture(autouse=True, scope="session")
+    def clean_up() -> Iterator[None]:
+        folder.mkdir(exist_ok=True)
+        yield
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return clean_up
+
+
+def shipped() -> set[type[Handler]]:
+    """The classes of all handlers that are shipped."""
+    public = [getattr(signalfire.handlers, name) for name in signalfire.handlers.__all__]
+    return {one for one in public if isinstance(one, type) and issubclass(one, Handler)}
+
+
 def batches(
     sizes: int | Iterable[int] = 6,
     inputs: int | tuple[int, ...] = 5,
@@ -195,6 +253,24 @@ def evaluator_of(model: nn.Module, loss: Callable[..., Tensor] = nn.functional.m
     return engine
 
 
+def idle_engine(*catalogues: type[EventEnum]) -> Engine:
+    """An engine whose iterations do nothing, so that only the events count; with these catalogues of events besides."""
+    engine = Engine(Update.from_function(lambda engine, batch: None))
+    for catalogue in catalogues:
+        engine.register_events(catalogue)
+    return engine
+
+
+def recorder(log: list[str], name: str) -> Callable[[Engine], str]:
+    """A receiver that notes its name, and returns it."""
+
+    def receiver(engine: Engine) -> str:
+        log.append(name)
+        return name
+
+    return receiver
+
+
 def validation_loss(model: nn.Module) -> float:
     """The loss over three batches, without an engine; the modes stay as they are."""
     modes = {module: module.training for module in model.modules()}
@@ -228,6 +304,29 @@ def assert_same(one: nn.Module | Mapping[str, Tensor], other: nn.Module | Mappin
         assert torch.equal(value, theirs[name]), name
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether parameters and buffers are alike bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+def same(one: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> bool:
+    """Whether parameters and buffers, or other tensors in one order, are alike bit for bit."""
+    ours, theirs = (it.state_dict() if isinstance(it, nn.Module) else it for it in (one, other))
+    return all(torch.equal(a, b) for a, b in zip(ours.values(), theirs.values(), strict=True))
+
+
+def digest(value: Any) -> str:
+    """A sha256 that is equal for equal states alone."""
+    found = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.contiguous().view(-1).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key in sorted(value, key=str):
+                found.update(f"{key}:".encode())
+                feed(value[key])
+        elif isinstance(value, list | tuple):
+            found.update(b"[")
+            for item in value:
+                feed(item)
+        else:
+            found.update(f"{value!r};".encode())
+
+    feed(value)
+    return found.hexdigest()

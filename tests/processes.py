@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -9,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 import torch._dynamo.distributed  # DDP would import it, and 800 modules with it, in every forked process
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from tests.kit import LIMIT
 
-__all__ = ["Failed", "run_together"]
+__all__ = ["Failed", "assert_alike", "run_together"]
 
 
 class Failed(AssertionError):
@@ -81,6 +83,8 @@ def run_together(function: Callable[..., Any], size: int, *args: Any, timeout: f
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    # Garbage of the tests before is not collected here: a store among it would wait for its threads, which are not forked.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell
     while not (folder / "port").exists():
         time.sleep(0.002)
@@ -99,3 +103,25 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
             dist.barrier()
     sys.stdout.flush()
     os._exit(0 if reported[0] == "result" else 1)
+
+
+def assert_alike(results: Sequence[Any]) -> Any:
+    """That all processes ended with the same; what it is."""
+    for rank, result in enumerate(results):
+        _assert_same(results[0], result, f"rank {rank}")
+    return results[0]
+
+
+def _assert_same(one: Any, other: Any, where: str) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, Mapping):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            _assert_same(one[key], other[key], f"{where}: {key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            _assert_same(*pair, f"{where}: {place}")
+    else:
+        assert one == other, f"{where}: {one} is not {other}"

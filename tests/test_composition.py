@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-import os
 import random
 import shutil
 import tempfile
@@ -42,7 +41,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import assert_same, mlp, quick
+from tests.kit import MEMORY, assert_same, mlp, quick
 
 EPOCHS = 2
 
@@ -81,7 +80,7 @@ def handlers_of(model: nn.Module, folder: Path) -> dict[str, Callable[[], Handle
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder in memory where there is one: thousands of synced checkpoints would wait for a disk."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    path = Path(tempfile.mkdtemp(dir=MEMORY))
     yield path
     shutil.rmtree(path)
 

@@ -43,15 +43,15 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "E4 terminate, terminate_epoch, skip": {
-        "engine/test_loop.py": [
+        "engine/test_boundary.py": [
             "test_terminate_lets_the_other_receivers_run_and_ends_with_terminated_and_completed",
             "test_terminate_epoch_ends_the_epoch_and_the_next_begins",
         ],
         "engine/data/test_source.py": ["test_a_batch_of_none_is_counted_and_skipped_and_without_data_it_is_not"],
-        "engine/test_update.py": ["test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none"],
+        "engine/test_step.py": ["test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none"],
     },
     "E5 minimum epochs and steps, maximum time": {
-        "engine/test_loop.py": [
+        "engine/test_boundary.py": [
             "test_minimum_bounds_hold_a_stop_back",
             "test_a_stop_that_is_held_back_can_be_withdrawn",
         ],
@@ -295,26 +295,28 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_checkpoint.py": [
             "test_the_last_ones_are_kept",
             "test_the_best_are_kept",
-            "test_nan_is_never_kept",
-            "test_of_equal_values_the_earlier_one_stays",
             "test_a_missing_metric_is_an_error_that_names_those_there_are",
             "test_the_template_names_the_position_and_metrics",
             "test_an_interval_of_time",
             "test_a_run_that_an_error_ended_goes_on_bit_for_bit",
             "test_weights_only_are_those_that_are_to_be_used",
         ],
+        "engine/checkpoints/test_retention.py": [
+            "test_nan_is_never_kept",
+            "test_of_equal_values_the_earlier_one_stays",
+        ],
         "engine/checkpoints/test_store.py": [
             "test_two_processes_in_one_folder_at_the_same_time",
-            "test_the_one_that_a_run_was_resumed_from_stays",
         ],
+        "engine/checkpoints/test_ownership.py": ["test_the_one_that_a_run_was_resumed_from_stays"],
     },
     "C2 exact resume": {
         "test_resume.py": [
             "test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped",
             "test_a_run_resumed_from_any_checkpoint_keeps_and_logs_the_same",
             "test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one",
-            "test_a_state_without_this_part_ends_elsewhere",
         ],
+        "test_resume_controls.py": ["test_a_state_without_this_part_ends_elsewhere"],
         "engine/data/test_loading.py": [
             "test_a_run_resumed_anywhere_skips_to_its_place",
             "test_augmentation_is_the_same_for_any_number_of_workers_and_differs_from_epoch_to_epoch",
@@ -333,10 +335,10 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_folder_that_becomes_read_only_is_an_error_and_the_earlier_ones_stay",
         ],
         "handlers/test_checkpoint.py": [
-            "test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on",
             "test_nothing_is_reported_as_saved_before_the_disk_has_it",
             "test_written_in_a_thread_the_training_and_the_files_are_the_same",
         ],
+        "engine/checkpoints/test_saver.py": ["test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on"],
     },
     "C4 hyperparameters, safe loading": {
         "handlers/test_checkpoint.py": [
@@ -358,13 +360,15 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_each_bucket_is_reduced_once_in_a_window",
             "test_what_one_process_asks_for_all_do",
             "test_a_process_that_learns_nothing_takes_the_step_of_the_others",
-            "test_batches_are_sharded_in_the_order_that_rank_0_draws",
-            "test_each_process_may_have_data_of_its_own",
             "test_compressed_gradients_are_those_of_torchs_hooks",
             "test_what_cannot_be_is_refused_by_name",
             "test_launched_alone_it_changes_nothing",
             "test_after_a_run_the_model_is_the_plain_one",
             "test_what_is_written_is_written_by_rank_0_alone",
+        ],
+        "engine/data/test_sharding.py": [
+            "test_batches_are_sharded_in_the_order_that_rank_0_draws",
+            "test_each_process_may_have_data_of_its_own",
         ],
         "test_together.py": ["test_two_processes_keep_the_promises", "test_an_error_in_one_process_ends_both"],
         "test_resume_together.py": [
@@ -396,8 +400,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "handlers/test_checkpoint.py": [
             "test_a_script_that_is_started_again_goes_on_by_itself",
-            "test_one_from_which_three_runs_failed_is_passed_over",
         ],
+        "engine/checkpoints/test_failures.py": ["test_one_from_which_three_runs_failed_is_passed_over"],
     },
     "T2 all ranks halve their batches": {
         "handlers/test_distributed_data_parallel.py": ["test_all_halve_their_batches_when_the_memory_of_one_runs_out"],
@@ -417,7 +421,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "O8 rank-aware print": {
-        "handlers/test_distributed_data_parallel.py": ["test_what_is_written_is_written_by_rank_0_alone"],
+        "engine/distributed/test_processes.py": ["test_rank_0_prints_and_with_all_every_rank_with_its_number"],
     },
     "X1 separate streams": {
         "engine/test_streams.py": [
@@ -452,9 +456,9 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "engine/ablation/test_report.py": [
             "test_a_failed_run_is_shown_and_named_in_every_form",
-            "test_too_few_seeds_are_said_with_how_many_it_takes",
-            "test_the_picture_shows_each_seed",
         ],
+        "engine/ablation/test_sentences.py": ["test_too_few_seeds_are_said_with_how_many_it_takes"],
+        "engine/ablation/test_plot.py": ["test_the_picture_shows_each_seed"],
     },
     "X3 where two runs part": {
         "engine/ablation/test_divergence.py": [

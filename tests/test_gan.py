@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from signalfire import Engine, Events, Handler, Phase, Update
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision, UpdateFrequency
 from signalfire.testing import check_handler
+from tests import kit
 
 ADAM = {
     "discriminator": partial(torch.optim.Adam, lr=2e-2, betas=(0.5, 0.999)),
@@ -144,9 +145,7 @@ def train_in_plain_loop(
 
 def assert_same(trainer: Engine, models: dict[str, nn.Module]) -> None:
     for name in NAMES:
-        found, expected = trainer.modules[name].state_dict(), models[name].state_dict()
-        for key in expected:
-            assert torch.equal(found[key], expected[key]), f"{name}.{key}"
+        kit.assert_same(trainer.modules[name], models[name])
 
 
 def frequency(n_critic: int) -> list[Handler]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -65,11 +64,13 @@ from signalfire.handlers import (
 )
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import quick
+from tests.kit import cleaned_up, quick, shipped
 
 Batch = tuple[Tensor, Tensor]
 
 FOLDER = Path(tempfile.mkdtemp())
+_clean_up = cleaned_up(FOLDER)
+
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
@@ -334,13 +335,8 @@ def test_two_handlers_that_meet_train_together_in_either_order_or_are_refused(on
     assert ends[0] == ends[1]
 
 
-def shipped() -> set[str]:
-    public = {name: getattr(signalfire.handlers, name) for name in signalfire.handlers.__all__}
-    return {name for name, one in public.items() if isinstance(one, type) and issubclass(one, Handler)}
-
-
 def test_every_shipped_handler_is_checked() -> None:
-    assert {kind(case) for case in CASES} == shipped()
+    assert {kind(case) for case in CASES} == {one.__name__ for one in shipped()}
 
 
 class Leaky(Handler):
@@ -401,12 +397,6 @@ def test_receivers_that_meet_in_a_cell_have_ranks_or_are_known_to_commute() -> N
     assert collisions == set(COMMUTING), (
         "a new meeting wants a rank or a reason; a reason without a meeting wants to go"
     )
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _clean_up() -> Iterator[None]:
-    yield
-    shutil.rmtree(FOLDER)
 
 
 def test_a_handlers_own_generator_depends_on_seed_name_and_iteration_alone() -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
 
-CAMPAIGN = Path(__file__).parent / "campaigns" / "kills.py"
+from tests.kit import MEMORY, campaign, last_of_campaign
+
 KILLS = 25
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    """What a short campaign has found, in memory where there is such a folder."""
-    command = [sys.executable, str(CAMPAIGN), "--kills", str(KILLS), "--seed", "1", "--json", "-"]
-    if os.path.isdir("/dev/shm"):
-        command += ["--folder", "/dev/shm"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.stdout, finished.stderr
-    return json.loads(finished.stdout)
+    return campaign("kills", "--kills", KILLS, "--seed", 1, "--folder", MEMORY or tempfile.gettempdir())
 
 
 @pytest.mark.campaign
@@ -47,8 +38,6 @@ def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
 
 @pytest.mark.slow
 def test_the_last_result_of_the_long_form_is_printed() -> None:
-    command = [sys.executable, str(CAMPAIGN), "--last"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    last = json.loads((CAMPAIGN.parent / "results" / "kills.json").read_text())
-    assert finished.stdout.startswith(f"{last['kills']} kills ")
+    printed, last = last_of_campaign("kills")
+    assert printed.startswith(f"{last['kills']} kills ")
     assert last["failures"] == 0

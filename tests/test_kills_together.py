@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
 
-CAMPAIGN = Path(__file__).parent / "campaigns" / "kills_together.py"
+from tests.kit import MEMORY, campaign, last_of_campaign
+
 KILLS = 5
 CONTROLS = ["no random states of rank 1"]
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    """What a short campaign has found, in memory where there is such a folder."""
-    command = [sys.executable, str(CAMPAIGN), "--processes", "2", "3", "--kills", str(KILLS), "--seed", "1"]
-    command += ["--json", "-", "--controls", *CONTROLS]
-    if os.path.isdir("/dev/shm"):
-        command += ["--folder", "/dev/shm"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert finished.stdout, finished.stderr
-    return json.loads(finished.stdout)
+    options = ["--processes", 2, 3, "--kills", KILLS, "--seed", 1, "--folder", MEMORY or tempfile.gettempdir()]
+    return campaign("kills_together", *options, "--controls", *CONTROLS)
 
 
 @pytest.mark.campaign
@@ -54,12 +45,10 @@ def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
 
 @pytest.mark.slow
 def test_the_last_result_of_the_long_form_is_printed() -> None:
-    command = [sys.executable, str(CAMPAIGN), "--last"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    last = json.loads((CAMPAIGN.parent / "results" / "kills_together.json").read_text())
+    printed, last = last_of_campaign("kills_together")
     for size, one in last["processes"].items():
-        assert f"{size} processes: {one['kills']} kills " in finished.stdout
-        assert f"  {one['failures']} failures" in finished.stdout
+        assert f"{size} processes: {one['kills']} kills " in printed
+        assert f"  {one['failures']} failures" in printed
         assert one["failures"] == 0
         assert one["kills"] >= 300
     assert all(one["failures"] > 0 for one in last["controls"].values())

@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -43,7 +43,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import quick
+from tests.kit import MEMORY, cleaned_up, quick
 from tests.processes import Failed, run_together
 
 State = dict[str, Any]
@@ -203,13 +203,8 @@ def run(setting: Setting, folder: Path, path: Path | None, edit: Callable[[State
     )
 
 
-FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _clean_up() -> Iterator[None]:
-    yield
-    shutil.rmtree(FOLDER, ignore_errors=True)
+FOLDER = Path(tempfile.mkdtemp(dir=MEMORY))
+_clean_up = cleaned_up(FOLDER)
 
 
 def a_folder() -> Path:

@@ -20,7 +20,7 @@ from signalfire.distributed import process_group
 from signalfire.handlers import DistributedDataParallel
 from signalfire.testing import fingerprint
 from tests import test_invariants as invariants
-from tests.kit import quick, spread
+from tests.kit import DISTRIBUTING, quick, spread
 from tests.processes import Failed, run_together
 from tests.test_invariants import CASES, Case, make_data
 
@@ -31,9 +31,7 @@ CUTS = (1, 4, 8)
 IN_ONE_GO = 10
 """How many cases run one after the other in one pair of processes."""
 
-DISTRIBUTING = "DistributedDataParallel", "FullyShardedDataParallel"
-"""It is attached to every case itself; and an engine has one of these."""
-
+# Distribution is attached to every case itself.
 TRIED = sorted(case for case in CASES if not case.startswith(DISTRIBUTING))
 QUICK_GROUP = ["GradientAccumulation", "Validation, iterations"]
 GROUPS = [QUICK_GROUP, *(TRIED[i : i + IN_ONE_GO] for i in range(0, len(TRIED), IN_ONE_GO))]

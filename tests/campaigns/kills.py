@@ -23,13 +23,11 @@ failures in n kills the rate is below 3/n with 95 % confidence.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
 import json
 import mmap
 import os
-import platform
 import random
 import re
 import shutil
@@ -48,26 +46,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire import Engine, Events, Phase, seed_everything
 from signalfire.checkpoints import Files
 from signalfire.handlers import (
-    EMA,
-    Accuracy,
-    Average,
     Checkpoint,
-    EarlyStopping,
-    GradientAccumulation,
-    GradientClipping,
     History,
     JSONLinesLogger,
-    LRScheduling,
-    Metrics,
-    Validation,
 )
 from signalfire.testing import fingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.campaigns.killing import (  # noqa: E402
+    Augmented,
+    attach_company,
+    different_parts,
+    ended,
+    engine_of,
+    environment,
+    kept,
+    options_of,
+    show,
+    wait,
+)
 
 RESULT = Path(__file__).parent / "results" / "kills.json"
 SAMPLES, BATCH, EPOCHS = 44, 4, 4
@@ -189,22 +194,6 @@ def order(epoch_open: bool, iteration: int) -> int:
 # ---- the training -----------------------------------------------------------------------------------------------------
 
 
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with noise from each of the global generators."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(SAMPLES, 6, generator=generator)
-        self.y = (self.x[:, 0] > 0).long() + (self.x[:, 1] > 0).long()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(6) + float(np.random.randn()) + random.gauss(0, 1)
-        return self.x[index] + 0.3 * noise, self.y[index]
-
-
 class Noise(nn.Module):
     """Draws from Python's and NumPy's global generators, as some layers of users do."""
 
@@ -212,32 +201,11 @@ class Noise(nn.Module):
         return x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand()) if self.training else x
 
 
-def held_out() -> list[tuple[Tensor, Tensor]]:
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
-    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-    return [(x[:8], y[:8]), (x[8:], y[8:])]
-
-
 def build(folder: Path, shared: Shared, broken: str) -> tuple[Engine, History]:
     """The engine, with everything that has a state."""
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), Noise(), nn.Dropout(0.3), nn.Linear(16, 3))
-    engine = Engine(
-        Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.02)), model=model, seed=0
-    )
-    evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
-    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
-    history = History()
-    engine.attach(
-        GradientAccumulation(3),
-        GradientClipping(max_norm=0.5),
-        LRScheduling(partial(OneCycleLR, max_lr=0.1)),
-        EMA(0.9),
-        Metrics(train_loss=Average()),
-        Validation(evaluator, held_out()),
-        EarlyStopping("loss", patience=50),
-        JSONLinesLogger(folder / "log.jsonl", every="1it"),
-        history,
-    )
+    engine = engine_of(model)
+    history = attach_company(engine, JSONLinesLogger(folder / "log.jsonl", every="1it"), window=3, held_out=16)
     if broken == "saved in place":
         engine.connect(Events.ITERATION_COMPLETED(every=int(EVERY[:-2])), partial(save_in_place, folder, shared))
         return engine, history
@@ -312,7 +280,7 @@ def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any
         engine.load_state_dict(state)
     if broken == "no random states":
         engine.connect(Events.CHECKPOINT_LOADED, lambda engine: seed_everything(seed), phase=Phase.PREPARE)
-    engine.run(DataLoader(Augmented(), BATCH, shuffle=True), max_epochs=EPOCHS)
+    engine.run(DataLoader(Augmented(SAMPLES), BATCH, shuffle=True), max_epochs=EPOCHS)
     shared.place = TRAINING
     return {
         "parts": fingerprint(engine)
@@ -324,42 +292,6 @@ def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any
             name for one in engine.handlers.values() if isinstance(one, Checkpoint) for name in one.retention.superseded
         ),
     }
-
-
-def kept(engine: Engine) -> list[list[Any]]:
-    """Of each checkpoint that is kept: whose, where in the run, with which value, and what is in it."""
-    found = []
-    for handler in engine.handlers.values():
-        if isinstance(handler, Checkpoint):
-            for name, value in handler.kept:
-                state = Checkpoint.load(handler.folder / name)
-                manifest = state.pop("origin")["manifest"]
-                # How often an event was emitted: a process that resumed did not see the save from which it resumed.
-                del state["engine"]["fired"]
-                found.append([handler.name, manifest["epoch"], manifest["iteration"], value, digest(state)])
-    return found
-
-
-def digest(value: Any) -> str:
-    """A sha256 that is equal for equal states alone."""
-    found = hashlib.sha256()
-
-    def feed(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.contiguous().view(-1).numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                found.update(f"{key}:".encode())
-                feed(value[key])
-        elif isinstance(value, list | tuple):
-            found.update(b"[")
-            for item in value:
-                feed(item)
-        else:
-            found.update(f"{value!r};".encode())
-
-    feed(value)
-    return found.hexdigest()
 
 
 def left(engine: Engine, folder: Path, state: Mapping[str, Any] | None) -> list[str]:
@@ -514,17 +446,6 @@ class Campaign:
         return wait(process), "even" if aim is None else "aimed"
 
 
-def wait(process: int) -> int:
-    """The status with which a process ends; that of one which is killed is negative."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def ended(process: int) -> int | None:
-    """The status with which a process has ended, or None."""
-    found, status = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
 def outcome(status: int, report: Path) -> dict[str, Any] | str:
     """What a trial has left, or its error."""
     if status:
@@ -535,7 +456,7 @@ def outcome(status: int, report: Path) -> dict[str, Any] | str:
 
 def different(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """The parts in which the ends of two runs differ."""
-    parts = [part for part, digest in expected["parts"].items() if found["parts"].get(part) != digest]
+    parts = different_parts(expected, found)
     if expected["kept"] != found["kept"]:
         parts.append(f"kept {found['kept']} and not {expected['kept']}")
     return f"it ends elsewhere: {', '.join(parts)}" if parts else ""
@@ -574,7 +495,7 @@ def result(campaign: Campaign, controls: Sequence[Campaign], seed: int, seconds:
             for one in controls
         },
         "seed": seed,
-        "environment": {"python": platform.python_version(), "torch": str(torch.__version__), "cores": os.cpu_count()},
+        "environment": environment(),
     }
 
 
@@ -601,17 +522,9 @@ def summary(found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, RESULT)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10, help="no new run begins after that (10)")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the runs write; that of temporary files otherwise"
-    )
-    parser.add_argument(
-        "--json", default=str(RESULT), help=f"where the result is written ({RESULT}); - for stdout alone"
-    )
-    parser.add_argument("--last", action="store_true", help="print the last result")
     options = parser.parse_args(arguments)
     if options.last:
         print(summary(json.loads(RESULT.read_text())))
@@ -631,14 +544,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = result(campaign, controls, options.seed, seconds)
-    text = json.dumps(found, indent=1) + "\n"
-    if options.json == "-":
-        sys.stdout.write(text)
-    else:
-        path = Path(options.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        print(summary(found))
+    show(found, options.json, summary)
     return 1 if found["failures"] or not all(one["failures"] for one in found["controls"].values()) else 0
 
 

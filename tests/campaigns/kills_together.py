@@ -30,7 +30,6 @@ the rate is below 3/n with 95 % confidence.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import collections
 import ctypes
@@ -39,7 +38,6 @@ import hashlib
 import json
 import mmap
 import os
-import platform
 import random
 import re
 import shutil
@@ -53,7 +51,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +61,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire import Engine, Events, Phase, seed_everything
 from signalfire.checkpoints import Files
 from signalfire.handlers import (
-    EMA,
-    Accuracy,
-    Average,
     Checkpoint,
     CSVLogger,
     DistributedDataParallel,
-    EarlyStopping,
-    GradientAccumulation,
-    GradientClipping,
     History,
-    LRScheduling,
-    Metrics,
-    Validation,
 )
 from signalfire.testing import fingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tests.campaigns.killing import (  # noqa: E402
+    Augmented,
+    attach_company,
+    different_parts,
+    ended,
+    engine_of,
+    environment,
+    kept,
+    options_of,
+    show,
+    wait,
+    write,
+)
 
 RESULT = Path(__file__).parent / "results" / "kills_together.json"
 BATCH, TURNS, EPOCHS = 4, 6, 3
@@ -294,22 +299,6 @@ class Recipe:
 RECIPES = [Recipe(False, 3, 0), Recipe(True, 3, 0), Recipe(False, 1, 1), Recipe(True, 3, 1)]
 
 
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with noise from each of the global generators."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(BATCH * (TURNS * size - 1) - 2, 6, generator=generator)
-        self.y = (self.x[:, 0] > 0).long() + (self.x[:, 1] > 0).long()
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(6) + float(np.random.randn()) + random.gauss(0, 1)
-        return self.x[index] + 0.3 * noise, self.y[index]
-
-
 class Model(nn.Module):
     """Its layers are registered neither in the order in which they are used nor in the opposite one.
 
@@ -338,12 +327,6 @@ class Late(DistributedDataParallel):
         return TorchDDP(wrapped, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
 
 
-def held_out() -> list[tuple[Tensor, Tensor]]:
-    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
-    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-    return [(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:], y[16:])]
-
-
 def build(folder: Path, shared: Shared, recipe: Recipe, timeout: float, broken: str) -> tuple[Engine, History]:
     """The engine, with everything that has a state."""
     # Several buckets, though the model is small: their sizes, in MiB, cannot be given as fractions.
@@ -351,31 +334,14 @@ def build(folder: Path, shared: Shared, recipe: Recipe, timeout: float, broken: 
     kind = Late if broken == BROKEN[1] else DistributedDataParallel
     distribution = kind(timeout=timeout)
     distribution.options["bucket_cap_mb"] = 0.001  # type: ignore[assignment]
-    model = Model()
-    engine = Engine(
-        Update.supervised(nn.functional.cross_entropy, partial(torch.optim.Adam, lr=0.02)), model=model, seed=0
-    )
-    evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
-    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
-    history = History()
+    engine = engine_of(Model())
     engine.attach(distribution)
     shared.at(RESUMING)
     last = Checkpoint(folder, every=EVERY, keep=2, name="last", resume=True, asynchronous=recipe.asynchronous)
     best = Checkpoint(folder, monitor="loss", keep=2, name="best", asynchronous=recipe.asynchronous)
     last.files = best.files = Watched(shared)
-    engine.attach(
-        GradientAccumulation(recipe.window),
-        GradientClipping(max_norm=0.5),
-        LRScheduling(partial(OneCycleLR, max_lr=0.1)),
-        EMA(0.9),
-        Metrics(train_loss=Average()),
-        Validation(evaluator, held_out()),
-        EarlyStopping("loss", patience=50),
-        CSVLogger(folder / "log.csv", every="1it"),
-        history,
-        last,
-        best,
-    )
+    history = attach_company(engine, CSVLogger(folder / "log.csv", every="1it"), window=recipe.window, held_out=20)
+    engine.attach(last, best)
     watch(engine, shared, last)
     return engine, history
 
@@ -389,7 +355,8 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
     rank, size = engine.processes.rank, engine.processes.world_size
     if broken == BROKEN[0] and rank == 1:
         engine.connect(Events.CHECKPOINT_LOADED, lambda engine: seed_everything(seed), phase=Phase.PREPARE)
-    loader = DataLoader(Augmented(size), BATCH, shuffle=True, num_workers=recipe.workers)
+    samples = BATCH * (TURNS * size - 1) - 2
+    loader = DataLoader(Augmented(samples), BATCH, shuffle=True, num_workers=recipe.workers)
     engine.run(loader, max_epochs=EPOCHS)
     shared.at(REPORTING)
     parts = fingerprint(engine)  # all processes take part
@@ -408,42 +375,6 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
             "rows": (folder / "log.csv").read_text().count("\n"),
         }
     return found
-
-
-def kept(engine: Engine) -> list[list[Any]]:
-    """Of each checkpoint that is kept: whose, where in the run, with which value, and what is in it."""
-    found = []
-    for handler in engine.handlers.values():
-        if isinstance(handler, Checkpoint):
-            for name, value in handler.kept:
-                state = Checkpoint.load(handler.folder / name)
-                manifest = state.pop("origin")["manifest"]
-                # How often an event was emitted: a process that resumed did not see the save from which it resumed.
-                del state["engine"]["fired"]
-                found.append([handler.name, manifest["epoch"], manifest["iteration"], value, digest(state)])
-    return found
-
-
-def digest(value: Any) -> str:
-    """A sha256 that is equal for equal states alone."""
-    found = hashlib.sha256()
-
-    def feed(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.contiguous().view(-1).numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                found.update(f"{key}:".encode())
-                feed(value[key])
-        elif isinstance(value, list | tuple):
-            found.update(b"[")
-            for item in value:
-                feed(item)
-        else:
-            found.update(f"{value!r};".encode())
-
-    feed(value)
-    return found.hexdigest()
 
 
 def left(engine: Engine, folder: Path) -> list[str]:
@@ -636,17 +567,6 @@ class Job:
         return [json.loads(self.report(rank).read_text()) for rank in range(self.size)]
 
 
-def wait(process: int) -> int:
-    """The status with which a process ends; that of one which is killed is negative."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def ended(process: int) -> int | None:
-    """The status with which a process has ended, or None."""
-    found, status = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
 # ---- killing ----------------------------------------------------------------------------------------------------------
 
 
@@ -817,7 +737,7 @@ def different(expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str
     """What differs in the ends of two runs."""
     problems = []
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
-        parts = [part for part, digest in one["parts"].items() if other["parts"].get(part) != digest]
+        parts = different_parts(one, other)
         parts += [part for part in ("weights", "metrics", "iteration", "rows") if one.get(part) != other.get(part)]
         if one.get("kept") != other.get("kept"):
             parts.append(f"kept {other['kept']} and not {one['kept']}")
@@ -884,20 +804,12 @@ def summary(found: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, RESULT)
     parser.add_argument("--kills", type=int, default=300, help="for each number of processes (300)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--job", type=int, default=None, help="this job alone, without the others")
     parser.add_argument("--minutes", type=float, default=15, help="for each number; no new job begins after that (15)")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the runs write; that of temporary files otherwise"
-    )
     parser.add_argument("--controls", nargs="*", choices=BROKEN, default=list(BROKEN), help="which of them (all)")
-    parser.add_argument(
-        "--json", default=str(RESULT), help=f"where the result is written ({RESULT}); - for stdout alone"
-    )
-    parser.add_argument("--last", action="store_true", help="print the last result")
     options = parser.parse_args(arguments)
     if options.last:
         print(summary(json.loads(RESULT.read_text())))
@@ -916,7 +828,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 campaign.job(options.job)
             campaign.run(options.kills, began + 60 * options.minutes)
             found["processes"][str(size)] = result(campaign, time.monotonic() - began)
-            write(found, options.json)
+            write(found, options.json)  # also what is there until now: a campaign takes a while
         for broken in options.controls:
             size = 3 if broken == BROKEN[1] else 2  # two add up in one order only
             control = Campaign(folder / broken.replace(" ", "-"), size, seed=options.seed, broken=broken)
@@ -926,25 +838,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if os.getpid() == PARENT:
             shutil.rmtree(folder, ignore_errors=True)
-    found["environment"] = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cores": os.cpu_count(),
-    }
-    write(found, options.json)
-    if options.json == "-":
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    else:
-        print(summary(found))
+    found["environment"] = environment()
+    show(found, options.json, summary)
     failed = any(one["failures"] for one in found["processes"].values())
     return 1 if failed or not all(one["failures"] for one in found["controls"].values()) else 0
-
-
-def write(found: Mapping[str, Any], path: str) -> None:
-    """Also what is there until now: a campaign takes a while."""
-    if path != "-":
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
-"""Corners of a run in which something could be lost in silence: stops, errors, loads, snapshots, odd compositions."""
+"""Corners of a run in which something could be lost in silence: errors, loads, snapshots, odd compositions."""
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
-import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +22,6 @@ from signalfire.handlers import (
     Average,
     Checkpoint,
     EarlyStopping,
-    GradientAccumulation,
     GradientClipping,
     History,
     LRScheduling,
@@ -198,16 +191,6 @@ def test_parameters_that_belong_to_no_module_are_saved_too() -> None:
     assert torch.equal(temperature, whole_temperature)
 
 
-def test_numpy_numbers_among_the_metrics_can_be_loaded_again() -> None:
-    engine = make_engine()
-    engine.connect(Events.EPOCH_COMPLETED, lambda e: e.state.metrics.update(f1=np.mean([1.0, 2.0]), n=np.int64(3)))
-    engine.run(make_data(2), max_epochs=1)
-    assert through_a_file(engine.state_dict())["engine"]["metrics"]["values"] == {"f1": 1.5, "n": 3}
-    assert engine.state.metrics.setdefault("f1", 2.0) == 1.5
-    engine.state.metrics |= {"g": 1.0}
-    assert engine.state.metrics.serials["g"] == 1
-
-
 def test_a_state_is_refused_from_the_moment_the_batch_is_there() -> None:
     for event in (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.UPDATE_COMPLETED):
         engine = make_engine()
@@ -248,40 +231,7 @@ def test_a_state_of_another_precision_is_refused_by_name() -> None:
         second.run(make_data(2), max_epochs=2)
 
 
-# ---- stops and errors -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("event", "steps", "iteration"),
-    [
-        (Events.GET_BATCH_STARTED, 2, 2),
-        (Events.GET_BATCH_COMPLETED, 2, 2),
-        (Events.ITERATION_STARTED, 2, 2),
-        (Events.UPDATE_STARTED, 2, 3),
-        (Events.LOSS_COMPUTED, 2, 3),
-        (Events.GRADIENTS_READY, 2, 3),
-        (Events.OPTIMIZER_STEP_COMPLETED, 3, 3),
-        (Events.ITERATION_COMPLETED, 3, 3),
-    ],
-)
-def test_a_stop_skips_the_step_that_was_not_made_yet(event: Events, steps: int, iteration: int) -> None:
-    engine = make_engine()
-    skipped: list[Any] = []
-    engine.connect(event(once=3), lambda engine: engine.terminate("the loss is not finite"))
-    engine.connect(
-        Events.OPTIMIZER_STEP_COMPLETED, lambda engine: skipped.append(engine.state.update.skipped), phase=Phase.CONTROL
-    )
-    state = engine.run(make_data(), max_epochs=1)
-    assert (engine.updates[0].steps, state.iteration, state.stop_reason) == (steps, iteration, "the loss is not finite")
-    assert skipped[:steps] == [None] * steps
-
-    plain_model = make_engine().model
-    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
-    for x, y in make_data()[:steps]:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(plain_model(x), y).backward()
-        optimizer.step()
-    assert torch.equal(plain_model.weight, engine.model.weight)
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_batch_of_an_epoch_is_known_in_that_epoch_alone() -> None:
@@ -305,82 +255,6 @@ def test_a_plan_that_is_none_is_refused_and_not_taken_for_one_update() -> None:
         engine.run([1])
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-def test_an_iteration_whose_batch_asked_for_a_stop_as_it_was_read_is_not_made(updates: int) -> None:
-    seen: list[int] = []
-
-    def see(engine: Engine, batch: Batch) -> None:
-        seen.append(engine.state.iteration)
-
-    engine = Engine([Update.from_function(see, name=f"update {number}") for number in range(updates)])
-
-    def batches() -> Iterator[int]:
-        for number in range(5):
-            if number == 2:
-                engine.terminate("the source has run dry")
-            yield number
-
-    state = engine.run(batches())
-    assert (state.iteration, state.stop_reason) == (2, "the source has run dry")
-    assert seen == [1] * updates + [2] * updates
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-def test_a_stop_asked_for_before_a_batch_is_read_leaves_it_to_the_next_run(updates: int) -> None:
-    seen: list[int] = []
-    engine = Engine([Update.from_function(lambda _, batch: seen.append(batch), name=f"{n}") for n in range(updates)])
-    engine.connect(Events.GET_BATCH_STARTED(once=3), lambda engine: engine.terminate("enough"))
-    batches = iter(range(5))
-    state = engine.run(batches)
-    assert (state.iteration, state.stop_reason, seen) == (2, "enough", [0] * updates + [1] * updates)
-    assert next(batches) == 2
-
-
-@pytest.mark.parametrize(
-    "worked_on", ["_set_due", "wait", "_replan", "_select", "attend", "wake", "_sleep_if_nothing_recurs"]
-)
-def test_a_preemption_is_heard_whatever_the_bus_was_doing(worked_on: str) -> None:
-    """As a handler of SIGTERM calls it: between any two instructions of the function, the run ends with that iteration."""
-
-    def run(place: int) -> tuple[bool, Engine]:
-        """A run that is preempted at one place in its second iteration, and whether there was such a place."""
-        engine = Engine(Update.from_function(lambda engine, batch: None))
-        places = itertools.count()
-        found = False
-
-        def trace(frame: FrameType, what: str, _: Any) -> Any:
-            nonlocal found
-            if frame.f_code.co_name != worked_on or engine.state.iteration != 2:
-                return None
-            frame.f_trace_opcodes = True
-            if what == "opcode" and next(places) == place:
-                found = True
-                engine.boundary.preempt("SIGTERM")
-            return trace
-
-        @engine.on(Events.UPDATE_COMPLETED(every=2))
-        def change(engine: Engine) -> None:
-            engine.updates[0].skip("on purpose")
-            engine.connect(Events.ITERATION_COMPLETED(every=1000), rare := lambda engine: None)
-            engine.signal(Events.ITERATION_COMPLETED).disconnect(rare)
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            engine.run(range(10))
-        finally:
-            sys.settrace(before)
-        return found, engine
-
-    for place in itertools.count():
-        found, engine = run(place)
-        if not found:
-            break
-        assert engine.state.stop_reason == "SIGTERM", f"place {place}"
-        assert engine.state.iteration in (2, 3), f"place {place}"  # 3: once the boundary had looked
-    assert place > 10
-
-
 def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
     engine = make_engine()
     taken: list[tuple[int, int]] = []
@@ -392,28 +266,6 @@ def test_a_snapshot_taken_before_a_batch_is_not_that_of_its_iteration() -> None:
         engine.connect(event, take, phase=Phase.PERSIST)
     engine.run(make_data(2), max_epochs=1)
     assert taken == [(0, 0), (1, 1), (1, 1), (2, 2)]
-
-
-def test_a_stop_without_a_reason_is_refused() -> None:
-    engine = make_engine()
-    engine.connect(Events.STARTED, engine.terminate)
-    with pytest.raises(TypeError, match="give the reason"):
-        engine.run(make_data(), max_epochs=1)
-
-
-@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.STARTED])
-def test_there_is_no_epoch_to_end_between_two(event: Events) -> None:
-    engine = make_engine()
-    engine.connect(event, lambda engine: engine.terminate_epoch("why"))
-    with pytest.raises(RuntimeError, match="no epoch is under way"):
-        engine.run(make_data(), max_epochs=2)
-
-
-def test_a_run_stopped_under_a_bound_of_time_goes_on_under_another() -> None:
-    engine = make_engine()
-    with engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.terminate("enough")):
-        engine.run(make_data(), max_time="1h")
-    assert engine.run(make_data(), max_time="2h", max_epochs=1).iteration == 10
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -526,19 +378,6 @@ def test_an_epochs_end_is_emitted_once_wherever_the_run_was_cut(bounds: dict[str
 # ---- compositions ---------------------------------------------------------------------------------------------------
 
 
-def test_updates_that_share_parameters_cannot_accumulate() -> None:
-    model = nn.Linear(3, 1)
-
-    def update(name: str) -> Update:
-        return Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), name=name)
-
-    engine = Engine([update("a"), update("b")], model=model)
-    engine.run(make_data(2), max_epochs=1)
-    engine.attach(GradientAccumulation(2, update="a"))
-    with pytest.raises(ValueError, match="updates 'a' and 'b' share parameters"):
-        engine.run(make_data(2), max_epochs=2)
-
-
 def test_metrics_of_one_of_several_updates_have_to_say_which() -> None:
     models = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
 
@@ -603,18 +442,6 @@ def test_two_catalogues_of_one_name_are_distinguished() -> None:
     for catalogue in (other, namesake):
         with pytest.raises(ValueError, match="another catalogue has this name"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
-
-
-def test_engines_are_not_copied_and_a_copied_handler_is_attached_to_nothing() -> None:
-    engine = make_engine()
-    clipping = GradientClipping(max_norm=1.0)
-    engine.attach(clipping)
-    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(TypeError, match="neither copied nor pickled"):
-            copying(engine)
-    for twin in (copy.deepcopy(clipping), pickle.loads(pickle.dumps(clipping))):
-        assert twin.engine is None
-        make_engine().attach(twin)
 
 
 def test_an_evaluation_is_a_region_also_outside_a_run() -> None:

@@ -1,10 +1,11 @@
-"""The loop: the order of events is the catalogue's, bounds and stops hold, a run continues where it was."""
+"""The loop: the order of events is the catalogue's, bounds hold, a run continues where it was."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,22 +27,9 @@ def make_data(batches: int = 3) -> list[Batch]:
     return kit.batches(batches, 3, 2, seed=0)
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine() -> Engine:
     model = mlp(3, 8, 2, nn.ReLU(), nn.Dropout(0.3), seed=0)
-    return build(model, optimizer=partial(torch.optim.Adam, lr=1e-2), **options)
-
-
-def make_noting_engine(updates: int) -> tuple[Engine, list[Any]]:
-    """An engine with so many updates, and the batches that were worked on, once for each."""
-    seen: list[Any] = []
-
-    def note(engine: Engine, batch: Any) -> Tensor:
-        seen.append(batch)
-        loss: Tensor = engine.model(torch.ones(1)).sum()
-        return loss
-
-    specs = [Update.from_function(note, partial(torch.optim.SGD, lr=0.1), name=f"{n}") for n in range(updates)]
-    return Engine(specs, model=nn.Linear(1, 1), seed=0), seen
+    return build(model, optimizer=partial(torch.optim.Adam, lr=1e-2))
 
 
 def catalogue(
@@ -199,216 +187,6 @@ def test_a_run_ends_at_the_first_bound_it_reaches(
     assert state.stop_reason is None
 
 
-@pytest.mark.parametrize(
-    ("bounds", "message"),
-    [
-        ({}, "max_epochs"),
-        ({"max_epochs": 0}, "max_epochs=0"),
-        ({"max_epochs": True}, "max_epochs=True"),
-        ({"max_iters": 1.5}, "max_iters=1.5"),
-        ({"max_epochs": 2, "min_epochs": 3}, "min_epochs=3"),
-        ({"max_epochs": 2, "min_iters": -1}, "min_iters=-1"),
-        ({"max_time": "5ep"}, "5ep"),
-        ({"max_time": "soon"}, "soon"),
-        ({"max_epochs": 1, "epoch_length": 0}, "epoch_length=0"),
-    ],
-)
-def test_bounds_that_make_no_sense_are_refused_before_anything_runs(bounds: dict[str, Any], message: str) -> None:
-    engine = make_engine()
-    seen = trace(engine)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        engine.run(make_data(), **bounds)
-    assert seen == []
-
-
-def test_without_data_an_epoch_length_or_max_iters_is_needed() -> None:
-    engine = Engine(Update.from_function(lambda engine, batch: None))
-    with pytest.raises(ValueError, match="epoch_length"):
-        engine.run()
-    assert engine.run(epoch_length=5, max_epochs=2).iteration == 10
-    assert engine.run(max_iters=7).iteration == 7
-
-
-# ---- stops ----------------------------------------------------------------------------------------------------------
-
-
-def test_terminate_lets_the_other_receivers_run_and_ends_with_terminated_and_completed() -> None:
-    engine = make_engine()
-    ran: list[str] = []
-
-    @engine.on(Events.ITERATION_COMPLETED(once=2), phase=Phase.PREPARE)
-    def stop(engine: Engine) -> None:
-        engine.terminate("enough")
-
-    @engine.on(Events.ITERATION_COMPLETED(once=2), phase=Phase.PERSIST)
-    def other(engine: Engine) -> None:
-        ran.append("other")
-
-    seen = trace(engine)
-    state = engine.run(make_data(3), max_epochs=5)
-    assert (state.epoch, state.iteration, state.stop_reason) == (1, 2, "enough")
-    assert ran == ["other"]
-    assert [name for name, _, _ in seen[-4:]] == ["ITERATION_COMPLETED", "TERMINATED", "COMPLETED", "ENDED"]
-
-
-def test_terminate_epoch_ends_the_epoch_and_the_next_begins() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.ITERATION_COMPLETED(once=2))
-    def stop(engine: Engine) -> None:
-        engine.terminate_epoch("enough of this one")
-
-    seen = trace(engine)
-    state = engine.run(make_data(3), max_epochs=2)
-    assert (state.epoch, state.iteration) == (2, 5)
-    assert ("EPOCH_COMPLETED", 1, 2) in seen
-    assert ("EPOCH_STARTED", 2, 2) in seen
-
-
-@pytest.mark.parametrize(("held", "ended"), [({"min_epochs": 2}, 6), ({"min_iters": 5}, 5), ({}, 1)])
-def test_minimum_bounds_hold_a_stop_back(held: dict[str, Any], ended: int) -> None:
-    engine = make_engine()
-
-    @engine.on(Events.ITERATION_COMPLETED(once=1))
-    def stop(engine: Engine) -> None:
-        engine.terminate("early")
-
-    assert engine.run(make_data(3), max_epochs=4, **held).iteration == ended
-
-
-def test_a_stop_that_is_held_back_can_be_withdrawn() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.ITERATION_COMPLETED(once=1))
-    def stop(engine: Engine) -> None:
-        engine.terminate("early", by="me")
-
-    @engine.on(Events.ITERATION_COMPLETED(once=2))
-    def withdraw(engine: Engine) -> None:
-        engine.boundary.withdraw(by="me")
-
-    state = engine.run(make_data(3), max_epochs=3, min_iters=4)
-    assert (state.iteration, state.stop_reason) == (9, None)
-
-
-BEFORE_THE_STEP = [
-    Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("event", [*BEFORE_THE_STEP, Events.UPDATE_COMPLETED, Events.ITERATION_COMPLETED])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_stop_that_is_withdrawn_at_once_leaves_the_run_as_it_was(event: Events, training: bool) -> None:
-    engine = make_engine() if training else make_engine(training=False)
-
-    @engine.on(event(once=1))
-    def change_of_mind(engine: Engine) -> None:
-        engine.terminate("early", by="me")
-        engine.boundary.withdraw(by="me")
-
-    batches = make_data(6)
-    seen = []
-    engine.on(Events.ITERATION_COMPLETED)(lambda engine: seen.append(engine.state.batch))
-    state = engine.run(iter(batches), max_epochs=1)  # what is taken from an iterator and not used would be lost
-    assert (state.iteration, state.stop_reason, seen) == (6, None, batches)
-    assert not training or engine.updates[0].steps == 6
-
-
-@pytest.mark.parametrize("event", [*BEFORE_THE_STEP, Events.ITERATION_COMPLETED])
-@pytest.mark.parametrize("listened", [False, True])
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("data", [list, iter])  # one would be begun anew, of the other a batch would be lost
-def test_a_handler_that_stops_the_run_and_is_switched_off_takes_its_stop_along(
-    event: Events, listened: bool, updates: int, data: Any
-) -> None:
-    class Stopping(Handler):
-        @on(event(once=1 if event is Events.EPOCH_STARTED else 2))
-        def stop(self, engine: Engine) -> None:
-            engine.terminate("early", by=self.name)
-            self.enabled = False
-
-    engine, seen = make_noting_engine(updates)
-    engine.attach(Stopping())
-    if listened:
-        engine.on(Events.GET_BATCH_STARTED)(lambda engine: None)
-    state = engine.run(data([1, 2, 3, 4]), max_epochs=1)
-    assert (state.iteration, state.stop_reason) == (4, None)
-    assert seen == [batch for batch in (1, 2, 3, 4) for _ in range(updates)]
-
-
-@pytest.mark.parametrize("event", [*BEFORE_THE_STEP[1:], Events.UPDATE_STARTED, Events.ITERATION_COMPLETED])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("updates", [1, 2])
-def test_a_stop_in_the_last_iteration_that_has_to_be_made_waits_for_its_end(
-    event: Events, again: bool, updates: int
-) -> None:
-    engine, seen = make_noting_engine(updates)
-
-    @engine.on(event(after=2) if again else event(once=3))
-    def stop(engine: Engine) -> None:
-        engine.terminate("enough")
-
-    state = engine.run(iter([1, 2, 3, 4, 5]), max_epochs=1, min_iters=3)
-    assert (state.iteration, state.stop_reason) == (3, "enough")
-    assert seen == [batch for batch in (1, 2, 3) for _ in range(updates)]
-
-
-@pytest.mark.parametrize("listened", [False, True])
-def test_a_stop_asked_for_at_the_start_holds_beside_a_loaded_state(listened: bool) -> None:
-    first = make_engine()
-    first.run(make_data(4), max_epochs=1)
-    engine = make_engine()
-    engine.load_state_dict(first.state_dict())
-    engine.on(Events.STARTED)(lambda engine: engine.terminate("not today"))
-    if listened:
-        engine.on(Events.GET_BATCH_STARTED)(lambda engine: None)
-    state = engine.run(make_data(4), max_epochs=2)
-    assert (state.iteration, state.stop_reason) == (4, "not today")
-
-
-def test_a_stop_withdrawn_before_the_updates_skips_none_of_them() -> None:
-    engine, seen = make_noting_engine(2)
-
-    @engine.on(Events.ITERATION_STARTED(once=2))
-    def change_of_mind(engine: Engine) -> None:
-        engine.terminate("early")
-        engine.boundary.withdraw()
-
-    engine.run([1, 2, 3], max_epochs=1)
-    assert seen == [1, 1, 2, 2, 3, 3]
-
-
-def test_of_two_stops_the_one_that_is_not_withdrawn_holds() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.ITERATION_COMPLETED(once=2))
-    def stop(engine: Engine) -> None:
-        engine.terminate("early", by="me")
-        engine.terminate("early, too", by="another")
-        engine.boundary.withdraw(by="me")
-
-    state = engine.run(make_data(3), max_epochs=3)
-    assert (state.iteration, state.stop_reason) == (2, "early, too")
-
-
-def test_terminate_in_started_ends_the_run_before_the_first_batch() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.STARTED)
-    def stop(engine: Engine) -> None:
-        engine.terminate("not today")
-
-    seen = trace(engine)
-    assert engine.run(make_data(), max_epochs=2).iteration == 0
-    assert [name for name, _, _ in seen][-3:] == ["TERMINATED", "COMPLETED", "ENDED"]
-    assert ("EPOCH_STARTED", 1, 0) not in seen
-
-
-def test_terminate_outside_a_run_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="not running"):
-        make_engine().terminate("why")
-
-
 # ---- continuing -----------------------------------------------------------------------------------------------------
 
 
@@ -445,70 +223,6 @@ def test_a_finished_engine_says_so_and_names_the_two_ways_on() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.run(make_data(), max_epochs=3).epoch == 3
-
-
-def test_a_stopped_engine_stays_stopped_until_it_is_given_larger_bounds() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.EPOCH_COMPLETED(once=1))
-    def stop(engine: Engine) -> None:
-        engine.terminate("early")
-
-    engine.run(make_data(), max_epochs=5)
-    with pytest.warns(UserWarning, match="stopped \\(early\\)"):
-        engine.run(make_data(), max_epochs=5)
-    assert engine.state.epoch == 1
-    resumed = make_engine()
-    resumed.load_state_dict(engine.state_dict())
-    with pytest.warns(UserWarning, match="stopped \\(early\\)"):
-        resumed.run(make_data(), max_epochs=5)
-    assert resumed.state.epoch == 1
-    assert resumed.run(make_data(), max_epochs=6).epoch == 6
-
-
-def test_reset_begins_anew_with_the_weights_kept() -> None:
-    class Counting(Handler):
-        count = 0
-
-        @on(Events.ITERATION_COMPLETED)
-        def increase(self, engine: Engine) -> None:
-            self.count += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.count = state["count"]
-
-    engine = make_engine()
-    counting = Counting()
-    engine.attach(counting)
-    engine.run(make_data(), max_epochs=2)
-    weights = [p.clone() for p in engine.model.parameters()]
-    optimizer = engine.updates[0].optimizer
-    engine.reset()
-    assert (engine.state.epoch, engine.state.iteration, engine.updates[0].steps, counting.count) == (0, 0, 0, 0)
-    assert all(torch.equal(a, b) for a, b in zip(weights, engine.model.parameters(), strict=True))
-    engine.run(make_data(), max_epochs=1)
-    assert counting.count == 3
-    assert engine.updates[0].optimizer is not optimizer
-
-
-def test_an_engine_that_evaluates_starts_anew_in_every_run() -> None:
-    engine = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(3, 2))
-    for _ in range(2):
-        assert engine.run(make_data(3)).iteration == 3
-
-
-def test_run_inside_run_is_refused() -> None:
-    engine = make_engine()
-
-    @engine.on(Events.ITERATION_COMPLETED(once=1))
-    def again(engine: Engine) -> None:
-        engine.run(make_data(), max_epochs=1)
-
-    with pytest.raises(RuntimeError, match="called during a run"):
-        engine.run(make_data(), max_epochs=1)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -632,3 +346,15 @@ def test_a_model_is_trained_in_train_mode_and_left_in_the_mode_it_was_in() -> No
     assert modes == [True]
     assert engine.model.training
     assert not engine.model[2].training
+
+
+def test_a_region_of_the_run_closes_after_ended() -> None:
+    engine = make_engine()
+    log: list[str] = []
+    for event, name in ((Events.STARTED, "run"), (Events.EPOCH_STARTED, "epoch")):
+        region = ExitStack()
+        region.callback(log.append, f"close {name}")
+        engine.connect(event, lambda engine, region=region: engine.regions.enter(region))
+    engine.connect(Events.ENDED, lambda engine: log.append("ENDED"))
+    engine.run(make_data(1), max_epochs=1)
+    assert log == ["ENDED", "close epoch", "close run"]

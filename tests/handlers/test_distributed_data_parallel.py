@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 
-from signalfire import CombinedData, Engine, Events, Handler, Phase, Update, on
-from signalfire.batches import tensors_in
+from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.distributed import SINGLE_PROCESS, process_group
 from signalfire.handlers import (
     Accuracy,
@@ -41,7 +40,6 @@ from signalfire.handlers import (
     MicroBatching,
     MixedPrecision,
     NonFiniteGuard,
-    OverfitBatches,
     Predictions,
     ProgressBar,
     Seeding,
@@ -52,7 +50,7 @@ from signalfire.handlers import (
 )
 from signalfire.testing import check_handler
 from tests.kit import quick
-from tests.processes import run_together
+from tests.processes import assert_alike, run_together
 
 TIMEOUT = 60.0
 Batch = tuple[Tensor, Tensor]
@@ -111,28 +109,6 @@ def differing(one: Weights, other: Weights, *, tolerance: float = 0.0) -> list[s
     return [key for key in one
             if not (torch.equal(one[key], other[key]) if tolerance == 0
                     else torch.allclose(one[key], other[key], rtol=tolerance, atol=tolerance))]  # fmt: skip
-
-
-def assert_alike(results: Sequence[Any]) -> Any:
-    """That all processes ended with the same; what it is."""
-    for rank, result in enumerate(results):
-        _assert_same(results[0], result, f"rank {rank}")
-    return results[0]
-
-
-def _assert_same(one: Any, other: Any, where: str) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, Mapping):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            _assert_same(one[key], other[key], f"{where}: {key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            _assert_same(*pair, f"{where}: {place}")
-    else:
-        assert one == other, f"{where}: {one} is not {other}"
 
 
 # ---- the step is torch's --------------------------------------------------------------------------------------------
@@ -542,195 +518,6 @@ def test_a_process_that_learns_nothing_takes_the_step_of_the_others() -> None:
         else:
             assert one["steps"] == [TURNS // 2]
             assert not differing(one["weights"], found["bare 1"]["weights"], tolerance=1e-6), name
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
-class Sized:
-    """Data that is iterated, has a length, and draws its order while it is read."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[Tensor]:
-        left = list(range(self.length))
-        while left:
-            yield torch.tensor([left.pop(int(torch.randint(len(left), (1,))))])
-
-
-class Unsized:
-    def __init__(self, length: int) -> None:
-        self.sized = Sized(length)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.sized)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in Sized(11):
-            yield batch[0]
-
-
-class Indexed:
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index >= 7:
-            raise IndexError
-        return torch.tensor([index])
-
-
-def numbers(length: int = 22) -> TensorDataset:
-    return TensorDataset(torch.arange(length))
-
-
-def named_data(name: str) -> tuple[Any, list[Handler], dict[str, Any]]:
-    generator = torch.Generator().manual_seed(3)
-    shuffled: Callable[..., Any] = partial(DataLoader, numbers(), batch_size=3, shuffle=True)
-    several = lambda: CombinedData({"a": shuffled(), "b": DataLoader(numbers(9), batch_size=2, shuffle=True)})  # noqa: E731
-    made: dict[str, tuple[Callable[[], Any], list[Handler], dict[str, Any]]] = {
-        "shuffled": (shuffled, [], {}),
-        "workers": (lambda: shuffled(num_workers=2), [], {}),
-        "drop_last": (lambda: shuffled(drop_last=True), [], {}),
-        "own generator": (lambda: shuffled(generator=generator), [], {}),
-        "batch_sampler": (
-            lambda: DataLoader(numbers(), batch_sampler=BatchSampler(RandomSampler(numbers()), 4, drop_last=False)), [], {}
-        ),
-        "no batches": (lambda: DataLoader(numbers(), batch_size=None, shuffle=True), [], {}),
-        "list": (lambda: [torch.tensor([number]) for number in range(7)], [], {}),
-        "indexed": (Indexed, [], {}),
-        "combined": (several, [], {}),
-        "limited": (shuffled, [LimitBatches(train=5)], {}),
-        "overfit": (shuffled, [OverfitBatches(3)], {}),
-        "epochs of a length": (shuffled, [], {"epoch_length": 3}),
-        "longer epochs": (lambda: [torch.tensor([number]) for number in range(7)], [], {"epoch_length": 6}),
-    }  # fmt: skip
-    make, handlers, bounds = made[name]
-    return make(), handlers, bounds
-
-
-IN_ORDER = ["shuffled", "workers", "drop_last", "own generator", "batch_sampler", "no batches", "list", "indexed", "combined",
-            "limited", "overfit"]  # fmt: skip
-LENGTHS = ["epochs of a length", "longer epochs"]
-READ: dict[str, Callable[[], Any]] = {
-    "sized": lambda: Sized(11), "unsized": lambda: Unsized(11), "stream": lambda: DataLoader(Stream(), batch_size=None),
-    "streaming worker": lambda: DataLoader(Stream(), batch_size=None, num_workers=1),
-}  # fmt: skip
-
-
-def seen_of(
-    data: Any, *handlers: Handler, epochs: int = 2, with_ddp: bool | Handler = True, **bounds: Any
-) -> list[list[Any]]:
-    """The numbers in each batch of each epoch; None without one."""
-    seen: list[list[Any]] = []
-    model = nn.Linear(1, 1)
-    torch.manual_seed(7 + process_group(timeout=TIMEOUT).rank)
-
-    def learn(engine: Engine, batch: Any) -> Tensor:
-        if engine.processes.rank > 0:
-            torch.rand(1)  # what other processes draw does not count
-        loss: Tensor = engine.model(torch.ones(1)).sum()
-        return loss
-
-    engine = make_engine(*handlers, model=model, update=Update.from_function(learn, SGD), with_ddp=with_ddp)
-    engine.connect(Events.EPOCH_STARTED, lambda engine: seen.append([]))
-
-    def note(engine: Engine) -> None:
-        batch = engine.state.batch
-        found = None if batch is None else [int(number) for tensor in tensors_in(batch) for number in tensor.flatten()]
-        seen[-1].append(found)
-
-    engine.connect(Events.ITERATION_COMPLETED, note)
-    engine.run(data, max_epochs=epochs, **bounds)
-    return seen
-
-
-def in_turn(seen: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """What all processes have seen in each epoch, in the order in which it was distributed."""
-    return [[batch for turn in zip(*epochs, strict=True) for batch in turn if batch is not None]
-            for epochs in zip(*seen, strict=True)]  # fmt: skip
-
-
-def _sharded() -> dict[str, Any]:
-    reported = {}
-    for name in IN_ORDER + LENGTHS:
-        data, handlers, bounds = named_data(name)
-        reported[name] = seen_of(data, *handlers, **bounds)
-    for name, make in READ.items():
-        reported[name] = seen_of(make(), with_ddp=ddp(shard_policy="round_robin"))
-    reported["windows"] = seen_of(READ["unsized"](), GradientAccumulation(2), with_ddp=ddp(shard_policy="round_robin"))
-    return reported
-
-
-@pytest.mark.parametrize("size", quick([2, 3], 2))
-def test_batches_are_sharded_in_the_order_that_rank_0_draws(size: int) -> None:
-    found = run_together(_sharded, size)
-    for name in IN_ORDER:
-        data, handlers, bounds = named_data(name)
-        assert in_turn([one[name] for one in found]) == seen_of(data, *handlers, with_ddp=False, **bounds), name
-    for name in (*READ, "windows"):
-        for epoch in in_turn([one[name] for one in found]):
-            assert sorted(number for batch in epoch for number in batch) == list(range(11)), name
-    # With epochs of a given length the data continues; each pass over it is complete.
-    first = in_turn([one["epochs of a length"] for one in found])
-    numbers = [number for epoch in first for batch in epoch for number in batch]
-    assert len(set(numbers[:22])) == len(numbers[:22])
-    longer = [
-        number for epoch in in_turn([one["longer epochs"] for one in found]) for batch in epoch for number in batch
-    ]
-    passes, rest = divmod(12, -(-7 // size))
-    assert longer == [*range(7)] * passes + [*range(min(7, rest * size))]
-
-
-def _own_data() -> dict[str, Any]:
-    processes = process_group(timeout=TIMEOUT)
-    reported: dict[str, Any] = {}
-    lengths = [2, 5, 3][: processes.world_size]
-    own = [torch.tensor([100 * processes.rank + number]) for number in range(lengths[processes.rank])]
-
-    def anew() -> Iterator[Tensor]:
-        yield from own
-
-    class Anew:
-        def __iter__(self) -> Iterator[Tensor]:
-            return anew()
-
-    reported["lists"] = seen_of(own, with_ddp=ddp(shard_policy="own"))
-    reported["unsized"] = seen_of(Anew(), with_ddp=ddp(shard_policy="own"))
-    reported["windows"] = seen_of(Anew(), GradientAccumulation(2), with_ddp=ddp(shard_policy="own"))
-    reported["limited"] = seen_of(own, LimitBatches(train=3), with_ddp=ddp(shard_policy="own"))
-    sampler: Any = DistributedSampler(numbers())
-    reported["sampler"] = seen_of(DataLoader(numbers(), batch_size=3, sampler=sampler))
-    try:
-        seen_of(Anew())
-    except TypeError as error:
-        reported["refused"] = str(error)
-    return reported
-
-
-@pytest.mark.slow
-def test_each_process_may_have_data_of_its_own() -> None:
-    found = run_together(_own_data, 3)
-    for name in ("lists", "unsized", "windows"):
-        assert [[len(epoch) for epoch in one[name]] for one in found] == [[5, 5]] * 3, name
-        for rank, length in enumerate([2, 5, 3]):
-            wanted = [[100 * rank + number] for number in range(length)] + [None] * (5 - length)
-            assert found[rank][name] == [wanted, wanted], name
-    assert [len(one["limited"][0]) for one in found] == [3, 3, 3]
-    first, second = in_turn([one["sampler"] for one in found])
-    for epoch in (first, second):
-        numbers_seen = [number for batch in epoch for number in batch]
-        assert len(numbers_seen) == 24  # the sampler repeats two, so that all processes have as many
-        assert set(numbers_seen) == set(range(22))
-    assert first != second  # it received the epoch
-    assert "shard_policy='own'" in found[0]["refused"]
-    assert "shard_policy='round_robin'" in found[0]["refused"]
 
 
 def _validated(with_validation: bool) -> Weights:
@@ -1363,30 +1150,16 @@ def test_buffers_are_those_of_rank_0_or_each_processs_own() -> None:
 # ---- what is done once -----------------------------------------------------------------------------------------------
 
 
-def _once(folder: Path) -> dict[str, Any]:
+def _once(folder: Path) -> float:
     processes = process_group(timeout=TIMEOUT)
     engine = make_engine(CSVLogger(folder / f"{processes.rank}.csv"), Metrics(loss=Average()), Seeding())
     drawn: list[float] = []
     engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: drawn.append(float(torch.rand(()))))
     engine.run(batches(*[4] * 4), max_epochs=2)
-    out = io.StringIO()
-    processes.print("once", file=out)
-    processes.print("each", all=True, file=out)
-    own = torch.arange(2 * processes.rank, dtype=torch.float32).reshape(-1, 2) + 10 * processes.rank
-    nested = {"a": [own, "text"], "b": (torch.full((1, 3), processes.rank, dtype=torch.int64),)}
-    with pytest.raises(ValueError, match="gather_samples"):
-        processes.gather_samples(torch.zeros(1, 2 + processes.rank))
-    return {"printed": out.getvalue(), "gathered": processes.gather_samples(nested), "drawn": drawn[0],
-            "empty": processes.gather_samples(torch.zeros(0, 2))}  # fmt: skip
+    return drawn[0]
 
 
 def test_what_is_written_is_written_by_rank_0_alone(tmp_path: Path) -> None:
-    found = run_together(_once, 3, tmp_path)
+    drawn = run_together(_once, 3, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0.csv"]
-    assert [one["printed"] for one in found] == ["once\n[rank 0] each\n", "[rank 1] each\n", "[rank 2] each\n"]
-    assert len({one["drawn"] for one in found}) == 3  # the processes do not all drop out the same
-    gathered = assert_alike([one["gathered"] for one in found])
-    assert torch.equal(gathered["a"][0], torch.tensor([[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]]))
-    assert gathered["a"][1] == "text"
-    assert torch.equal(gathered["b"][0], torch.tensor([[0] * 3, [1] * 3, [2] * 3]))
-    assert assert_alike([one["empty"] for one in found]).shape == (0, 2)
+    assert len(set(drawn)) == 3  # the processes do not all drop out the same

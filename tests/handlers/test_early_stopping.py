@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import Checkpoint, EarlyStopping, Validation
 from signalfire.testing import check_handler
-from tests.kit import evaluator_of, spread
+from tests import kit
+from tests.kit import evaluator_of, same, spread
 
 BATCHES = [(torch.ones(2, 3), torch.ones(2, 1))] * 2
 
@@ -349,15 +350,10 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.model.state_dict().items()}
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def build() -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=0.05))
-    engine = Engine(update, model=model, seed=0)
+    engine = kit.build(model, optimizer=partial(torch.optim.Adam, lr=0.05))
     scores = [3.0, 1.0, 2.0, 2.5, 0.5, 3.0, 4.0]
     engine.connect(
         Events.EPOCH_COMPLETED,
@@ -367,8 +363,7 @@ def build() -> Engine:
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(3)]
+    return kit.batches(3, 3, seed=0)
 
 
 def plain_loop(epochs: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events
 from signalfire.handlers import (
     GradientAccumulation,
     LRScheduling,
@@ -42,7 +42,8 @@ from signalfire.handlers import (
     warmup_stable_decay,
 )
 from signalfire.testing import check_handler
-from tests.kit import spread
+from tests import kit
+from tests.kit import batches, linear, spread
 
 Factory = Callable[..., Any]
 
@@ -304,15 +305,8 @@ FACTORIES: dict[str, Factory] = {
 FACTORIES |= {f"warmup, then {kind}": warmup(3, then=factory) for kind, factory in SCHEDULERS.items()}
 
 
-def batches(count: int = 5) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [(torch.randn(4, 5, generator=generator), torch.randn(4, 2, generator=generator)) for _ in range(count)]
-
-
 def build() -> Engine:
-    torch.manual_seed(3)
-    update = Update.supervised(nn.functional.mse_loss, partial(SGD, lr=0.4, momentum=0.9))
-    return Engine(update, model=nn.Linear(5, 2), seed=0)
+    return kit.build(linear(5, 2), optimizer=partial(SGD, lr=0.4, momentum=0.9))
 
 
 def recorded(engine: Engine) -> list[float]:
@@ -332,7 +326,7 @@ def test_what_is_simulated_is_what_training_uses(kind: str) -> None:
     engine = build()
     used = recorded(engine)
     engine.attach(handler, GradientAccumulation(2))
-    engine.run(batches(), max_epochs=5)
+    engine.run(batches(5, targets=2), max_epochs=5)
     assert len(used) == 15
     assert len(set(used)) > 2
     assert LRScheduling(FACTORIES[kind]).simulate(15, lr=0.4) == used
@@ -341,7 +335,7 @@ def test_what_is_simulated_is_what_training_uses(kind: str) -> None:
 @pytest.mark.parametrize("kind", spread(FACTORIES, 7))
 def test_a_schedule_that_is_saved_goes_on_bit_for_bit(kind: str) -> None:
     """`check_handler` saves after every iteration, and loads with ``weights_only=True``."""
-    check_handler(build, lambda: LRScheduling(FACTORIES[kind]), batches(), max_epochs=3)
+    check_handler(build, lambda: LRScheduling(FACTORIES[kind]), batches(5, targets=2), max_epochs=3)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -374,11 +368,11 @@ def test_a_schedule_that_counts_in_steps_alone_does_not_bound_the_run() -> None:
     for factory in (piecewise({2: 0.5}), warmup(3, then=partial(StepLR, step_size=2))):
         engine = build()
         engine.attach(LRScheduling(factory))
-        engine.run(iter(batches()), max_epochs=1)  # without a length
+        engine.run(iter(batches(5, targets=2)), max_epochs=1)  # without a length
         engine = build()
         engine.attach(LRScheduling(factory))
-        engine.run(batches(), max_epochs=1)
-        engine.run(batches(), max_epochs=2)
+        engine.run(batches(5, targets=2), max_epochs=1)
+        engine.run(batches(5, targets=2), max_epochs=2)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -389,7 +383,7 @@ def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
     engine = build()
     engine.attach(LRScheduling(cosine_with_warmup(warmup=12)))
     with pytest.raises(ValueError, match=message):
-        engine.run(batches(), max_epochs=2)
+        engine.run(batches(5, targets=2), max_epochs=2)
     assert engine.state.iteration == 0
     assert "step" not in vars(engine.updates[0].optimizer)
     with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these add up to 11 steps"):
@@ -430,7 +424,7 @@ def test_a_factory_that_does_not_get_the_length_of_the_run_says_so() -> None:
     engine = build()
     engine.attach(LRScheduling(cosine_with_warmup()))
     with pytest.raises(ValueError, match=r"cosine_with_warmup.*needs total_steps.*max_steps="):
-        engine.run(iter(batches()), max_epochs=1)
+        engine.run(iter(batches(5, targets=2)), max_epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, Update
+from signalfire.ablation import LeaveOneOut, Study
 from signalfire.handlers import EMA, Average, EarlyStopping, GradientClipping, GradientNoise, Metrics, Validation
+
+ROOT = Path(__file__).resolve().parents[3]
+if str(ROOT) not in sys.path:  # for this process and those that it starts: they import this module
+    sys.path.insert(0, str(ROOT))
 
 
 def data(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -96,19 +101,14 @@ def stopping(seed: int) -> Any:
     return engine, train
 
 
-def study_of(folder: str, pause: float) -> Any:
-    from signalfire.ablation import Study
+def make_study(build: Any = build, **options: Any) -> Study:
+    return Study(build, **{"metric": "val_loss", "mode": "min", "seeds": range(2)} | options)
 
-    return Study(
-        partial(noted, folder=folder, pause=pause),
-        metric="val_loss",
-        mode="min",
-        seeds=range(3),
-        store=Path(folder) / "store.jsonl",
-    )
+
+def study_of(folder: str, pause: float) -> Study:
+    build = partial(noted, folder=folder, pause=pause)
+    return make_study(build, seeds=range(3), store=Path(folder) / "store.jsonl")
 
 
 if __name__ == "__main__":
-    from signalfire.ablation import LeaveOneOut
-
     study_of(sys.argv[1], float(sys.argv[3])).run(LeaveOneOut(), workers=int(sys.argv[2]))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +17,7 @@ from scipy import stats
 
 from signalfire.ablation.results import Result, Variant
 from signalfire.ablation.statistics import compare, effects, exact, fewest_seeds, holm
-
-CAMPAIGN = Path(__file__).parents[2] / "campaigns" / "calibration.py"
+from tests.kit import campaign
 
 
 def by_enumeration(fractions: Sequence[Fraction]) -> float:
@@ -272,11 +267,8 @@ REPETITIONS = 300
 @pytest.fixture(scope="module")
 def rates() -> dict[str, dict[str, dict[str, float]]]:
     """The rates of a short calibration, by distribution and number of seeds."""
-    command = [sys.executable, str(CAMPAIGN), "--repetitions", str(REPETITIONS), "--seed", "1", "--json", "-"]
-    command += ["--seeds", "5", "8", "--distributions", "normal", "accuracies"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.stdout, finished.stderr
-    found: dict[str, dict[str, dict[str, float]]] = json.loads(finished.stdout)["rates"]
+    options = ["--repetitions", REPETITIONS, "--seed", 1, "--seeds", 5, 8, "--distributions", "normal", "accuracies"]
+    found: dict[str, dict[str, dict[str, float]]] = campaign("calibration", *options)["rates"]
     return found
 
 

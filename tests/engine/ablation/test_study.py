@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,32 +20,13 @@ import pytest
 import torch
 
 from signalfire import Engine, Events
-from signalfire.ablation import Design, Factorial, LeaveOneOut, OneAtATime, Study, Swap, Variant
-from signalfire.handlers import (
-    EMA,
-    Average,
-    Checkpoint,
-    CSVLogger,
-    GradientClipping,
-    GradientNoise,
-    History,
-    Metrics,
-    Preemption,
-    ProgressBar,
-)
-
-ROOT = Path(__file__).resolve().parents[3]
-if str(ROOT) not in sys.path:  # for this process and those that it starts: they import what studies are made of
-    sys.path.insert(0, str(ROOT))
-
-from tests.engine.ablation import builds  # noqa: E402
-from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until  # noqa: E402
+from signalfire.ablation import Design, Factorial, LeaveOneOut, OneAtATime, Swap, Variant
+from signalfire.handlers import EMA, Checkpoint, CSVLogger, GradientNoise, History, ProgressBar
+from tests.engine.ablation import builds
+from tests.engine.ablation.builds import ROOT, make_study
+from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
-
-
-def make_study(build: Any = builds.build, **options: Any) -> Study:
-    return Study(build, **{"metric": "val_loss", "mode": "min", "seeds": range(2)} | options)
 
 
 def apart_from_timings(store: Path) -> bytes:
@@ -256,16 +236,6 @@ def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_
     assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 12
 
 
-@pytest.mark.slow
-def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
-    study = make_study(builds.dying, seeds=range(3), store=tmp_path / "store.jsonl")
-    study.run(LeaveOneOut(["ema"]), workers=2)
-    results = study.results(study.plan(LeaveOneOut(["ema"])))
-    assert len(results) == 6
-    assert {result.seed for result in results if result.value is None} == {1}
-    assert all("the process that made this run died" in (result.error or "") for result in results if result.seed == 1)
-
-
 def test_a_metric_that_nobody_has_ends_the_study_and_names_those_there_are(tmp_path: Path) -> None:
     study = make_study(metric="val_los", store=tmp_path / "store.jsonl")
     with pytest.raises(KeyError, match=r"without the metric 'val_los'.*There are: val_loss; did you mean 'val_loss'\?"):
@@ -295,18 +265,6 @@ def test_a_metric_that_one_run_lacks_makes_it_a_failed_one() -> None:
     assert sorted(results["baseline", 0].metrics) == ["mine", "val_loss"]
 
 
-def test_what_an_executor_cannot_do_leaves_the_study() -> None:
-    class Broken(Executor):
-        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.set_exception(OSError("no connection"))
-            return future
-
-    with pytest.raises(OSError, match="no connection") as caught:
-        make_study().run(DESIGN, workers=Broken())
-    assert "could not make a run of the study" in caught.value.__notes__[0]
-
-
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
@@ -322,21 +280,6 @@ def test_the_plan_says_what_is_to_be_made_and_what_it_costs(tmp_path: Path) -> N
     mean = sum(lines.values()) / 2
     assert plan.seconds == pytest.approx(lines[()] + lines["ema",] + 4 * mean)
     assert [run.status for run in plan.runs] == ["finished"] * 2 + ["missing"] * 6
-
-
-def test_candidates_take_part_in_the_training(tmp_path: Path) -> None:
-    def build(seed: int) -> Any:
-        engine = builds.composed(seed)
-        off = GradientClipping(max_norm=1.0, name="off")
-        off.enabled = False
-        engine.attach(History(), ProgressBar(), CSVLogger(tmp_path / "log.csv"), Preemption(), off)
-        return engine, builds.train
-
-    variants = make_study(build).plan(LeaveOneOut()).variants
-    assert [variant.name for variant in variants] == ["baseline", "- gradient_clipping", "- gradient_noise", "- ema"]
-    assert not os.listdir(tmp_path)  # nothing is written to plan
-    own = make_study(build, handlers=["preemption"]).plan(LeaveOneOut()).variants
-    assert [variant.name for variant in own] == ["baseline", "- preemption"]
 
 
 def writing(folder: Path, resume: bool, seed: int) -> Any:
@@ -411,18 +354,6 @@ def test_variants_that_cannot_work_are_refused_together(build: Any, design: Desi
     with pytest.raises(ValueError, match="these variants are invalid") as caught:
         make_study(build).plan(design)
     assert re.search(message, str(caught.value), re.DOTALL)
-
-
-def test_a_monitor_whose_metric_is_gone_is_refused() -> None:
-    def build(seed: int) -> Any:
-        engine, run = builds.stopping(seed)
-        engine.attach(Metrics(loss=Average()))
-        return engine, run
-
-    with pytest.raises(
-        ValueError, match=r"'val_loss', which 'early_stopping' monitors, is missing without 'validation'"
-    ):
-        make_study(build, metric="loss").plan(LeaveOneOut(["validation"]))
 
 
 def test_a_variant_that_fails_at_its_start_is_refused_before_anything_is_trained() -> None:
@@ -505,51 +436,10 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         make_study(**options)
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda seed: None, "returned None; expected an Engine"),
-        (lambda seed: builds.composed(seed), "returned only an engine"),
-        (lambda seed: (builds.composed(seed), 3), "expected an Engine, or an Engine and a function"),
-        (lambda seed: (builds.composed(9), builds.train), "with seed=9; build it with Engine(..., seed=seed)"),
-        (lambda seed: (builds.composed(seed), lambda engine: None), "did not run the engine"),
-    ],
-)
-def test_a_build_that_is_no_use_is_refused(build: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(message)):
-        make_study(build).plan(DESIGN)
-
-
 def test_the_study_may_bring_the_run() -> None:
     study = make_study(lambda seed: builds.composed(seed), run=builds.train, seeds=[0])
     study.run(LeaveOneOut(["ema"]), workers=0)
     assert len(study.results(study.plan(LeaveOneOut(["ema"])))) == 2
-
-
-def test_what_a_process_could_not_import_is_refused_before_any_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"build is .*lambda.*cannot be pickled.*workers=0"):
-        make_study(lambda seed: builds.build(seed)).run(DESIGN, workers=2)
-    with pytest.raises(TypeError, match=r"the alternative to 'ema' is .*cannot be pickled"):
-        make_study().run(Swap({"ema": {"other": lambda: EMA(0.9)}}), workers=2)
-    main = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    monkeypatch.setattr(builds.build, "__module__", "__main__")
-    main.build = builds.build  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match="defined in an interactive session"):
-        make_study().run(DESIGN, workers=2)
-
-
-@pytest.mark.slow
-def test_a_script_without_its_main_guard_is_reported(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from signalfire.ablation import LeaveOneOut, Study\nfrom tests.engine.ablation.builds import build\n"
-        "Study(build, metric='val_loss', mode='min', seeds=[0]).run(LeaveOneOut(['ema']), workers=1)\n"
-    )
-    finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 1
-    assert 'needs the line `if __name__ == "__main__":`' in finished.stderr
 
 
 @pytest.mark.parametrize("workers", [-1, 1.5, "two", None])

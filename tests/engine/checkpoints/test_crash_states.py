@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
 from signalfire.checkpoints import Files, clean, find, read_manifest
-from signalfire.distributed.liveness import identity
 from signalfire.handlers import Checkpoint
 from tests.kit import spread
 
@@ -865,14 +864,3 @@ def test_half_a_removal_never_takes_the_place_of_what_was_replaced_later(root: P
         place = ran(root / str(number), again)
         found = check(place, cuts(place, cut), written(first, place))
         assert not found.bad, str(found)
-
-
-def test_the_source_stays_where_it_was_found_under_its_hidden_name(root: Path) -> None:
-    """A run was killed between the two renames of a replacement; the next one resumes from what was to be replaced."""
-    place = ran(root, lambda place: place.run(3, last(1)))
-    (source,) = place.folder.iterdir()
-    source.rename(source.with_name(f".{source.name}.{identity()}~999.replaced"))
-    engine = place.engine_of(last(1))
-    engine.load_state_dict(Checkpoint.load(place.folder))
-    engine.run(DATA, max_iters=5)
-    assert source.is_dir()

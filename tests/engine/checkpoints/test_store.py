@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from signalfire import Engine, Events
-from signalfire.checkpoints import Files, Ownership, Taken, clean, commit, encode, read_manifest
+from signalfire.checkpoints import Files, Taken, clean, commit, encode, read_manifest
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
 from tests.kit import build, linear, quick, spread
@@ -98,35 +98,6 @@ def test_a_generation_holds_the_state_and_a_manifest_that_describes_it(folder: P
     assert second == f' "sha256": "{manifest["sha256"]}",\n'.encode()
     assert manifest["sha256"] == hashlib.sha256(first + b"".join(others)).hexdigest()
     assert torch.load(handler.best / "state.pt", weights_only=True)["engine"]["iteration"] == 3
-
-
-def test_a_manifest_in_an_earlier_layout_is_still_read_and_every_byte_of_it_counts(folder: Path) -> None:
-    """Indented, and with the sha256 of the rest in its place among the sorted names."""
-    (path,) = trained(folder, 1)
-    file = path / "manifest.json"
-    plain = {key: value for key, value in json.loads(file.read_bytes()).items() if key != "sha256"}
-    digest = hashlib.sha256((json.dumps(plain, indent=1, sort_keys=True) + "\n").encode()).hexdigest()
-    earlier = (json.dumps(plain | {"sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
-    file.write_bytes(earlier)
-    assert iteration(path) == 1
-    for place in range(len(earlier)):
-        file.write_bytes(earlier[:place] + bytes([earlier[place] ^ 1]) + earlier[place + 1 :])
-        with pytest.raises(ValueError, match=r"manifest\.json is not what was written"):
-            Checkpoint.load(path)
-
-
-def test_a_value_that_is_not_finite_leaves_a_manifest_of_plain_json(folder: Path) -> None:
-    handler = Checkpoint(folder, monitor="score")
-    engine = engine_of(handler)
-    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=float("inf")))
-    engine.run(DATA, max_epochs=1)
-    assert handler.best is not None
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    assert json.loads((handler.best / "manifest.json").read_text(), parse_constant=refuse)["value"] == "inf"
-    assert iteration(handler.best) == 3
 
 
 # ---- which is loaded ----------------------------------------------------------------------------------------------
@@ -280,35 +251,6 @@ def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -
     assert visible(folder) == [older.name, newer.name, newest.name]
 
 
-def test_a_damaged_one_says_what_is_wrong(folder: Path) -> None:
-    (path,) = trained(folder, 1)
-    state, manifest = (path / name for name in ("state.pt", "manifest.json"))
-    whole, reported = state.read_bytes(), manifest.read_bytes()
-    state.write_bytes(whole[:-1])
-    with pytest.raises(
-        ValueError, match=rf"{path.name}.*state\.pt has {len(whole) - 1} bytes and not the {len(whole)}"
-    ):
-        Checkpoint.load(path)
-    state.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(ValueError, match=r"state\.pt is not what was written: its sha256 differs"):
-        Checkpoint.load(path)
-    state.unlink()
-    with pytest.raises(ValueError, match=r"state\.pt is missing"):
-        Checkpoint.load(path)
-    with pytest.raises(ValueError, match=r"state\.pt is missing"):
-        Checkpoint.load(state)
-    state.write_bytes(whole)
-    manifest.write_bytes(reported.replace(b'"epoch": 1', b'"epoch": 2'))
-    with pytest.raises(ValueError, match=r"manifest\.json is not what was written: its sha256 differs"):
-        Checkpoint.load(path)
-    manifest.write_bytes(encode({**json.loads(reported), "format": 9}))
-    with pytest.raises(ValueError, match=r"manifest\.json has the format 9"):
-        Checkpoint.load(path)
-    manifest.unlink()
-    with pytest.raises(ValueError, match=r"manifest\.json is missing"):
-        Checkpoint.load(path)
-
-
 def test_if_none_is_whole_the_error_lists_each(folder: Path) -> None:
     first, second = trained(folder, 2)
     (first / "state.pt").unlink()
@@ -352,18 +294,6 @@ def test_a_resumed_run_sets_a_damaged_one_aside_and_writes_it_anew(folder: Path)
     assert iteration(folder) == 4
     assert iteration(third) == 3
     assert iteration(second) == 2
-
-
-@pytest.mark.parametrize("what", ["threads", "torch", "python", "device"])
-def test_a_run_that_goes_on_elsewhere_is_warned_that_it_may_not_be_exact(what: str, folder: Path) -> None:
-    (path,) = trained(folder, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["environment"][what] = then = {"threads": 64, "device": "Some GPU"}.get(what, "1.0")
-    (path / "manifest.json").write_bytes(encode(manifest))
-    engine = engine_of(Checkpoint(folder, every="1it"))
-    engine.load_state_dict(Checkpoint.load(folder))
-    with pytest.warns(RuntimeWarning, match=rf"{path.name}.*{what}: {then} when saved.*may not be bit-exact"):
-        engine.run(DATA, max_iters=2)
 
 
 # ---- crashes ------------------------------------------------------------------------------------------------------
@@ -735,88 +665,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
     assert iteration(folder / "run" / "a-2") == 1
 
 
-def test_what_a_living_process_wrote_is_nobody_elses_though_it_goes_on_from_there() -> None:
-    manifest = {"name": "a", "handler": "checkpoint", "run": "before", "writer": identity(), "iteration": 1}
-    after = Ownership("checkpoint", "after", frozenset({"before"}))
-    assert after.owns("a", manifest), "this process wrote both"
-    parent = os.getppid()
-    began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    assert not after.owns("a", {**manifest, "writer": f"{identity().split('~')[0]}~{parent}~{began}"})
-    assert after.owns("a", {**manifest, "writer": f"{identity().split('~')[0]}~{parent}~1"}), "it has ended"
-    assert not after.owns("a", {**manifest, "handler": "best"})
-    assert not after.owns("a", {**manifest, "run": "another"})
-    assert not after.owns("b", manifest), "a copy"
-
-
-def test_one_that_a_user_copied_or_renamed_stays(folder: Path) -> None:
-    first, second = trained(folder, 2, keep=2)
-    shutil.copytree(first, folder / "favourite")
-    first.rename(folder / "renamed")
-    handler = resumed(folder, 5, keep=1)
-    assert [name[-1] for name, _ in handler.kept] == ["5"]
-    assert visible(folder) == sorted([second.name, handler.kept[0][0], "favourite", "renamed"])
-
-
 # ---- resuming -----------------------------------------------------------------------------------------------------
-
-
-def resumed(folder: Path, iterations: int, source: Path | None = None, **options: Any) -> Checkpoint:
-    handler = Checkpoint(folder, every="1it", **options)
-    engine = engine_of(handler)
-    engine.load_state_dict(Checkpoint.load(source or folder))
-    engine.run(DATA, max_iters=iterations)
-    return handler
-
-
-def test_the_one_that_a_run_was_resumed_from_stays(folder: Path) -> None:
-    source = trained(folder, 2, keep=1)[0]
-    before = {path: path.read_bytes() for path in source.iterdir()}
-    handler = resumed(folder, 5, keep=1)
-    assert [name[-1] for name, _ in handler.kept] == ["5"]
-    assert visible(folder) == [source.name, handler.kept[0][0]]
-    assert {path: path.read_bytes() for path in source.iterdir()} == before
-    # The next one resumes from another, so that the sources of many restarts do not pile up.
-    handler = resumed(folder, 7, keep=1)
-    assert [name[-1] for name in visible(folder)] == ["5", "7"]
-    # A run that was resumed and wrote nothing has removed nothing.
-    with pytest.warns(UserWarning, match="nothing to do"):
-        resumed(folder, 7, keep=1)
-    assert [name[-1] for name in visible(folder)] == ["5", "7"]
-
-
-def test_many_restarts_leave_no_more_than_few_and_the_manifest_does_not_grow(folder: Path) -> None:
-    trained(folder, 1, keep=2)
-    for iterations in range(3, 23, 2):
-        handler = resumed(folder, iterations, keep=2)
-        assert len(visible(folder)) <= 3
-    assert handler.last is not None
-    assert len(read_manifest(handler.last, DISK)["lineage"]) <= 3
-
-
-def test_a_run_that_went_on_from_an_older_one_writes_the_newer_ones_anew(folder: Path) -> None:
-    paths = trained(folder, 4, keep=3)
-    handler = resumed(folder, 5, source=paths[0], keep=3)
-    assert [name[-1] for name, _ in handler.kept] == ["3", "4", "5"]
-    assert [name[-1] for name in visible(folder)] == ["2", "3", "4", "5"]
-    assert len({read_manifest(folder / name, DISK)["run"] for name, _ in handler.kept}) == 1
-
-
-def test_a_state_that_nobody_knows_the_origin_of_owns_nothing(folder: Path) -> None:
-    _, second = trained(folder, 2)
-    handler = Checkpoint(folder, every="1it", keep=1)
-    engine = engine_of(handler)
-    engine.load_state_dict(torch.load(second / "state.pt", weights_only=True))
-    engine.run(DATA, max_iters=3)
-    assert [name[-1] for name in visible(folder)] == ["1", "2", "3"]
-    assert [name[-1] for name, _ in handler.kept] == ["3"]
-
-
-def test_resumed_into_another_folder_the_first_one_stays_as_it_is(folder: Path) -> None:
-    paths = trained(folder / "one", 3, keep=2)
-    handler = resumed(folder / "two", 4, source=folder / "one", keep=2)
-    assert visible(folder / "one") == [path.name for path in paths]
-    assert [name[-1] for name, _ in handler.kept] == ["4"], "what is kept is what is there"
-    assert visible(folder / "two") == [name for name, _ in handler.kept]
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
@@ -956,37 +805,3 @@ def test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on(tm
     assert lines[0].endswith("['2', '3']")
     assert lines[1] == "3 ['2', '3']"
     assert lines[2] == "8 ['7', '8']"
-
-
-def test_a_new_folder_is_on_the_disk_with_those_that_it_lies_in(folder: Path) -> None:
-    handler = Checkpoint(folder / "a" / "b", every="1it")
-    handler.files = recorded = Recorded()
-    engine_of(handler).run(DATA, max_iters=1)
-    assert recorded.log[:4] == [
-        ("make_folder", folder / "a"),
-        ("sync", folder),
-        ("make_folder", folder / "a" / "b"),
-        ("sync", folder / "a"),
-    ]
-
-
-def test_what_cannot_be_removed_is_reported_and_tried_again(folder: Path) -> None:
-    class Sticky(Files):
-        def rename(self, old: Path, new: Path) -> None:
-            if new.name.endswith(".old"):
-                raise PermissionError("it sticks")
-            super().rename(old, new)
-
-    handler = Checkpoint(folder, every="1it", keep=1)
-    engine = engine_of(handler)
-    saved: list[int] = []
-    engine.connect(Events.CHECKPOINT_SAVED, lambda engine: saved.append(engine.state.iteration))
-    handler.files = Sticky()
-    with pytest.warns(RuntimeWarning, match=r"iter00000002.*could not be removed.*it sticks"):
-        engine.run(DATA, max_iters=2)
-    assert saved == [1, 2]
-    assert [name[-1] for name in visible(folder)] == ["1", "2"]
-    assert [name[-1] for name, _ in handler.kept] == ["2"]
-    handler.files = Files()
-    engine.run(DATA, max_iters=3)
-    assert [name[-1] for name in visible(folder)] == ["3"]

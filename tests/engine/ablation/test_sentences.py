@@ -1,0 +1,177 @@
+"""The findings in words: what a variant changes, how sure that is, and what limits it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from signalfire.ablation.report import Report
+from signalfire.ablation.results import Variant
+from tests.engine.ablation.reports import BASE, BETTER, NOTHING, WORSE, report, results, without
+
+
+def test_sentences_of_leaving_one_out() -> None:
+    found = report({"- ema": WORSE, "- mixup": BETTER, "- clip": NOTHING, "- noise": [0] * 8, "- sched": [-2] * 8})
+    assert found.sentences() == [
+        "Without ema, accuracy fell by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
+        "it contributes.",
+        "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
+        "the composition is better without it.",
+        "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
+        "-1.0 to 1.3, p = 1 adjusted).",
+        "Without noise, accuracy was exactly the same with all 8 seeds.",
+        "Without sched, accuracy fell by 2.0 percentage points (the same with every seed, so there is no interval, "
+        "p = 0.039 adjusted, 8 seeds): it contributes.",
+    ]
+
+
+def test_sentences_know_which_direction_is_better() -> None:
+    found = report({"- ema": BETTER, "- mixup": WORSE}, metric="loss", mode="min")
+    assert "loss rose by 0.016 (95 % interval 0.010 to 0.022" in found.sentences()[0]
+    assert found.sentences()[0].endswith("it contributes.")
+    assert found.sentences()[1].endswith("the composition is better without it.")
+
+
+@pytest.mark.parametrize(
+    ("variant", "baseline", "change", "begin", "end"),
+    [
+        (without("a", "b"), Variant("baseline"), WORSE, "Without a and b, ", "they contribute."),
+        (without("a", "b"), Variant("baseline"), BETTER, "Without a and b, ", "better without them."),
+        (Variant("+ a"), Variant("baseline", frozenset({"a"})), BETTER, "With a, ", ": it contributes."),
+        (Variant("+ a"), Variant("baseline", frozenset({"a"})), WORSE, "With a, ", "better without it."),
+        (
+            Variant("s", swapped=(("a", "b"),)),
+            Variant("baseline"),
+            BETTER,
+            "With b in place of a, ",
+            "b does better here.",
+        ),
+        (
+            Variant("s", swapped=(("a", "b"),)),
+            Variant("baseline"),
+            WORSE,
+            "With b in place of a, ",
+            "a does better here.",
+        ),
+        (
+            Variant("+ a - b", frozenset({"b"})),
+            Variant("baseline", frozenset({"a"})),
+            WORSE,
+            "Without b and with a, ",
+            "it is worse than the baseline.",
+        ),
+        (Variant("odd"), Variant("baseline"), BETTER, 'With "odd", ', "it is better than the baseline."),
+    ],
+)
+def test_sentences_say_what_a_variant_changes(
+    variant: Variant, baseline: Variant, change: Sequence[int], begin: str, end: str
+) -> None:
+    (sentence,) = report({variant.name: change}, [baseline, variant]).sentences()
+    assert sentence.startswith(begin)
+    assert sentence.endswith(end)
+    assert ", p = 0.0078, 8 seeds" in sentence  # one comparison: nothing to adjust for
+
+
+def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
+    found = report({f"- {name}": WORSE[:5] for name in "abcde"})
+    assert found.needed == 8
+    assert found.warnings() == [
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
+        "8 seeds are needed."
+    ]
+    for sentence in found.sentences():
+        assert sentence.endswith("but 5 seeds are too few for 5 comparisons: at least 8 seeds are needed.")
+    assert report({"- a": WORSE[:5]}).needed == 6
+    assert report({"- a": WORSE[:6]}).warnings() == []
+    assert "at least 8 seeds" in " ".join(str(found).split())
+    assert report({"- a": WORSE[:5]}, level=0.9).needed == 5
+
+
+def test_what_is_significant_only_before_the_adjustment_is_not_called_a_difference() -> None:
+    almost = [-1, -2, -1, -3, -2, -1, -1, 0.5]
+    found = report({"- a": almost} | {f"- {name}": NOTHING for name in "bcde"})
+    row = found.rows[1]
+    assert row.comparison is not None
+    assert row.adjusted is not None
+    assert row.comparison.p < 0.05 < row.adjusted
+    assert row.comparison.high < 0  # nor does the interval decide, which is not adjusted
+    assert found.sentences()[0].startswith("Without a, accuracy shows no significant difference with 8 seeds")
+
+
+def test_only_the_variants_with_too_few_pairs_are_named() -> None:
+    found = report({"- a": [*WORSE[:5], None], "- b": WORSE[:6]}, seeds=range(6), level=0.9)
+    assert found.needed == 6
+    (few,) = [line for line in found.warnings() if line.startswith("Too few")]
+    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
+
+
+def test_one_pair_or_none_is_reported_as_such() -> None:
+    found = report({"- a": [-1, None], "- b": [None, None]})
+    one, none = found.sentences()
+    assert one.startswith("Without a, accuracy fell by 1.00 percentage points (1 seed), but 1 seed is too few")
+    assert none.startswith(
+        "Without b, accuracy cannot be compared: no seed finished both in this variant and in the baseline."
+    )
+    assert "2 of its 2 runs failed" in none
+    assert "0/2" in str(found)
+    assert [line.split(":")[0] for line in found.warnings()] == [
+        '"- a", seed 1',
+        '"- b", seed 0',
+        '"- b", seed 1',
+        'Too few seeds of "- a"',
+    ]
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_percentage_points_are_for_accuracies_up_to_one_or_on_request() -> None:
+    assert "1.6 percentage points" in report({"- a": WORSE}).sentences()[0]
+    assert "fell by 0.016 (" in report({"- a": WORSE}, metric="f1").sentences()[0]
+    assert "1.6 percentage points" in report({"- a": WORSE}, metric="f1", percent=True).sentences()[0]
+    assert "fell by 0.016 (" in report({"- a": WORSE}, percent=False).sentences()[0]
+    runs = results("baseline", [float(number) for number in BASE])
+    runs += results("- a", [float(number + one) for number, one in zip(BASE, WORSE, strict=True)])
+    in_percent = Report(runs, [Variant("baseline"), without("a")], metric="accuracy", mode="max")
+    assert "fell by 1.6 (95 % interval 1.0 to 2.2" in in_percent.sentences()[0]
+
+
+def test_several_handlers_that_are_replaced_are_all_named() -> None:
+    variants = [Variant("baseline"), Variant("s", swapped=(("a", "b"), ("c", "d")))]
+    (better,) = report({"s": BETTER}, variants).sentences()
+    (worse,) = report({"s": WORSE}, variants).sentences()
+    assert better.startswith("With b in place of a and d in place of c, accuracy rose")
+    assert better.endswith("b and d do better here.")
+    assert worse.endswith("a and c do better here.")
+
+
+def test_what_the_baseline_replaces_too_is_no_change_of_the_variant() -> None:
+    baseline = Variant("baseline", swapped=(("a", "b"),))
+    (sentence,) = report({"v": WORSE}, [baseline, Variant("v", frozenset({"c"}), (("a", "b"),))]).sentences()
+    assert sentence.startswith("Without c, ")
+    assert sentence.endswith(": it contributes.")
+
+
+def test_runs_that_the_baseline_lacks_are_counted_in_every_sentence() -> None:
+    base = [None, None, *(number / 100 for number in BASE[2:])]
+    found = report({"- ema": WORSE, "- mixup": [*WORSE[:7], None]}, base=base, seeds=range(9))
+    baseline, ema, mixup = found.sentences()
+    assert baseline == (
+        'Not all runs of "baseline", with which the others are compared, finished. '
+        "2 of its 9 runs failed (seed 0: ValueError: boom; seed 1: ValueError: boom). "
+        "1 of its 9 runs is missing (seed 8)."
+    )
+    left_out = "Seeds 0 and 1 are omitted, because the baseline did not finish them."
+    assert ema.endswith(f"1 of its 9 runs is missing (seed 8). {left_out}")
+    assert mixup.endswith(
+        f"1 of its 9 runs failed (seed 7: ValueError: boom). 1 of its 9 runs is missing (seed 8). {left_out}"
+    )
+    assert '"- ema": seeds 0 and 1 omitted, because the baseline has no such run' in found.warnings()
+
+
+def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
+    found = report({"- a": WORSE}, level=0.9999999)
+    assert found.needed is None
+    (warning,) = found.warnings()
+    assert warning.endswith("for 1e-07, no number of seeds is enough.")
+    assert found.sentences()[0].endswith("but 8 seeds are too few for 1 comparison: no number of seeds is enough.")

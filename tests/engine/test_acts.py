@@ -1,0 +1,269 @@
+"""What one handler at a time overrides: claims, functions in place of the loop's, and both given back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Update, UpdateState
+from signalfire.acts import Override
+from tests import kit
+from tests.kit import assert_same, mlp
+
+Batch = tuple[Tensor, Tensor]
+mse = nn.functional.mse_loss
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def make_data(batches: int = 6) -> list[Batch]:
+    return kit.batches(batches, 3, 2, seed=1)
+
+
+def make_model() -> nn.Module:
+    return mlp(3, 5, 2, nn.Tanh(), seed=0)
+
+
+def make_trainer(*updates: Update) -> Engine:
+    return Engine(updates or Update.supervised(mse, SGD), model=make_model(), seed=0)
+
+
+# ---- claims ---------------------------------------------------------------------------------------------------------
+
+
+class Own(Enum):
+    PALETTE = "the palette"
+
+
+def test_what_is_claimed_for_one_target_stays_free_for_another() -> None:
+    trainer = make_trainer()
+    overrides = trainer.overrides
+    one, other = Handler(name="one"), Handler(name="other")
+    overrides.claim(Own.PALETTE, by=one, target="of update 'a'")
+    overrides.claim(Own.PALETTE, by=one, target="of update 'a'")
+    overrides.claim(Own.PALETTE, by=other, target="of update 'b'")
+    with pytest.raises(ValueError, match="both 'one' and 'other' override the palette of update 'a'; detach one"):
+        overrides.claim(Own.PALETTE, by=other, target="of update 'a'")
+    assert overrides.owned_by(one) == overrides.owned_by("other") == {Own.PALETTE}
+
+
+def test_what_a_handler_releases_another_may_claim() -> None:
+    trainer = make_trainer()
+    overrides = trainer.overrides
+    one, other = Handler(name="one"), Handler(name="other")
+    overrides.claim(Override.LEARNING_RATE, by=one)
+    overrides.claim(Override.SEEDING, by=other)
+    overrides.release(one)
+    overrides.claim(Override.LEARNING_RATE, by=other)
+    assert overrides.owned_by("one") == set()
+    assert overrides.owned_by("other") == {Override.LEARNING_RATE, Override.SEEDING}
+
+
+# ---- functions in place of the loop's -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [one for one in Override if one.is_function and one is not Override.WINDOW])
+def test_a_function_is_in_place_until_its_handler_gives_it_back(what: Override) -> None:
+    trainer, handler = make_trainer(), Handler(name="one")
+    overrides = trainer.overrides
+
+    def function(*_: Any) -> None:
+        pass
+
+    overrides.replace(what, function, by=handler)
+    assert overrides.replaced() == {what.name.lower(): function}
+    assert overrides.owned_by(handler) == {what}
+    overrides.release(handler)
+    assert overrides.replaced() == {}
+
+
+def test_a_window_may_be_that_of_one_update_alone() -> None:
+    trainer = make_trainer(*(Update.supervised(mse, SGD, name=name) for name in ("a", "b")))
+    one, other = Handler(name="one"), Handler(name="other")
+
+    def three(epoch: int) -> int:
+        return 3
+
+    trainer.overrides.replace(Override.WINDOW, three, by=one, update="b")
+    assert trainer.overrides.replaced() == {"window of b": three}
+    trainer.overrides.replace(Override.WINDOW, lambda epoch: 2, by=other, update="a")
+    with pytest.raises(ValueError, match=r"both 'one' and 'other' .* accumulation window of update 'b'"):
+        trainer.overrides.replace(Override.WINDOW, lambda epoch: 2, by=other)
+    trainer.overrides.release(other)
+    assert trainer.overrides.replaced() == {"window of b": three}
+
+
+def test_a_window_that_is_replaced_in_an_epoch_has_its_length_from_there_and_one_once_it_is_released() -> None:
+    trainer, handler = make_trainer(), Handler(name="one")
+    steps: list[int] = []
+    trainer.connect(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: steps.append(engine.state.iteration))
+    replace = partial(trainer.overrides.replace, Override.WINDOW, lambda epoch: 3 * epoch, by=handler)
+    trainer.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: replace())
+    trainer.connect(Events.ITERATION_COMPLETED(once=5), lambda engine: engine.overrides.release(handler))
+    trainer.run(make_data(7), max_epochs=1)
+    assert steps == [1, 2, 5, 6, 7]
+
+
+def test_a_step_that_computes_its_gradients_again_keeps_the_batches_of_its_window_as_long_as_it_is_in_place() -> None:
+    trainer, handler = make_trainer(), Handler(name="one")
+    window = trainer.updates[0].window
+    trainer.overrides.replace(Override.STEP, lambda engine, update, step: step(), by=handler, again=True)
+    assert window.kept == []
+    assert trainer.overrides.owned_by(handler) == {Override.STEP, Override.GRADIENTS_PER_STEP}
+    trainer.overrides.release(handler)
+    assert window.kept is None
+
+
+class HalvedGradients(Handler):
+    """Replaces the gradient computation: the usual one, then halved."""
+
+    calls = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.replace(Override.GRADIENTS, self.halve, by=self)
+
+    def halve(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
+        self.calls += 1
+        compute()
+        for p in update.parameters:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class DoubleStep(Handler):
+    """Replaces the step: makes it twice."""
+
+    calls = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.replace(Override.STEP, self.twice, by=self)
+
+    def twice(self, engine: Engine, update: UpdateState, step: Callable[[], None]) -> None:
+        self.calls += 1
+        step()
+        step()
+
+
+def plain_loop(data: Sequence[Batch], *, factor: float = 1.0, steps: int = 1) -> nn.Module:
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    for x, y in data:
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(factor)
+        for _ in range(steps):
+            optimizer.step()
+    return model
+
+
+def test_a_handler_may_replace_the_gradients() -> None:
+    data, handler = make_data(), HalvedGradients()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.run(data, max_epochs=1)
+    assert handler.calls == 6
+    assert_same(trainer.model, plain_loop(data, factor=0.5))
+
+
+def test_a_handler_may_replace_the_step() -> None:
+    data, handler = make_data(), DoubleStep()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.run(data, max_epochs=1)
+    assert handler.calls == 6
+    assert trainer.updates[0].steps == 6
+    assert_same(trainer.model, plain_loop(data, steps=2))
+
+
+def test_two_handlers_may_replace_different_acts() -> None:
+    data = make_data()
+    trainer = make_trainer()
+    trainer.attach(DoubleStep(), HalvedGradients())
+    trainer.run(data, max_epochs=1)
+    assert_same(trainer.model, plain_loop(data, factor=0.5, steps=2))
+
+
+@pytest.mark.parametrize("kind", [DoubleStep, HalvedGradients])
+def test_a_second_replacer_is_an_error_that_names_both_and_changes_nothing(
+    kind: type[DoubleStep] | type[HalvedGradients],
+) -> None:
+    data, first, second = make_data(), kind(name="first"), kind(name="second")
+    trainer = make_trainer()
+    trainer.attach(first)
+    with pytest.raises(
+        ValueError, match=r"both 'first' and 'second' .* (the optimizer step|the computation of gradients)"
+    ):
+        trainer.attach(second)
+    assert list(trainer.handlers) == ["first"]
+    assert second.engine is None
+    trainer.run(data, max_epochs=1)
+    assert (first.calls, second.calls) == (6, 0)
+
+
+@pytest.mark.parametrize("kind", [DoubleStep, HalvedGradients])
+@pytest.mark.parametrize("how", ["detached", "disabled", "without"])
+def test_detaching_or_disabling_a_replacer_restores_the_act(
+    kind: type[DoubleStep] | type[HalvedGradients], how: str
+) -> None:
+    data, handler = make_data(), kind(name="replacer")
+    trainer = make_trainer()
+    trainer.attach(handler)
+    with contextlib.ExitStack() as stack:
+        if how == "detached":
+            trainer.detach(handler)
+        elif how == "disabled":
+            handler.enabled = False
+        else:
+            stack.enter_context(trainer.without("replacer"))
+        trainer.run(data, max_epochs=1)
+    assert handler.calls == 0
+    assert_same(trainer.model, plain_loop(data))
+
+
+def test_after_the_first_replacer_has_left_another_may_come() -> None:
+    trainer = make_trainer()
+    first, second = DoubleStep(name="first"), DoubleStep(name="second")
+    trainer.attach(first).detach()
+    trainer.attach(second)
+    trainer.run(make_data(2), max_epochs=1)
+    assert (first.calls, second.calls) == (0, 2)
+
+
+def test_a_replaced_step_is_not_made_when_it_is_skipped() -> None:
+    handler = DoubleStep()
+    trainer = make_trainer()
+    trainer.attach(handler)
+    trainer.connect(Events.GRADIENTS_READY(once=2), lambda engine: engine.state.update.skip("on purpose"))
+    trainer.run(make_data(3), max_epochs=1)
+    assert handler.calls == 2
+    assert trainer.updates[0].steps == 2
+
+
+def test_an_act_that_does_not_exist_is_not_replaced() -> None:
+    class Wrong(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.overrides.replace(Override.SEEDING, print, by=self)
+
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=r"expected one of Override\.WINDOW, Override\.GRADIENTS"):
+        trainer.attach(Wrong())
+    assert trainer.handlers == {}
+
+
+def test_the_gradients_of_an_engine_that_computes_none_are_not_replaced() -> None:
+    class Wrong(Handler):
+        def attached(self, engine: Engine) -> None:
+            engine.overrides.replace(Override.GRADIENTS, lambda engine, update, compute: compute(), by=self)
+
+    evaluator = make_trainer(Update.supervised(mse))
+    with pytest.raises(ValueError, match="replaces the computation of gradients, but this engine only evaluates"):
+        evaluator.attach(Wrong())
+    assert evaluator.handlers == {}

@@ -1,0 +1,155 @@
+"""The group an engine trains in: joined and left, what its ranks agree on, whose clock it is, and who may skip alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.distributed import SINGLE_PROCESS, Processes, process_group
+from tests.kit import batches, build, linear
+from tests.processes import run_together
+
+TIMEOUT = 60.0
+
+
+class Joining(Handler):
+    """Takes these processes for the group, and reduces nothing."""
+
+    def __init__(self, processes: Processes, name: str = "joining") -> None:
+        super().__init__(name=name)
+        self.processes = processes
+
+    def attached(self, engine: Engine) -> None:
+        engine.group.join(self.processes, by=self, shard_policy="own")
+
+
+class OnRankZero(Handler):
+    rank_zero_only = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = 0
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        self.called += 1
+
+
+def second_rank() -> Processes:
+    """The numbers alone: nothing is sent."""
+    processes = Processes()
+    processes.rank, processes.world_size = 1, 2
+    return processes
+
+
+def test_a_handler_joins_until_it_is_detached() -> None:
+    joined, engine = Processes(), build(linear(5, 1))
+    engine.attach(Joining(joined))
+    assert engine.group.processes is engine.processes is joined
+    assert engine.group.shard_policy == "own"
+    engine.detach("joining")
+    assert engine.group.processes is SINGLE_PROCESS
+    assert engine.group.shard_policy == "auto"
+
+
+def test_handlers_of_rank_0_take_no_part_on_another_rank_until_the_group_is_left() -> None:
+    counting = OnRankZero()
+    engine = build(linear(5, 1), counting)
+    engine.group.use(second_rank(), "auto")
+    engine.signal(Events.ITERATION_COMPLETED).send(engine)
+    assert counting.called == 0
+    engine.group.leave()
+    engine.signal(Events.ITERATION_COMPLETED).send(engine)
+    assert counting.called == 1
+
+
+def test_two_handlers_cannot_both_join_and_none_during_a_run() -> None:
+    engine = build(linear(5, 1), Joining(Processes()))
+    with pytest.raises(ValueError, match="both 'joining' and 'other' override how the model is distributed"):
+        engine.attach(Joining(Processes(), name="other"))
+    engine = build(linear(5, 1))
+    engine.connect(Events.STARTED, lambda engine: engine.attach(Joining(Processes())))
+    with pytest.raises(RuntimeError, match=r"join\(<rank 0 of 1>\) was called during a run; call it before run\(\)"):
+        engine.run(batches(1), max_epochs=1)
+    assert engine.processes is SINGLE_PROCESS
+
+
+def test_a_single_process_agrees_with_itself() -> None:
+    engine = build(linear(5, 1))
+    group = engine.group
+    assert group.begin_run("run", 3) == ("run", 3)
+    assert group.sync_skips is False
+    assert group.agree(False, "mine") == []
+    assert group.agree(True, "mine") == ["mine"]
+    before = time.monotonic()
+    assert before <= group.now() <= time.monotonic()
+
+
+class Skipping(Handler):
+    @on(Events.GRADIENTS_READY)
+    def look(self, engine: Engine) -> None: ...
+
+
+class SkippingAlike(Skipping):
+    decides_alike = True
+
+
+CHANGING = [Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED]
+
+
+def test_only_what_may_skip_on_one_rank_alone_has_the_ranks_agree_on_skips() -> None:
+    def syncs(engine: Engine) -> bool:
+        engine.group.agree(False, None)
+        return engine.group.sync_skips
+
+    engine = build(linear(5, 1))
+    assert not syncs(engine)
+    for event in CHANGING:
+        with engine.connect(event, lambda engine: None, phase=Phase.RECORD):
+            assert not syncs(engine)
+        for phase in (Phase.PREPARE, Phase.CHANGE, Phase.FINALIZE):
+            with engine.connect(event, lambda engine: None, phase=phase):
+                assert syncs(engine), (event, phase)
+    with engine.connect(Events.LOSS_COMPUTED, lambda engine: None):
+        assert not syncs(engine)
+    engine.attach(SkippingAlike())
+    assert not syncs(engine)
+    engine.attach(Skipping())
+    assert syncs(engine)
+
+
+def _agreed() -> dict[str, Any]:
+    engine = build(linear(5, 1), Joining(process_group(timeout=TIMEOUT)))
+    group, rank = engine.group, engine.processes.rank
+    began = group.begin_run(f"run of {rank}", 10 + rank)
+    clocks = [group.now()]
+    found = {"began": began, "first": group.sync_skips, "none": group.agree(False, rank)}
+    clocks.append(group.now())
+    time.sleep(0.02)
+    clocks.append(group.now())
+    if rank == 1:
+        engine.connect(Events.GRADIENTS_READY, lambda engine: None)
+    found["one asks"] = group.agree(rank == 1, ("stop", rank))
+    return found | {
+        "one may skip": group.sync_skips,
+        "past": group.now() <= time.monotonic(),
+        "clocks": [*clocks, group.now()],
+    }
+
+
+def test_ranks_agree_on_the_clock_of_rank_0_and_on_what_any_of_them_asks_for() -> None:
+    first, second = run_together(_agreed, 2)
+    assert first == second
+    clocks = first.pop("clocks")
+    assert clocks[0] < clocks[1] == clocks[2] <= clocks[3] - 0.02
+    assert first == {
+        "began": ("run of 0", 10),
+        "first": True,
+        "none": [],
+        "one asks": [("stop", 0), ("stop", 1)],
+        "one may skip": True,
+        "past": True,
+    }

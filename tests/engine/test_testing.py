@@ -1,0 +1,201 @@
+"""Checks for the authors of handlers: fingerprints, traces, and guarantees that are found broken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, on, seed_everything
+from signalfire.handlers import History
+from signalfire.testing import check_handler, fingerprint, trace
+from tests import kit
+from tests.kit import linear
+
+Batch = tuple[Tensor, Tensor]
+
+
+def make_data() -> list[Batch]:
+    return kit.batches(3, 3, 1)
+
+
+def build() -> Engine:
+    return kit.build(linear(3, 1), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+# ---- fingerprints and traces ----------------------------------------------------------------------------------------
+
+
+def trained(*handlers: Handler) -> Engine:
+    engine = build()
+    engine.attach(*handlers)
+    seed_everything(0)
+    engine.run(make_data(), max_epochs=1)
+    return engine
+
+
+def test_equal_runs_have_equal_fingerprints() -> None:
+    assert fingerprint(trained(History())) == fingerprint(trained(History()))
+
+
+def momentum(engine: Engine) -> None:
+    optimizer = engine.updates[0].optimizer
+    assert optimizer is not None
+    optimizer.state[engine.model.bias]["momentum_buffer"] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda engine: engine.model.weight.data[0, 0].add_(1e-6), "modules.model"),
+        (momentum, "updates.main"),
+        (lambda engine: engine.state.metrics.update(new=1.0), "engine"),
+        (lambda engine: random.random(), "random"),
+        (lambda engine: engine.find(History).records.update(new=[]), "handlers.history"),
+    ],
+    ids=["weight", "momentum", "metric", "draw", "handler"],
+)
+def test_a_difference_shows_in_its_part_alone(change: Callable[[Engine], object], part: str) -> None:
+    engine = trained(History())
+    before = fingerprint(engine)
+    change(engine)
+    after = fingerprint(engine)
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {part}
+    assert fingerprint(engine, handlers=False) == {k: v for k, v in after.items() if not k.startswith("handlers.")}
+
+
+class Holding(Handler):
+    """Has a given state."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.tensor(0.0), torch.tensor(-0.0)),
+        ({"a": 1}, {"b": 1}),
+        (1, 1.0),
+        (1, "1"),
+    ],
+    ids=["shape", "dtype", "sign of zero", "key", "kind of number", "text"],
+)
+def test_what_is_equal_by_chance_or_by_value_alone_has_another_fingerprint(one: Any, other: Any) -> None:
+    first, second, again = (fingerprint(engine_with(value))["handlers.holding"] for value in (one, other, one))
+    assert first == again != second
+
+
+def engine_with(value: Any) -> Engine:
+    engine = build()
+    engine.attach(Holding(value))
+    return engine
+
+
+def test_tensors_without_memory_order_or_number_are_fingerprinted_by_their_values() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    nans = [torch.tensor([float("nan")]), torch.tensor([float("nan")])]
+    for one, other in (
+        (matrix, matrix.T.contiguous().T),
+        nans,
+        (torch.zeros(0), torch.zeros(0)),
+        ({1: 2, 3: 4}, {3: 4, 1: 2}),
+    ):
+        assert fingerprint(engine_with(one)) == fingerprint(engine_with(other))
+
+
+def test_a_trace_has_every_event_with_its_place() -> None:
+    engine, data = build(), make_data()[:1]
+    engine.run(data, max_epochs=1)
+    seen = trace(engine)
+    engine.run(data, max_epochs=2)
+    assert seen[:4] == [("MODEL_SETUP", 1, 1), ("OPTIMIZER_SETUP", 1, 1), ("STARTED", 1, 1), ("EPOCH_STARTED", 2, 1)]
+    assert seen[-3:] == [("EPOCH_COMPLETED", 2, 2), ("COMPLETED", 2, 2), ("ENDED", 2, 2)]
+
+
+# ---- guarantees -----------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_that_gives_its_guarantees_passes() -> None:
+    check_handler(build, History, make_data(), max_epochs=2, changes_training=False)
+
+
+def test_what_cannot_be_checked_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a function that makes a new handler on each call"):
+        check_handler(build, History(), make_data(), max_epochs=2)  # type: ignore[arg-type]
+
+    def unseeded() -> Engine:
+        return kit.build(nn.Linear(3, 1))
+
+    torch.manual_seed(8)  # a state that no run of the check ends with
+    with pytest.raises(AssertionError, match=r"build\(\) or the data differ on each call; .*: modules\.model"):
+        check_handler(unseeded, History, make_data(), max_epochs=2)
+
+
+class Counting(Handler):
+    """Adds to a weight in each iteration, the more the more of its kind there were before."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.number = self.made
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        engine.model.weight.data += self.number
+
+
+class Staying(Handler):
+    """Leaves a receiver behind where it is switched off, and none where it was never switched off."""
+
+    def attached(self, engine: Engine) -> None:
+        self.handle = engine.connect(Events.ENDED, lambda engine: None)
+
+    def detached(self, engine: Engine) -> None:
+        if self.enabled:
+            self.handle.detach()
+
+
+class Swallowing(Handler):
+    """Has the engine's run swallow errors."""
+
+    def attached(self, engine: Engine) -> None:
+        run = engine.run
+
+        def quietly(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except Exception:
+                return engine.state
+
+        vars(engine)["run"] = quietly
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Counting, "counting: two runs with the same seed differ: modules.model"),
+        (Staying, "staying: it leaves receivers behind while disabled: signal Events.ENDED"),
+        (Swallowing, r"swallowing: an error in another receiver was not raised by run\(\)"),
+    ],
+    ids=["repeated", "disabled", "error"],
+)
+def test_a_broken_guarantee_is_named_with_what_differs(kind: type[Handler], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_handler(build, kind, make_data(), max_epochs=2)
