@@ -10,6 +10,7 @@ from .connection import Connection, Phase
 from .data import CombinedData, DataError, ReloadedData, RereadingWarning
 from .engine import Engine
 from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
+from .findings import Finding, FindingError, Findings, FindingWarning, allow
 from .handler import Handler, on
 from .interval import Interval
 from .randomness import seed_everything
@@ -32,6 +33,10 @@ __all__ = [
     "EventUnion",
     "Events",
     "FilteredEvent",
+    "Finding",
+    "FindingError",
+    "FindingWarning",
+    "Findings",
     "Handler",
     "Interval",
     "MetricStore",
@@ -43,6 +48,7 @@ __all__ = [
     "Update",
     "UpdateState",
     "Wiring",
+    "allow",
     "on",
     "seed_everything",
 ]

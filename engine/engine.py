@@ -17,6 +17,7 @@ from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
 from .events import AnyEvent, EventEnum
+from .findings import Reports
 from .group import Group
 from .handler import Handler
 from .interval import Interval
@@ -50,6 +51,7 @@ class Engine:
         training: whether to train; by default, if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
             "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
+        allow: codes of findings, such as "W10", that are meant and are not reported; see `findings.py`.
 
     Attributes:
         state: where the run stands.
@@ -59,6 +61,7 @@ class Engine:
         handlers: the attached handlers by name.
         signals: the blinker namespace of the signals.
         seed, training: as given, or as derived from torch and from the updates.
+        findings: what looked wrong in the latest run (`Reports.of_run`).
         dry_run: whether handlers that write files (`Handler.writes`) are disabled in every run.
 
     Authors of handlers find more on the parts; `signalfire.handler` lists it.
@@ -80,12 +83,14 @@ class Engine:
         seed: int | None = None,
         training: bool | None = None,
         streams: Streams = "shared",
+        allow: Sequence[str] = (),
     ) -> None:
         specs = _checked_specs(update)
         self.training = _trains(specs, training)
         if seed is not None:
             check_seed("Engine", seed)
         self.loop: Loop | None = None
+        self.findings = Reports(self, allow)
         self.streams = streams
         self.modules = _named_modules(model)
         self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
@@ -233,17 +238,7 @@ class Engine:
         return Attachment(self.signals.connect(self, event, receiver, phase, rank))
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
-        """Decorate a function to be called as ``function(engine)`` at an event.
-
-        Example:
-            >>> from signalfire import Engine, Events, Update
-            >>> engine = Engine(Update.from_function(lambda engine, batch: None))
-            >>> @engine.on(Events.ITERATION_COMPLETED(every=2))
-            ... def show(engine):
-            ...     print(engine.state.iteration)
-            >>> _ = engine.run(max_iters=3)
-            2
-        """
+        """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
 
         def decorate(function: F) -> F:
             self.connect(event, function, phase=phase, rank=rank)

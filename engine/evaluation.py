@@ -30,7 +30,7 @@ def evaluate(
     if not evaluator.seed_given:
         evaluator.seed = engine.seed  # its data is drawn as in this run, also after a resume in another process
     try:
-        with engine.regions.region():
+        with engine.regions.region(), evaluator.findings.within(engine):
             engine.signals.emit(engine, Events.EVALUATION_STARTED)
             with unchanged_random_state(*generators_of(data)):
                 begin_stream(engine, "evaluation", engine.state.iteration)

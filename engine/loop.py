@@ -30,7 +30,7 @@ from .data.source import END, Source
 from .events import Events
 from .regions import note_problems
 from .restore import Modes
-from .setup import build_optimizers, check_modules, check_windows
+from .setup import build_optimizers, check_modules, check_windows, report_untrained
 from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
@@ -75,6 +75,7 @@ class Loop:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
         engine = self.engine
         engine.boundary.begin_run()
+        engine.findings.begin_run()
         engine.snapshots.drop()
         if not engine.training:
             engine.state.restart()
@@ -199,6 +200,7 @@ class Loop:
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         check_modules(engine)
+        report_untrained(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:

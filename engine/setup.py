@@ -12,7 +12,7 @@ from .update import needs_closure
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["build_optimizers", "check_modules", "check_windows"]
+__all__ = ["build_optimizers", "check_modules", "check_windows", "report_untrained"]
 
 
 def build_optimizers(engine: Engine) -> None:
@@ -80,3 +80,16 @@ def check_modules(engine: Engine) -> None:
                 f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
                 "values; materialise it with model.to_empty(device=...) and initialise it"
             )
+
+
+def report_untrained(engine: Engine) -> None:
+    """Report a run of several epochs by an engine that evaluates: an optimizer was probably forgotten."""
+    state = engine.state
+    if engine.training or not (state.max_epochs or 0) > 1:
+        return
+    if any(parameter.requires_grad for root in engine.modules.values() for parameter in root.parameters()):
+        engine.findings.report(
+            "W10",
+            f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
+            "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
+        )

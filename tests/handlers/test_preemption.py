@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,20 @@ def test_killed_at_random_moments_and_resumed_again_and_again(tmp_path: Path, se
     begun_r, begun_w = os.pipe()
 
     def main() -> None:
-        engine = build(folder, Preemption(), pause=0.004)
+        preemption = Preemption()
+        engine = build(folder, preemption, pause=0.004)
         if folder.exists() and any(folder.iterdir()):
             engine.load_state_dict(Checkpoint.load(folder))
         engine.connect(Events.STARTED, lambda engine: os.write(begun_w, b".") and None, phase=Phase.PERSIST)
+
+        begun = count(1)
+
+        def wait_for_the_signal(engine: Engine) -> None:
+            """However late the signal comes on a busy machine, at most a third of the run is made before it."""
+            while next(begun) > 7 and preemption.preempted is None:
+                time.sleep(0.001)
+
+        engine.connect(Events.ITERATION_STARTED, wait_for_the_signal)
         engine.run(loader(), max_epochs=EPOCHS)
         end = {part: digest for part, digest in fingerprint(engine).items() if part != "handlers.preemption"}
         torch.save(end, tmp_path / "end.new")

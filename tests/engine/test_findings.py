@@ -1,0 +1,85 @@
+"""Findings: reported once a run, silenced by code, shown as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.nn.functional import mse_loss
+
+import signalfire
+from signalfire import Engine, Events, Finding, Findings, FindingWarning, Update
+from tests.kit import batches, evaluator_of, mlp
+
+WAY_OUT = "give the Update an optimizer"
+
+
+def untrained(**options: object) -> Engine:
+    return Engine(Update.supervised(mse_loss), model=mlp(5, 8, 1), **options)  # type: ignore[arg-type]
+
+
+def test_a_finding_is_a_warning_of_the_users_line_and_comes_once_a_run() -> None:
+    engine = untrained()
+    engine.connect(Events.ITERATION_STARTED, lambda engine: engine.findings.report("W10", "again", WAY_OUT))
+    for _ in range(2):
+        with pytest.warns(FindingWarning, match="W10: .*nothing is trained") as caught:
+            engine.run(batches(), max_epochs=2)
+        assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+        assert [finding.code for finding in engine.findings.of_run()] == ["W10"]
+
+
+def test_findings_of_one_code_are_told_apart_by_handlers_and_key() -> None:
+    engine = untrained()
+
+    def report_all() -> None:
+        for handlers, key in [((), None), (("ema",), None), ((), 1), ((), 1)]:
+            engine.findings.report("W10", "nothing", WAY_OUT, *handlers, key=key)
+
+    with pytest.warns(FindingWarning) as caught:
+        report_all()
+    assert len(caught) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_finding_is_silenced_by_its_code() -> None:
+    untrained(allow=["W10"]).run(batches(), max_epochs=2)
+    with signalfire.allow("W10"):
+        untrained().run(batches(), max_epochs=2)
+    with pytest.raises(FindingWarning):
+        untrained().run(batches(), max_epochs=2)
+
+
+def test_a_code_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Engine\(allow=\): 'X1' is no code"):
+        untrained(allow=["X1"])
+    with pytest.raises(TypeError, match=r"write \['W10'\]"):
+        untrained(allow="W10")
+    with pytest.raises(ValueError, match="allow: 'w10' is no code"), signalfire.allow("w10"):
+        pass
+
+
+def test_an_evaluator_reports_to_the_engine_that_runs_it_and_obeys_what_that_allows() -> None:
+    trainer, evaluator = untrained(), evaluator_of(mlp(5, 8, 1))
+    evaluator.connect(Events.STARTED, lambda engine: engine.findings.report("W10", "nothing", WAY_OUT, key="own"))
+    trainer.connect(Events.EPOCH_COMPLETED, lambda engine: engine.evaluate(evaluator, batches()))
+    with pytest.warns(FindingWarning) as caught:
+        trainer.run(batches(), max_epochs=3)
+    assert len(caught) == 2 == len(trainer.findings.of_run())  # the trainer's own, and one of three evaluations
+    with signalfire.allow("W10"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.run(batches(), max_epochs=6)
+
+
+def test_findings_are_listed() -> None:
+    findings = Findings(
+        [Finding("W10", "a", "b", ("ema",), "info"), Finding("C01", "c", "d"), Finding("G01", "e", "f", (), "error")]
+    )
+    assert str(findings[:1]) == "W10  info     a [ema]\n              -> b"
+    assert str(Findings()) == "nothing was found"
+    assert [one.code for one in findings.at_least("warning")] == ["C01", "G01"]
+    assert findings.of("C01")[0].sentence == "c"
+    assert json.loads(findings.json())[0] == {
+        "code": "W10", "sentence": "a", "way_out": "b", "handlers": ["ema"], "severity": "info"
+    }  # fmt: skip
