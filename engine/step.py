@@ -48,7 +48,7 @@ def performer(engine: Engine) -> Perform:
 
 
 class Step:
-    """The training step of an engine, with what it needs at hand."""
+    """The training step of an engine, and what it needs."""
 
     __slots__ = (
         "begin_stream",

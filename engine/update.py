@@ -299,7 +299,7 @@ class UpdateState:
     def read_later(self, then: Callable[..., None], *flags: Tensor) -> None:
         """Have flags on a device read together with those of others: the next `read_flags` calls ``then(*values)``.
 
-        Each reading waits for the device. Flags that are handed over at GRADIENTS_READY, in Phase.FINALIZE, are read at once.
+        Each reading waits for the device. Flags that are given at GRADIENTS_READY, in Phase.FINALIZE, are read at once.
 
         Args:
             then: called with a bool for each flag, in the order of the calls.
@@ -308,7 +308,7 @@ class UpdateState:
         self._asked.append((then, flags))
 
     def read_flags(self) -> None:
-        """Read all flags that were handed over, in one synchronization with the device, and report their values."""
+        """Read all flags that `read_later` was given, in one synchronization with the device, and report their values."""
         asked, self._asked = self._asked, []
         flags = [flag for _, several in asked for flag in several]
         values = []

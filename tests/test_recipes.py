@@ -117,7 +117,7 @@ def test_accumulation_fp16_clipping_schedule_and_average(order: int) -> None:
 
 
 class Recurrent(nn.Module):
-    """A GRU over (N, T, 2) whose hidden state is handed on, and a number for every point in time."""
+    """A GRU over (N, T, 2) whose hidden state is carried on, and a number for every point in time."""
 
     def __init__(self) -> None:
         super().__init__()

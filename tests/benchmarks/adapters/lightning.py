@@ -1,7 +1,7 @@
 """Lightning: ``barebones`` for the items without features, as its documentation says for measuring what the loop costs.
 
 The empty step is one of manual optimization: an automatic one that returns None costs more. `Trainer.log_every_n_steps` counts
-optimizer steps, and its LearningRateMonitor writes a row in each batch of such a step: a hook hands the rows to the logger.
+optimizer steps, and its LearningRateMonitor writes a row in each batch of such a step: a hook passes the rows to the logger.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of a study one by one: what comes of each, where they are made, and what is refused before any is."""
+"""Single runs of a study: their results, where they are made, and what is refused before any is made."""
 
 from __future__ import annotations
 
