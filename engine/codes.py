@@ -18,6 +18,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
     # W2x: data
+    "W21": ("warning", "the data gives more batches than its length"),
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
     # W5x: evaluation

@@ -10,7 +10,7 @@ import torch
 from ..checks import check_choice, check_int
 from ..randomness import derived_seed, seed_everything, unchanged_random_state
 from .loading import SkippingLoader, generators_of, skippable
-from .source import Streamed
+from .streamed import Streamed
 
 __all__ = ["CombinedData", "ReloadedData"]
 

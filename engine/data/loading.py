@@ -59,7 +59,7 @@ def is_plain(data: Any) -> bool:
 class SkippingLoader:
     """A twin of a DataLoader, with the same dataset, samplers and options, that can start at any batch.
 
-    Each DataLoader has one twin for its lifetime, so that persistent workers persist.
+    Each DataLoader has one twin during a run, so that persistent workers persist.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -95,6 +95,11 @@ class SkippingLoader:
         if twin is None:
             twin = _TWINS[loader] = cls(loader)
         return twin
+
+    @staticmethod
+    def forget(loader: DataLoader[Any]) -> None:
+        """Free the twin of a DataLoader, which ends its persistent workers."""
+        _TWINS.pop(loader, None)
 
     def iterate(
         self,

@@ -25,7 +25,7 @@ def counts_of(event: AnyEvent, *, epochs: int = 3, epoch_length: int = 10) -> li
     engine = idle_engine()
     seen: list[int] = []
     engine.connect(event, lambda engine: seen.append(engine.state.iteration))
-    engine.run(max_epochs=epochs, epoch_length=epoch_length)
+    engine.run(range(epoch_length), max_epochs=epochs)
     return seen
 
 
