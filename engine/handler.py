@@ -11,6 +11,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 ``engine.snapshots.take``       the state of this event, shared by all handlers that save it
 ``engine.snapshots.restore``    put a state back in place at the end of this iteration
 ``engine.snapshots.report_saved``  emit CHECKPOINT_SAVED
+``engine.snapshots.add_write``  a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
 ``engine.snapshots.run_id``     what distinguishes this run from every other; ``origin`` says where a loaded state came from
 ``engine.boundary.preempt``     save and stop at the next boundary, also from a signal handler
 ``engine.boundary.withdraw``    cancel a stop of `Engine.terminate` that has not taken effect

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +44,7 @@ class Snapshots(Part):
         self._shared: _Snapshot | None = None  # the one that all receivers of an event share
         self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
+        self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -93,6 +94,21 @@ class Snapshots(Part):
         engine.signals.emit(engine, Events.CHECKPOINT_SAVED)
         if shared is not None and (shared.is_copy or not engine.signal(Events.CHECKPOINT_SAVED).receivers):
             self._shared = shared  # other handlers may still have to write the state of this event
+
+    def add_write(self, join: Callable[[], object]) -> None:
+        """Note a write of this event's state that goes on in a thread; ``join`` waits for it."""
+        self._writes.append((self._event(), join))
+
+    def wait_for_earlier_writes(self) -> None:
+        """Wait for the writes of earlier events: a state that counts a version as kept is written after that version."""
+        now = self._event()
+        for event, join in self._writes:
+            if event != now:
+                join()
+        self._writes = [one for one in self._writes if one[0] == now]
+
+    def _event(self) -> tuple[int, bool]:
+        return self.engine.state.iteration, self.engine.state.epoch_open
 
     # ---- loading --------------------------------------------------------------------------------------------------
 

@@ -256,6 +256,13 @@ class Checkpoint(Handler):
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST)
+    def write_missing(self, engine: Engine) -> None:
+        """Write the version that the loaded state counts as kept, if the run that saved this state ended before it did."""
+        entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
+        if entry is not None and origin is not None and origin["manifest"]["handler"] != self.name:
+            self._write(engine, entry, asynchronous=False)
+
     def _run(self, engine: Engine) -> checkpoints.SavingRun:
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         position["steps"] = {update.name: update.steps for update in engine.updates}
@@ -313,15 +320,22 @@ class Checkpoint(Handler):
             return
         if self._saver.pending is not None:  # at an event without `collect_finished`
             self._collect_write(engine)
+        self._write(engine, entry, asynchronous=self.asynchronous)
+
+    def _write(self, engine: Engine, entry: checkpoints.Entry, *, asynchronous: bool) -> None:
+        """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""
         try:
-            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not self.asynchronous)
+            engine.snapshots.wait_for_earlier_writes()
+            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not asynchronous)
             self._sync_written(engine)
             write = self._saver.prepare(self._run(engine), entry, state, counted=True)
         except BaseException:
             self.retention.failed()
             raise
-        self._saver.start(write, asynchronous=self.asynchronous)
-        if not self.asynchronous:
+        self._saver.start(write, asynchronous=asynchronous)
+        if asynchronous:
+            engine.snapshots.add_write(write.join)
+        else:
             self._collect_write(engine)
 
     @on("wait_event", phase=Phase.PREPARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import build, spread
+from tests.kit import batches, build, mlp, spread
 
 
 def network() -> nn.Sequential:
@@ -1064,3 +1065,79 @@ def test_a_script_that_is_started_again_goes_on_by_itself(tmp_path: Path) -> Non
 def test_weights_alone_cannot_be_gone_on_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume=True, weights_only=True"):
         Checkpoint(tmp_path, resume=True, weights_only=True)
+
+
+# ---- two handlers that save at one event ---------------------------------------------------------------------------
+
+
+class DyingFiles(Files):
+    """The process ends at the n-th operation from when ``left`` is set."""
+
+    left = -1
+
+    def count(self) -> None:
+        self.left -= self.left >= 0
+        if self.left == 0:
+            os._exit(9)
+
+    def make_folder(self, path: Path) -> None:
+        self.count()
+        super().make_folder(path)
+
+    def write(self, path: Path, content: Any) -> None:
+        self.count()
+        super().write(path, content)
+
+    def sync(self, path: Path) -> None:
+        self.count()
+        super().sync(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.count()
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        self.count()
+        super().remove(path)
+
+
+def usual_pair(folder: Path, *, asynchronous: bool = False) -> Engine:
+    """The last state in every epoch, and the best by a loss that improves in every other epoch; in folders of their own."""
+    model = mlp(5, 8, 1)
+    best = Checkpoint(folder / "best", monitor="score", mode="min", asynchronous=asynchronous, name="z_best")
+    engine = build(model, Checkpoint(folder / "last", asynchronous=asynchronous, name="a_last"), best)
+
+    def score(engine: Engine) -> None:
+        engine.state.metrics["score"] = 10.0 - engine.state.epoch + 3 * (engine.state.epoch % 2)
+
+    engine.state.metrics.announce("user", ["score"])
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    return engine
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("operation", spread(range(1, 27), 9))
+def test_a_version_that_a_dying_process_did_not_write_is_written_on_resume(
+    tmp_path: Path, operation: int, asynchronous: bool
+) -> None:
+    whole = usual_pair(tmp_path / "whole", asynchronous=asynchronous)
+    whole.run(batches(), max_epochs=6)
+    if not (child := os.fork()):
+        files = Checkpoint.files = DyingFiles()
+        first = usual_pair(tmp_path / "cut", asynchronous=asynchronous)
+        first.connect(Events.EPOCH_COMPLETED(once=4), lambda engine: setattr(files, "left", operation))
+        first.run(batches(), max_epochs=6)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    again = usual_pair(tmp_path / "cut", asynchronous=asynchronous)
+    again.load_state_dict(Checkpoint.load(tmp_path / "cut" / "last"))
+    mine, theirs = (engine.handlers["z_best"] for engine in (again, whole))
+    assert isinstance(mine, Checkpoint)
+    assert isinstance(theirs, Checkpoint)
+    best: list[bool] = []
+    again.connect(Events.EPOCH_STARTED, lambda engine: best.append(mine.best is not None and mine.best.is_dir()))
+    again.run(batches(), max_epochs=6)
+    assert best[0]  # later ones may be written while an epoch starts
+    assert mine.kept == theirs.kept
+    assert sorted(os.listdir(mine.folder)) == sorted(os.listdir(theirs.folder))
+    assert fingerprint(again) == fingerprint(whole)
