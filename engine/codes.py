@@ -37,5 +37,29 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W8x: studies, ported loops, authors of handlers
     # C: what `Engine.check` finds before a run
     # G: what `handlers.Guards` finds in a run
+    "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
+    "G02": ("warning", "all gradients are zero"),
+    "G03": ("warning", "a step does not change the weights"),
+    "G04": ("warning", "the learning rate is 0"),
+    "G05": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "G06": ("warning", "modules are in eval mode in training"),
+    "G07": ("warning", "the forward draws random numbers in an evaluation: dropout is active"),
+    "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),
+    "G09": ("warning", "the weights differ between ranks"),
+    "G10": ("warning", "gradients are left from an iteration before: they were not cleared"),
+    "G11": ("warning", "the same batch comes again and again"),
+    "G12": ("warning", "labels are outside of the range of the classes"),
+    "G13": ("info", "the inputs are not normalised"),
+    "G14": ("warning", "inputs or the loss are NaN or infinite"),
+    "G15": ("warning", "each batch has labels of one class; information if it is always the same"),
+    "G16": ("warning", "all samples have the same output"),
+    "G17": ("warning", "the loss is exactly the same for different batches"),
+    "G18": ("warning", "the learning rate has fallen to almost nothing before the middle of the run"),
+    "G19": ("warning", "the gradients have grown a million times"),
+    "G20": ("warning", "something else than the engine calls optimizer.step()"),
+    "G21": ("warning", "the statistics of frozen normalisation layers move"),
+    "G22": ("warning", "only normalisation layers are trained, and the last layer is frozen"),
+    "G23": ("warning", "a spectral norm is evaluated before its power iteration has run"),
+    "G24": ("info", "the loss of an epoch is that of guessing"),
 }
 """For each code its default severity and what it means, in words that fit every case of it."""

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["EpochChecks", "has_nan", "held_by_optimizers", "names_of", "rates_of", "shown", "trainable"]
+__all__ = [
+    "EpochChecks",
+    "counts_versions",
+    "has_nan",
+    "held_by_optimizers",
+    "names_of",
+    "rates_of",
+    "shown",
+    "trainable",
+]
 
 _NORMS = nn.modules.batchnorm._NormBase
 
@@ -200,7 +209,7 @@ class _Before:
     @classmethod
     def of(cls, engine: Engine, update: UpdateState) -> _Before:
         parameters = [p for p in update.parameters if p.requires_grad]
-        counts = engine.overrides.step is None and _counts_versions(update)
+        counts = engine.overrides.step is None and counts_versions(update)
         return cls(update, update.steps, parameters, [p._version for p in parameters], [] if counts else _samples(parameters),
                    counts, _steps_counted(update), rates_of(update))  # fmt: skip
 
@@ -213,7 +222,7 @@ class _Before:
         return list(self.parameters) if same else []
 
 
-def _counts_versions(update: UpdateState) -> bool:
+def counts_versions(update: UpdateState) -> bool:
     """Whether the optimizer's step counts up the versions of what it changes: torch's do, but for fused kernels."""
     optimizer = update.optimizer
     return (
@@ -261,7 +270,7 @@ def has_nan(parameters: Sequence[Tensor]) -> bool:
     with torch.no_grad():
         largest = torch._foreach_norm(parts, float("inf"))  # NaN where an element is
         if len({(one.device, one.dtype) for one in largest}) > 1:
-            largest = [one.to(largest[0].device, torch.float32) for one in largest]
+            largest = tuple(one.to(largest[0].device, torch.float32) for one in largest)
         return bool(torch.stack(largest).isnan().any())
 
 

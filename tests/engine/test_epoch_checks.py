@@ -154,7 +154,7 @@ def test_a_discriminator_with_an_update_of_its_own_is_no_mistake() -> None:
 
 def test_statistics_frozen_within_an_epoch_are_no_mistake() -> None:
     engine = build(mlp(5, 8, 1, nn.BatchNorm1d(8)))
-    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.model[1].eval())
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.modules["model"].get_submodule("1").eval())
     engine.run(batches(), max_epochs=2)
 
 
