@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .distributed.sharded import is_sharded, local_part
+from .update import needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -87,6 +88,9 @@ class EpochChecks:
         parameters = [p for p in update.parameters if p.requires_grad]
         if steps < 1 or not parameters or [id(p) for p in parameters] != [id(p) for p in before.parameters]:
             return []
+        assert update.optimizer is not None
+        if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
+            return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
         left = before.left_alone()
         if not left:
             return []
@@ -95,7 +99,8 @@ class EpochChecks:
         if len(left) == len(parameters):
             engine.findings.report(
                 "W12",
-                f"{said}, but none of its {counted(len(parameters), 'parameter')} got a gradient",
+                f"{said}, but none of its {counted(len(parameters), 'parameter')} "
+                + ("got a gradient" if before.counts_versions else "changed"),
                 "let the forward use engine.model (not an older model, or a copy), without no_grad() and detach() between the "
                 "parameters and the loss",
                 key=update.name,
@@ -176,7 +181,7 @@ class EpochChecks:
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
-        if steps and rates and not any(rates):
+        if steps and rates and not any(rates) and before.is_unchanged():
             engine.findings.report(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
@@ -209,17 +214,21 @@ class _Before:
     @classmethod
     def of(cls, engine: Engine, update: UpdateState) -> _Before:
         parameters = [p for p in update.parameters if p.requires_grad]
-        counts = engine.overrides.step is None and counts_versions(update)
-        return cls(update, update.steps, parameters, [p._version for p in parameters], [] if counts else _samples(parameters),
-                   counts, _steps_counted(update), rates_of(update))  # fmt: skip
+        counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
+        values = _samples(parameters) if not counts or not any(rates) else []
+        versions = [p._version for p in parameters]
+        return cls(update, update.steps, parameters, versions, values, counts, _steps_counted(update), rates)
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""
         if self.counts_versions:
             return [p for p, version in zip(self.parameters, self.versions, strict=True) if p._version == version]
+        return list(self.parameters) if self.is_unchanged() else []
+
+    def is_unchanged(self) -> bool:
+        """Whether all parameters have the values that they had, of which samples are compared."""
         now = _samples(self.parameters)
-        same = all(bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
-        return list(self.parameters) if same else []
+        return all(bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
 
 
 def counts_versions(update: UpdateState) -> bool:

@@ -203,7 +203,7 @@ def test_two_processes_have_nothing_to_report(kind: str) -> None:
 def test_evaluation_is_not_checked() -> None:
     model = mlp(5, 8, 1)
     with torch.no_grad():
-        model[0].weight.fill_(float("nan"))
+        model.get_parameter("0.weight").fill_(float("nan"))
     Engine(Update.supervised(mse_loss), model=model).run(batches(), max_epochs=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, mse_loss
 
-from signalfire import Engine, Events, FindingError, Findings, Update
-from signalfire.handlers import Guards, LRScheduling
+from signalfire import Engine, Events, Finding, FindingError, Findings, Update
+from signalfire.handlers import DistributedDataParallel, Guards, LRScheduling
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import mistake
+from tests.processes import run_together
 
 
 def guarded(model: nn.Module, data: Any = None, *, every: str = "5it", epochs: int = 1, **options: Any) -> Engine:
@@ -166,6 +168,27 @@ def batch_statistics_that_move_in_the_evaluation(right: bool) -> None:
     evaluated(mlp(5, 8, 1, nn.BatchNorm1d(8)), lambda engine: engine.model[1].train(not right))
 
 
+def _on_two_ranks(right: bool) -> list[str]:
+    engine = build(mlp(5, 8, 1), DistributedDataParallel(timeout=60), Guards())
+
+    def drift(engine: Engine) -> None:
+        with torch.no_grad():
+            engine.modules["model"].get_parameter("0.bias").add_(1.0 if right else engine.processes.rank)
+
+    engine.connect(Events.ITERATION_COMPLETED(once=1), drift)
+    engine.run(batches(), max_epochs=1)
+    return [found.code for found in engine.findings.of_run()]
+
+
+@mistake("G09")
+def a_receiver_that_changes_the_weights_of_each_rank(right: bool) -> Findings:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in the two processes, whose findings come back
+        codes = run_together(_on_two_ranks, 2, right)
+    assert codes[0] == codes[1]
+    return Findings(Finding(code, "of both ranks", "see there") for code in codes[0])
+
+
 @mistake("G10")
 def a_second_backward_that_leaves_gradients(right: bool) -> None:
     model = mlp(5, 8, 1)
@@ -252,7 +275,7 @@ def an_input_that_the_forward_does_not_use(right: bool) -> None:
 def a_relu_as_the_last_layer_that_is_dead(right: bool) -> None:
     model = nn.Sequential(linear(5, 1), nn.Identity() if right else nn.ReLU())
     with torch.no_grad():
-        model[0].bias.fill_(-50.0)  # type: ignore[operator, union-attr]
+        model[0].bias.fill_(-50.0)
     guarded(model, optimizer=partial(torch.optim.SGD, lr=1e-3))
 
 
@@ -274,14 +297,14 @@ def a_schedule_meant_in_epochs_that_moves_by_steps(right: bool) -> None:
 
 @mistake("G19")
 def a_learning_rate_at_which_the_gradients_explode(right: bool) -> None:
-    guarded(mlp(5, 8, 1), every="1it", optimizer=partial(torch.optim.SGD, lr=0.1 if right else 20.0))
+    guarded(linear(5, 1), every="1it", epochs=3, optimizer=partial(torch.optim.SGD, lr=0.1 if right else 10.0))
 
 
 @mistake("G20")
 def a_ported_loop_that_still_calls_step(right: bool) -> None:
     engine = build(mlp(5, 8, 1), Guards())
     if not right:
-        engine.connect(Events.GRADIENTS_READY, lambda engine: engine.state.update.optimizer.step())  # type: ignore[union-attr]
+        engine.connect(Events.GRADIENTS_READY, lambda engine: engine.state.update.optimizer.step())
     engine.run(iter(batches()), max_iters=1)
 
 
@@ -299,8 +322,8 @@ def a_frozen_backbone_whose_statistics_move(right: bool) -> None:
 def labels_that_have_nothing_to_do_with_a_model_that_is_reset(right: bool) -> Findings:
     model = mlp(5, 8, 3)
     with torch.no_grad():
-        model[1].weight.mul_(1.0 if right else 1e-3)  # type: ignore[operator, union-attr]
-        model[1].bias.mul_(1.0 if right else 0.0)  # type: ignore[operator, union-attr]
+        model[1].weight.mul_(1.0 if right else 1e-3)
+        model[1].bias.mul_(1.0 if right else 0.0)
     data = batches(targets=(), classes=3)
     sgd = partial(torch.optim.SGD, lr=1e-4)
     return guarded(model, data, every="1it", loss=cross_entropy, optimizer=sgd).findings.of_run()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Finding, Findings, Update
 from signalfire.handlers import DistributedDataParallel, Guards
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import comes_right, mistake
@@ -85,36 +85,78 @@ def stackoverflow_60335387_zero_grad_is_missing_in_the_engine_s_step(right: bool
     return [p.tolist() for p in engine.model.parameters()]
 
 
-def _ranks(kind: str, right: bool) -> list[str]:
+def _in_two_processes(kind: str, right: bool) -> tuple[list[str], list[Any]]:
+    """The codes of the findings of a run on this rank, and the weights that it ends with."""
     model = mlp(5, 8, 1)
 
     def forward(engine: Engine, batch: Any) -> Any:
-        if kind == "unwrapped" and not right and engine.state.iteration % 2:
-            return model(batch[0])
-        return engine.model(batch[0])
+        wrapped = kind != "wrapped in part" or right or engine.state.iteration % 2 == 0
+        return (engine.model if wrapped else model)(batch[0])
 
-    engine = Engine(Update(forward, lambda engine, output, batch: mse_loss(output, batch[1]), SGD), model=model, seed=0)
+    update = Update(forward, lambda engine, output, batch: mse_loss(output, batch[1]), SGD)
+    engine = Engine(update, model=model, seed=0)
     engine.attach(DistributedDataParallel(timeout=60), Guards())
     if kind == "converted" and not right:
         engine.connect(Events.ITERATION_COMPLETED(once=1), lambda engine: model.double().float())
-    if kind == "data" and not right:
-
-        def drift(engine: Engine) -> None:
-            with torch.no_grad():
-                model[0].bias.add_(engine.processes.rank)  # type: ignore[operator, arg-type]
-
-        engine.connect(Events.ITERATION_COMPLETED(once=1), drift)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # the findings come back
         engine.run(batches(8), max_epochs=1)
-    return [found.code for found in engine.findings.of_run()] + [str(p.tolist()) for p in model.parameters()]
+    return [found.code for found in engine.findings.of_run()], [p.tolist() for p in model.parameters()]
 
 
-if __name__ == "__main__":
-    for kind in ("converted", "unwrapped", "data"):
-        for right in (True, False):
-            try:
-                a, b = run_together(_ranks, 2, kind, right)
-                print(kind, right, a == b, [x for x in a if len(x) == 3])
-            except Exception as e:
-                print(kind, right, str(e)[-1500:])
+@mistake("G09")
+def pytorch_104336_a_conversion_to_and_fro_ends_the_reduction_of_gradients(right: bool) -> Findings:
+    codes = run_together(partial(_in_two_processes, "converted", right), 2)[0][0]
+    return Findings(Finding(code, "of rank 0", "see there") for code in codes)
+
+
+@comes_right
+def x_jxmnop_ddp_out_of_sync_the_model_is_used_with_and_without_its_wrapper(right: bool) -> Any:
+    """The gradients of a window are reduced whichever of the two the forward calls: all ranks end alike."""
+    (codes, weights), (_, others) = run_together(partial(_in_two_processes, "wrapped in part", right), 2)
+    assert weights == others
+    return codes, weights
+
+
+class Attention(nn.Module):
+    """Calls dropout as a function, with a rate of its own that knows no mode."""
+
+    def __init__(self, *, right: bool) -> None:
+        super().__init__()
+        self.layer, self.right = linear(5, 1), right
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = 0.1 if self.training or not self.right else 0.0
+        return self.layer(dropout(x, rate, training=True) if rate else x)  # type: ignore[no-any-return]
+
+
+@mistake("G07")
+def transformers_33844_dropout_is_active_in_evaluation(right: bool) -> None:
+    engine = Engine(Update.supervised(mse_loss), model=Attention(right=right))
+    engine.attach(Guards())
+    engine.run(batches(1))
+
+
+class Augmented(Dataset[Tensor]):
+    """Noise from NumPy's global generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(np.random.rand())])
+
+
+@comes_right
+def stackoverflow_67180955_workers_draw_the_same_numpy_augmentation(right: bool) -> Any:
+    """Each sample has a seed of its own, whichever worker fetches it: all draws differ."""
+    seen: list[float] = []
+    engine = Engine(Update.from_function(lambda engine, batch: None), seed=0)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.extend(engine.state.batch.flatten().tolist()))
+
+    def seeded(worker: int) -> None:
+        np.random.seed(worker)
+
+    loader = DataLoader(Augmented(), batch_size=2, num_workers=2, worker_init_fn=seeded if right else None)
+    engine.run(loader)
+    return len(set(seen))
