@@ -70,10 +70,10 @@ class Guards(Handler):
 
     Example:
         >>> Guards(error=["G14"]).every
-        Interval(value=200, unit='it')
+        Interval(value=500, unit='it')
     """
 
-    def __init__(self, *, every: str | Interval = "200it", error: Sequence[str] = (), name: str | None = None) -> None:
+    def __init__(self, *, every: str | Interval = "500it", error: Sequence[str] = (), name: str | None = None) -> None:
         super().__init__(name=name)
         self.every = check_every(self, every, units=["it"])
         self.error = check_codes("Guards(error=)", error)

@@ -275,7 +275,7 @@ def an_input_that_the_forward_does_not_use(right: bool) -> None:
 def a_relu_as_the_last_layer_that_is_dead(right: bool) -> None:
     model = nn.Sequential(linear(5, 1), nn.Identity() if right else nn.ReLU())
     with torch.no_grad():
-        model[0].bias.fill_(-50.0)
+        model.get_parameter("0.bias").fill_(-50.0)
     guarded(model, optimizer=partial(torch.optim.SGD, lr=1e-3))
 
 
@@ -322,8 +322,8 @@ def a_frozen_backbone_whose_statistics_move(right: bool) -> None:
 def labels_that_have_nothing_to_do_with_a_model_that_is_reset(right: bool) -> Findings:
     model = mlp(5, 8, 3)
     with torch.no_grad():
-        model[1].weight.mul_(1.0 if right else 1e-3)
-        model[1].bias.mul_(1.0 if right else 0.0)
+        model.get_parameter("1.weight").mul_(1.0 if right else 1e-3)
+        model.get_parameter("1.bias").mul_(1.0 if right else 0.0)
     data = batches(targets=(), classes=3)
     sgd = partial(torch.optim.SGD, lr=1e-4)
     return guarded(model, data, every="1it", loss=cross_entropy, optimizer=sgd).findings.of_run()

@@ -80,7 +80,7 @@ def stackoverflow_60335387_zero_grad_is_missing_in_the_engine_s_step(right: bool
     """The engine clears the gradients of what its optimizers hold after every step."""
     engine = build(mlp(5, 8, 1))
     if right:
-        engine.connect(Events.UPDATE_STARTED, lambda engine: engine.state.update.optimizer.zero_grad())  # type: ignore[union-attr]
+        engine.connect(Events.UPDATE_STARTED, lambda engine: engine.state.update.optimizer.zero_grad())
     engine.run(batches(), max_epochs=1)
     return [p.tolist() for p in engine.model.parameters()]
 
