@@ -43,7 +43,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "G04": ("warning", "the learning rate is 0"),
     "G05": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
     "G06": ("warning", "modules are in eval mode in training"),
-    "G07": ("warning", "the forward draws random numbers in an evaluation: dropout is active"),
+    "G07": ("warning", "dropout is active in an evaluation"),
     "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),
     "G09": ("warning", "the weights differ between ranks"),
     "G10": ("warning", "gradients are left from an iteration before: they were not cleared"),

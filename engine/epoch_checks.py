@@ -31,6 +31,7 @@ __all__ = [
     "trainable",
 ]
 
+_INFINITY = float("inf")
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -71,11 +72,9 @@ class EpochChecks:
             return
         before, self._before = self._before, []
         stale = [p for one in before for p in self._check_updated(one, whole=whole)]
-        parts = _parts(self.engine)
-        if stale or [id(p) for p in _parameters(parts)] != self._known_ids:
+        if stale or list(map(id, _parameters(_parts(self.engine)))) != self._known_ids:
             self._check_held(stale)
-        roots = [self.engine.modules[name].training or not was for name, was in (self._roots or {}).items()]
-        if not all(roots) or [part.training for part in self._parts] != self._modes:
+        if [part.training for part in self._parts] != self._modes or not all(self._modes):
             self._check_modes()
         for one in before:
             self._check_finite(one.update)
@@ -85,15 +84,15 @@ class EpochChecks:
         """Which parameters the steps of this epoch left alone; returns those that are in no module."""
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
+        left = before.left_alone()
+        if steps < 1 or not left:
+            return []
         parameters = [p for p in update.parameters if p.requires_grad]
-        if steps < 1 or not parameters or [id(p) for p in parameters] != [id(p) for p in before.parameters]:
+        if [id(p) for p in parameters] != [id(p) for p in before.parameters]:
             return []
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
             return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
-        left = before.left_alone()
-        if not left:
-            return []
         names = names_of(engine)
         said = f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}"
         if len(left) == len(parameters):
@@ -266,8 +265,9 @@ def _steps_counted(update: UpdateState) -> int | None:
 
 def rates_of(update: UpdateState) -> list[float]:
     """The learning rates of an optimizer's groups; groups without one are omitted."""
-    groups = [] if update.optimizer is None else update.optimizer.param_groups
-    return [float(group["lr"]) for group in groups if group.get("lr") is not None]
+    groups: list[dict[str, Any]] = [] if update.optimizer is None else update.optimizer.param_groups
+    rates = [group["lr"] for group in groups if "lr" in group]
+    return [rate if type(rate) is float else float(rate) for rate in rates if rate is not None]
 
 
 def has_nan(parameters: Sequence[Tensor]) -> bool:
@@ -276,11 +276,10 @@ def has_nan(parameters: Sequence[Tensor]) -> bool:
     parts = [p for p in own if 0 not in p.shape and p.dtype.is_floating_point]
     if not parts:
         return False
-    with torch.no_grad():
-        largest = torch._foreach_norm(parts, float("inf"))  # NaN where an element is
-        if len({(one.device, one.dtype) for one in largest}) > 1:
-            largest = tuple(one.to(largest[0].device, torch.float32) for one in largest)
-        return bool(torch.stack(largest).isnan().any())
+    largest = torch._foreach_norm(parts, _INFINITY)  # NaN where an element is
+    if len({(one.device, one.dtype) for one in largest}) > 1:
+        largest = tuple(one.to(largest[0].device, torch.float32) for one in largest)
+    return bool(torch.stack(largest).isnan().any())
 
 
 def _parts(engine: Engine) -> list[nn.Module]:

@@ -34,11 +34,11 @@ from ._common.watching import (
     frozen_last_layer,
     gradient_facts,
     inputs_of,
+    is_compiled,
     labels_of,
     left_in_eval,
     moving_frozen_norms,
     out_of_range,
-    random_streams,
     same_for_all,
     statistics_of,
     total,
@@ -469,25 +469,18 @@ class Guards(Handler):
                 "divided by a random number",
                 "make one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
-        look.streams, look.statistics = random_streams(engine.device), statistics_of(engine)
+        look.statistics = statistics_of(engine)
+        if not is_compiled(engine):
+            engine.regions.enter(look.dropout)
 
     def _see_forward_end(self, engine: Engine) -> None:
         look = self._look
         assert look is not None
-        if any(not torch.equal(a, b) for a, b in zip(look.streams, random_streams(engine.device), strict=True)):
-            active = [
-                path
-                for root in engine.modules.values()
-                for path, part in root.named_modules()
-                if isinstance(part, nn.modules.dropout._DropoutNd) and part.training
-            ]
+        if look.dropout.seen:
             self._report(
                 engine,
                 "G07",
-                "the forward draws random numbers in an evaluation"
-                + (
-                    f": {active[0]!r} is in training mode" if active else ", though all dropout layers are in eval mode"
-                ),
+                "the forward of an evaluation computes dropout",
                 "leave the model in eval mode; give dropout functions training=self.training",
             )
         now = statistics_of(engine)

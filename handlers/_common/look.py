@@ -12,7 +12,7 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Phase, UpdateState
 
-from .watching import trained_elsewhere
+from .watching import ActiveDropout, trained_elsewhere
 
 __all__ = ["Look"]
 
@@ -24,14 +24,14 @@ class Look:
         iteration: where it began.
         pending: the updates of which it has seen no step.
         seen: by update, the loss, what distinguishes the batch, and the inputs.
-        streams, statistics: what an evaluation must not change.
+        dropout: whether an evaluation computes it; statistics: what it must not change.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.iteration = engine.state.iteration
         self.pending = {update.name for update in engine.updates}
         self.seen: dict[str, tuple[Tensor, Any, Tensor | None]] = {}
-        self.streams: list[Tensor] = []
+        self.dropout = ActiveDropout()
         self.statistics: dict[str, Tensor] = {}
         self._engine = engine
         self._attachments: list[Attachment] = []
