@@ -111,7 +111,7 @@ class EpochChecks:
                 f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) got no gradient",
                 "if they are to be trained, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
                 "them (requires_grad_(False), Freezing) or leave them out of the optimizer",
-                key=update.name,
+                key=(update.name, 2 * missing >= total),
                 severity="warning" if 2 * missing >= total else "info",
             )
         return [p for p in left if p not in names]

@@ -210,6 +210,7 @@ class Guards(Handler):
                     "each batch has the labels of one class only"
                     + (": the data is sorted by class" if several else f", {low}, so far"),
                     "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
+                    key=several,
                     severity="warning" if several else "info",
                 )
         if inputs is not None and inputs.numel():
@@ -406,7 +407,7 @@ class Guards(Handler):
                 else f"the loss of update {update.name!r} {where} is {value}",
                 "look for NaN in the data, a logarithm or division by zero, or too high a learning rate; NonFiniteGuard() skips "
                 "such steps",
-                key=update.name,
+                key=(update.name, math.isfinite(value)),
                 severity="info" if math.isfinite(value) else "warning",
             )
         facts.losses = [*facts.losses[-2:], (value, what)]

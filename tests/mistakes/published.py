@@ -1,7 +1,7 @@
 """Published silent errors of training, by meaning: those of the TrainCheck study (OSDI 2025) that run on a CPU.
 
 Of its 18 cases, 7 are here. The other 11 need what is not here: several GPUs or a fault of a GPU, a driver or an interconnect
-(baichuan2-86, pytorch-84803, pytorch-96600), tensor or pipeline parallel training with DeepSpeed (deepspeed-1801,
+(baichuan2-86, pytorch-84803, pytorch-96600), training with DeepSpeed (deepspeed-1801,
 deepspeed-5794), a compiler whose bug is mended (pytorch-115607, lightning-thunder-725), or a version of another library that has
 the error in its own code, outside of any training loop (mmpretrain-702, transformers-17877, transformers-23723,
 transformers-34204).
