@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .distributed.sharded import is_sharded, local_part
+from .events import Events
 from .update import needs_closure
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ class EpochChecks:
                 "check lr= and the schedule: its warm-up, and in what unit its total is given",
                 key=update.name,
             )
-        if update.window.was_cleared:
+        # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
+        if update.window.was_cleared and not engine.signal(Events.BACKWARD_COMPLETED).connections:
             engine.findings.report(
                 "W16",
                 f"gradients of update {update.name!r} were cleared inside an accumulation window of "

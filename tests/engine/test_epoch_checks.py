@@ -182,6 +182,19 @@ def test_a_window_that_is_resumed_in_its_middle_is_not_taken_for_a_cleared_one()
     resumed.run(batches(), max_epochs=2)
 
 
+def test_gradients_replaced_by_masked_ones_are_not_taken_for_cleared_ones() -> None:
+    model = mlp(5, 8, 1)
+    engine = build(model, GradientAccumulation(3))
+
+    @engine.on(Events.BACKWARD_COMPLETED)
+    def mask(engine: Engine) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * (parameter.grad > 0)
+
+    engine.run(batches(), max_epochs=1)
+
+
 def test_steps_that_the_guard_skipped_leave_nothing_to_report() -> None:
     data = batches()
     data[1][0][0, 0] = float("nan")
