@@ -229,7 +229,7 @@ class _Before:
     def is_unchanged(self) -> bool:
         """Whether all parameters have the values that they had, of which samples are compared."""
         now = _samples(self.parameters)
-        return all(bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
+        return all(not a.is_meta and bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
 
 
 def counts_versions(update: UpdateState) -> bool:
@@ -275,7 +275,7 @@ def rates_of(update: UpdateState) -> list[float]:
 def has_nan(parameters: Sequence[Tensor]) -> bool:
     """Whether any element is NaN; this rank's part of sharded parameters. It waits for the device once."""
     own = [p if type(p) is nn.Parameter else local_part(p) for p in parameters]
-    parts = [p for p in own if 0 not in p.shape and p.dtype.is_floating_point]
+    parts = [p for p in own if 0 not in p.shape and p.dtype.is_floating_point and not p.is_meta]
     if not parts:
         return False
     largest = torch._foreach_norm(parts, _INFINITY)  # NaN where an element is

@@ -48,7 +48,7 @@ from ._common.watching import (
 __all__ = ["Guards"]
 
 _FIRST = 3  # iterations that are looked at as a run begins
-_LONGEST = 1000  # iterations after which a look that saw no step of some update ends
+_LONGEST = 500  # iterations after which a look that saw no step of some update ends
 
 
 class Guards(Handler):
@@ -70,10 +70,10 @@ class Guards(Handler):
 
     Example:
         >>> Guards(error=["G14"]).every
-        Interval(value=500, unit='it')
+        Interval(value=1000, unit='it')
     """
 
-    def __init__(self, *, every: str | Interval = "500it", error: Sequence[str] = (), name: str | None = None) -> None:
+    def __init__(self, *, every: str | Interval = "1000it", error: Sequence[str] = (), name: str | None = None) -> None:
         super().__init__(name=name)
         self.every = check_every(self, every, units=["it"])
         self.error = check_codes("Guards(error=)", error)
@@ -151,7 +151,7 @@ class Guards(Handler):
         self._check_ranks(engine)
         self._check_batch(engine)
         self._check_model(engine)
-        self._look = look = Look(engine)
+        self._look = look = Look(engine, self.name)
         self._check_left_over(engine)
         look.connect(Events.LOSS_COMPUTED, self._see_loss)
         look.connect(Events.GRADIENTS_READY, self._see_gradients)
@@ -454,7 +454,7 @@ class Guards(Handler):
     @on("evaluation_event", phase=Phase.RECORD)
     def look_at_evaluation(self, engine: Engine) -> None:
         """Look at the first batch of an evaluation."""
-        self._look = look = Look(engine)
+        self._look = look = Look(engine, self.name)
         look.connect(Events.UPDATE_STARTED, self._see_forward_begin)
         look.connect(Events.UPDATE_COMPLETED, self._see_forward_end)
         look.connect(Events.ITERATION_COMPLETED, lambda engine: look.close())

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from signalfire import Attachment, Engine, Events, Phase, UpdateState
+from signalfire import Engine, Events, Phase, UpdateState
+from signalfire.connection import Connection
+from signalfire.signals import Signal
 
 from .watching import ActiveDropout, trained_elsewhere
 
@@ -27,14 +29,15 @@ class Look:
         dropout: whether an evaluation computes it; statistics: what it must not change.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, owner: str) -> None:
         self.iteration = engine.state.iteration
         self.pending = {update.name for update in engine.updates}
         self.seen: dict[str, tuple[Tensor, Any, Tensor | None]] = {}
         self.dropout = ActiveDropout()
         self.statistics: dict[str, Tensor] = {}
         self._engine = engine
-        self._attachments: list[Attachment] = []
+        self._owner = owner
+        self._connections: list[tuple[Signal, Connection]] = []
         self._samples: dict[str, tuple[Tensor, int, float]] = {}
         self._steps = {update.name: update.steps for update in engine.updates}
         self._calls = dict.fromkeys(self._steps, 0)
@@ -104,12 +107,15 @@ class Look:
 
     def connect(self, event: Events, receiver: Callable[[Engine], None]) -> None:
         """Have a receiver called while the look lasts."""
-        self._attachments.append(self._engine.connect(event, receiver, phase=Phase.RECORD))
+        connection = Connection(receiver, Phase.RECORD, 0, None, self._owner)
+        signal = self._engine.signal(event)
+        signal.add(connection)
+        self._connections.append((signal, connection))
 
     def close(self) -> None:
         """Disconnect everything."""
-        for attachment in self._attachments:
-            attachment.detach()
+        for signal, connection in self._connections:
+            signal.remove(connection)
         for hook in self._hooks:
             hook.remove()
-        self._attachments, self._hooks = [], []
+        self._connections, self._hooks = [], []
