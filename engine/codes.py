@@ -17,6 +17,17 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W0x: metrics and what monitors them
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
+    "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "W12": ("warning", "steps were made, but no parameter got a gradient"),
+    "W13": (
+        "warning",
+        "parameters in the optimizer got no gradient in an epoch; information if they are the smaller part",
+    ),
+    "W14": ("warning", "modules were put into eval mode during training and left in it"),
+    "W15": ("warning", "weights are NaN"),
+    "W16": ("warning", "gradients were cleared inside an accumulation window"),
+    "W17": ("warning", "something else than the engine calls optimizer.step()"),
+    "W18": ("warning", "the learning rate is 0 for an epoch"),
     # W2x: data
     "W21": ("warning", "the data gives more batches than its length"),
     # W3x: checkpoints and resuming
@@ -27,5 +38,29 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W8x: studies, ported loops, authors of handlers
     # C: what `Engine.check` finds before a run
     # G: what `handlers.Guards` finds in a run
+    "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
+    "G02": ("warning", "all gradients are zero"),
+    "G03": ("warning", "a step does not change the weights"),
+    "G04": ("warning", "the learning rate is 0"),
+    "G05": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "G06": ("warning", "modules are in eval mode in training"),
+    "G07": ("warning", "dropout is active in an evaluation"),
+    "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),
+    "G09": ("warning", "the weights differ between ranks"),
+    "G10": ("warning", "gradients are left from an iteration before: they were not cleared"),
+    "G11": ("warning", "the same batch comes again and again"),
+    "G12": ("warning", "labels are outside of the range of the classes"),
+    "G13": ("info", "the inputs are not normalised"),
+    "G14": ("warning", "inputs or the loss are NaN or infinite"),
+    "G15": ("warning", "each batch has labels of one class; information if it is always the same"),
+    "G16": ("warning", "all samples have the same output"),
+    "G17": ("warning", "the loss is exactly the same for different batches"),
+    "G18": ("warning", "the learning rate has fallen to almost nothing before the middle of the run"),
+    "G19": ("warning", "the gradients have grown a million times"),
+    "G20": ("warning", "something else than the engine calls optimizer.step()"),
+    "G21": ("warning", "the statistics of frozen normalisation layers move"),
+    "G22": ("warning", "only normalisation layers are trained, and the last layer is frozen"),
+    "G23": ("warning", "a spectral norm is evaluated before its power iteration has run"),
+    "G24": ("info", "the loss of an epoch is that of guessing"),
 }
 """For each code its default severity and what it means, in words that fit every case of it."""

@@ -217,7 +217,7 @@ class Reports(Part):
 
     def add(self, found: Finding, *, key: Any = None) -> None:
         """Report a finding that was made elsewhere; see `report`."""
-        if self._is_allowed(found.code):
+        if self.is_allowed(found.code):
             return
         root = self
         while root._parent is not None:
@@ -229,8 +229,9 @@ class Reports(Part):
         if found.severity != "info":
             warn(found)
 
-    def _is_allowed(self, code: str) -> bool:
-        parent = self._parent is not None and self._parent._is_allowed(code)
+    def is_allowed(self, code: str) -> bool:
+        """Whether a code is silenced: by this engine, by the one that runs it, or by `allow`."""
+        parent = self._parent is not None and self._parent.is_allowed(code)
         return code in self.allowed or code in _allowed.get() or parent
 
     def of_run(self) -> Findings:

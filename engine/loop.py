@@ -28,6 +28,7 @@ import torch
 from .boundary import discard_windows
 from .data.source import Source
 from .data.streamed import END
+from .epoch_checks import EpochChecks
 from .events import Events
 from .regions import note_problems
 from .restore import Modes
@@ -243,6 +244,7 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if engine.boundary.is_awake:
             engine.boundary.attend()
+        self.checks = EpochChecks(engine)
 
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
@@ -262,6 +264,7 @@ class Loop:
         engine.feed.find_epoch_end()
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
+        self.checks.begin_epoch()
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
@@ -299,6 +302,7 @@ class Loop:
         state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
+        self.checks.end_epoch()
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         if boundary.is_awake:
             boundary.attend()
@@ -315,6 +319,8 @@ class Loop:
     def finish(self) -> None:
         """Emit what comes after the last epoch."""
         engine = self.engine
+        if engine.state.epoch_open:
+            self.checks.end_epoch(whole=False)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
         engine.signals.emit(engine, Events.COMPLETED)

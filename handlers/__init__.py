@@ -22,6 +22,7 @@ from .gradient_accumulation import GradientAccumulation
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
+from .guards import Guards
 from .history import History
 from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
@@ -68,6 +69,7 @@ __all__ = [
     "GradientClipping",
     "GradientNoise",
     "GradientNorms",
+    "Guards",
     "History",
     "JSONLinesLogger",
     "LRScheduling",

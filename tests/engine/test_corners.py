@@ -378,6 +378,7 @@ def test_an_epochs_end_is_emitted_once_wherever_the_run_was_cut(bounds: dict[str
 # ---- compositions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_metrics_of_one_of_several_updates_have_to_say_which() -> None:
     models = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
 

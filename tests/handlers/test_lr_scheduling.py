@@ -703,6 +703,7 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.filterwarnings("ignore:W18")
 def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
     factory = partial(COUNTED[kind], t_in_epochs=every == "1ep")
     for window in (1, 4):

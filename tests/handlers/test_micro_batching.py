@@ -206,6 +206,7 @@ def test_a_skip_in_one_piece_skips_the_batch(event: Events) -> None:
 # ---- what is seen --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_afterwards_the_whole_batch_is_there_again() -> None:
     data = make_data([8, 7])
     whole = trained()

@@ -279,6 +279,7 @@ def test_a_run_that_ends_earlier_parts_there() -> None:
 
 
 @pytest.mark.parametrize("value", spread([float("nan"), float("inf")], 1))
+@pytest.mark.filterwarnings("ignore:W15")
 def test_what_is_not_finite_parts_the_runs_under_any_tolerance_unless_both_have_it(value: float) -> None:
     def spoil(engine: Engine) -> None:
         with torch.no_grad():

@@ -89,8 +89,8 @@ def read_by(engine: Engine) -> list[Any]:
 
 def trainer() -> Engine:
     """Trains one number; each batch is a number."""
-    model = nn.Linear(1, 1)
-    step = Update.from_function(lambda engine, batch: engine.model.bias.sum() * batch, partial(SGD, lr=0.1))
+    model = nn.Linear(1, 1, bias=False)
+    step = Update.from_function(lambda engine, batch: engine.model.weight.sum() * batch, partial(SGD, lr=0.1))
     return Engine(step, model=model, seed=0)
 
 
