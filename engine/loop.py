@@ -28,6 +28,7 @@ import torch
 from .boundary import discard_windows
 from .data.source import Source
 from .data.streamed import END
+from .data_checks import check_data, check_epoch, check_steps
 from .events import Events
 from .regions import note_problems
 from .restore import Modes
@@ -230,6 +231,7 @@ class Loop:
                 update.discard()
         engine.signals.emit(engine, Events.STARTED)
         was_loaded = engine.snapshots.apply_loaded()
+        check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
@@ -299,6 +301,7 @@ class Loop:
         state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
+        check_epoch(engine)
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         if boundary.is_awake:
             boundary.attend()
@@ -317,6 +320,8 @@ class Loop:
         engine = self.engine
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
+        else:
+            check_steps(engine)
         engine.signals.emit(engine, Events.COMPLETED)
 
     def report(self, error: BaseException) -> None:
