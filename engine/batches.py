@@ -1,10 +1,12 @@
-"""The structure of a batch: tensors in nested tuples, lists, mappings, named tuples and dataclasses."""
+"""The structure of a batch: tensors in nested tuples, lists, deques, mappings, named tuples and classes with known fields."""
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +38,8 @@ def samples_in(batch: Any) -> int:
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """A batch of the same structure with ``function(leaf)`` in place of every leaf.
 
-    Containers are tuples, named tuples, lists, mappings and dataclasses. Anything else is a leaf, and so is anything with a
-    ``to`` method, such as tensors and packed sequences.
+    Containers are tuples, named tuples, lists, deques, mappings, dataclasses, namespaces, and the classes of attrs and pydantic.
+    Anything else is a leaf, and so is anything with a ``to`` method, such as tensors and packed sequences.
 
     Example:
         >>> map_leaves(lambda number: number + 1, {"x": [1, 2], "y": (3,)})
@@ -56,9 +58,24 @@ def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), lambda held: type(value)(*held)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):  # torch.Size holds only numbers
         return list(value), type(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value)]
-        return [getattr(value, name) for name in names], lambda held: _dataclass_like(value, names, held)
+    if isinstance(value, deque):
+        return list(value), lambda held: deque(held, value.maxlen)
+    if (names := _field_names(value)) is not None:
+        return [getattr(value, name) for name in names], lambda held: _fields_like(value, names, held)
+    return None
+
+
+def _field_names(value: Any) -> list[str] | None:
+    """The names of an object's fields, if its class says what they are."""
+    if isinstance(value, type):
+        return None
+    if is_dataclass(value):
+        return [one.name for one in fields(value)]
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value))
+    for mark in ("__attrs_attrs__", "__pydantic_fields__"):  # a tuple of attributes with names, a mapping by name
+        if (known := getattr(type(value), mark, None)) is not None:
+            return [one if isinstance(one, str) else one.name for one in known]
     return None
 
 
@@ -69,7 +86,7 @@ def _mapping_like(value: Mapping[Any, Any], held: list[Any]) -> Any:
     return new
 
 
-def _dataclass_like(value: Any, names: list[str], held: list[Any]) -> Any:
+def _fields_like(value: Any, names: list[str], held: list[Any]) -> Any:
     new = copy.copy(value)
     for name, part in zip(names, held, strict=True):
         object.__setattr__(new, name, part)  # also of a frozen one

@@ -30,6 +30,13 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W18": ("warning", "the learning rate is 0 for an epoch"),
     # W2x: data
     "W21": ("warning", "the data gives more batches than its length"),
+    "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
+    "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
+    "W24": ("warning", "workers have copies of a generator that the data set holds"),
+    "W25": ("warning", "ranks that share data have other data each, of which a part is never used"),
+    "W26": ("warning", "each worker reads all of the data set, so that samples come several times"),
+    "W27": ("warning", "normalisation over batches of one sample"),
+    "W28": ("warning", "the batches of the data were changed in place"),
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
     # W5x: evaluation

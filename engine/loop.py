@@ -28,6 +28,7 @@ import torch
 from .boundary import discard_windows
 from .data.source import Source
 from .data.streamed import END
+from .data_checks import check_data, check_epoch, check_steps
 from .epoch_checks import EpochChecks
 from .events import Events
 from .regions import note_problems
@@ -231,6 +232,7 @@ class Loop:
                 update.discard()
         engine.signals.emit(engine, Events.STARTED)
         was_loaded = engine.snapshots.apply_loaded()
+        check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
@@ -303,6 +305,7 @@ class Loop:
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
         self.checks.end_epoch()
+        check_epoch(engine)
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         if boundary.is_awake:
             boundary.attend()
@@ -323,6 +326,8 @@ class Loop:
             self.checks.end_epoch(whole=False)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
+        else:
+            check_steps(engine)
         engine.signals.emit(engine, Events.COMPLETED)
 
     def report(self, error: BaseException) -> None:

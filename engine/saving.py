@@ -59,6 +59,8 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     """Restore a loaded state in place; returns the position in the data."""
     saved = _own_part(engine, saved)
     check_fit(engine, saved, allowed)
+    if engine.training:
+        engine.feed.check_extent(saved)
     parameters = (p for root in engine.modules.values() for p in root.parameters())
     saved = read_shards(saved, parameters=parameters, device=engine.device)
     for name, root in engine.modules.items():
@@ -162,8 +164,12 @@ def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -
             return iteration - rounds
 
         position["epoch_start"] = converted(position["epoch_start"])
+        extent = data.get("extent_now", {})  # batches of another size are meant, if the number of ranks is another one
+        data = dict(data) | {"extent_now": {"samples": extent["samples"]} if "samples" in extent else {}}
         if "started_at" in data:
-            data = dict(data) | {"started_at": converted(data["started_at"])}
+            data["started_at"] = converted(data["started_at"])
+    elif data is not None:
+        data = dict(data) | {"extent_now": {}}
     updates = {name: dict(part) | {"window": None} for name, part in saved["updates"].items()}
     random = saved["random"]
     if processes.rank:  # each rank has its own random stream

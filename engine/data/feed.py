@@ -24,6 +24,7 @@ class Feed:
         position: Saved position in the data, until an epoch resumes there.
         has_data: Whether the run has data. Without data, every batch is None.
         epoch_end: Last iteration of the epoch; 0 while unknown.
+        versions: How often the tensors of a list of batches had been changed in place when the run began; None if not known.
     """
 
     def __init__(self, state: State) -> None:
@@ -32,6 +33,7 @@ class Feed:
         self.position: dict[str, Any] | None = None
         self.has_data = False
         self.epoch_end = 0
+        self.versions: int | None = None
 
     @property
     def current(self) -> Source:
@@ -73,8 +75,24 @@ class Feed:
         source = self.current
         self.position = position
         source.load(max(self.state.epoch - 1, 0))
+        source.loaded = True
         self.state.epoch_length = source.epoch_length
         source.seed = seed
+
+    def check_extent(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError if a saved run stood inside an epoch of data with another length or batch size."""
+        position, source = saved.get("data"), self.source
+        place = saved["engine"]
+        if (
+            position is None
+            or source is None
+            or "random" not in position
+            or not (place["epoch_open"] or source.continues)
+        ):
+            return
+        read = place["iteration"] - position["started_at"]
+        if read > 0 and (source.continues or read != position.get("extent_now", {}).get("batches")):
+            source.check_extent(position, f"epoch {place['epoch']}, iteration {place['iteration']}")
 
     def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
         """Raise DataError if the data cannot go back to a position within this run."""

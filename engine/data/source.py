@@ -12,19 +12,17 @@ from torch.utils.data import default_collate, default_convert
 
 from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
+from .extent import check_same_extent, extent_of
+from .held_generators import HeldGenerators, draws_in_workers
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
-from .streamed import END, Streamed, inner, keeps_position
+from .streamed import END, RereadingWarning, Streamed, inner, keeps_position
 
 __all__ = ["DataError", "FirstBatches", "RereadingWarning", "Source"]
 
 
 class DataError(ValueError):
     """The data is empty, shorter than its length, or cannot be iterated again."""
-
-
-class RereadingWarning(UserWarning):
-    """The data is re-read from its start to reach the saved position: it supports neither skipping nor ``state_dict()``."""
 
 
 class FirstBatches:
@@ -102,6 +100,8 @@ class Source:
         self.started_at = 0
         self.number = 0
         self.saved: dict[str, Any] = {}
+        self.loaded = False  # whether the position comes from a loaded state
+        self._held: tuple[Any, HeldGenerators] | None = None
         self.left: dict[str, Any] | None = None  # the position at which the iterator was released
         self.round_shares: dict[int, float] = {}  # share of this rank's batch, by round, where sizes differ
         # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
@@ -207,6 +207,8 @@ class Source:
             "generators": states[1],
             "epochs": epochs_of(self.data),
         }
+        if self.held:
+            self.saved["held"] = self.held.states()
         if self.policy != "round_robin" or self.processes.is_rank_zero:
             return self._iterate(0)
         with unchanged_random_state():
@@ -225,7 +227,7 @@ class Source:
         elif self.epoch_length is None or keeps_position(inner(self.data)) or read_by_all:
             own_streams = self.saved["ahead"] or keeps_position(inner(self.data)) or read_by_all
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
-            self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start))
+            self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start), self.held)
             if start and self.skips and (place := self.saved.get("place")) is not None:
                 self.iterator.streams = place["streams"]
         else:
@@ -324,8 +326,30 @@ class Source:
         if persistent and skippable(inner(self.data)):
             SkippingLoader.forget(inner(self.data))
 
+    @property
+    def held(self) -> HeldGenerators:
+        """The generators that the data of a training run holds; those of an evaluation are left as they are."""
+        data = None if self.omit_padding else inner(self.data)
+        if self._held is None or self._held[0] is not data:
+            self._held = data, HeldGenerators(data)
+        return self._held[1]
+
+    def check_extent(self, saved: Mapping[str, Any], place: str) -> None:
+        """Raise ValueError if a position inside an epoch was saved with data of another length or batch size."""
+        if not callable(getattr(self.given, "of_epoch", None)):
+            check_same_extent(saved.get("extent_now", {}), inner(self.data), place)
+
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Continue the pass of a saved run after the batches it had read: these are skipped if possible, else read again."""
+        self.held.put_back(saved.get("held", {}))
+        iterator = self._resume(saved, iteration)
+        data = inner(self.data)
+        # With workers only samplers draw here, as far ahead as they did; `batches_from` may draw the order as it begins.
+        if not draws_in_workers(data) and not (self.skips and hasattr(data, "batches_from")):
+            self.held.put_back(saved.get("held_now", {}))
+        return iterator
+
+    def _resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         set_random_state(saved["random"])
         self._set_generators(saved["generators"])
         set_epochs(self.data, saved["epochs"])
@@ -369,7 +393,11 @@ class Source:
             "epochs_now": epochs_of(self.data),
             "batch_size_now": self.batch_size,
             "first": self.first,
+            "extent_now": extent_of(inner(self.data)),
         }
+        if self.held:
+            ahead = isinstance(self.iterator, Streamed) and self.iterator.read and self.iterator.held
+            now["held_now"] = ahead or self.held.states()
         if not self.saved:
             return now
         if self.completed:
@@ -379,6 +407,8 @@ class Source:
         if not isinstance(iterator, Streamed) or not keeps_position(inner(self.data)):
             return saved | now
         place = iterator.place()
+        if place is None:
+            return saved | now
         return saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
 
     def prepare_next_pass(self, saved: Mapping[str, Any], *, announced: bool) -> None:
@@ -391,6 +421,8 @@ class Source:
         if saved["first"] != self.first:
             return  # the data was reloaded for this epoch
         self._set_generators(saved["generators_now"])
+        if self.loaded:
+            self.held.put_back(saved.get("held_now", {}))
         if announced:
             set_epochs(self.data, saved["epochs_now"])
         data = inner(self.data)
