@@ -188,6 +188,9 @@ class Handler:
     def detached(self, engine: Engine) -> None:
         """Called when the handler leaves: undo what `attached` changed."""
 
+    def rehearse(self, engine: Engine) -> None:
+        """Called at the end of a `FastDevRun`: do once what the handler's interval was too long for in its few batches."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs, in types that ``torch.load(weights_only=True)`` accepts."""
         return {}

@@ -21,7 +21,7 @@ class DeviceTransfer(Handler):
 
     A batch may be a tensor, or nested tuples, lists, dicts, named tuples or dataclasses of tensors and of other objects with
     a ``to`` method, such as packed sequences; objects without ``to`` are left unchanged. The model stays on the device after
-    the run.
+    the run. An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits this handler.
 
     With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a
     value back (``loss.item()``), so the next batch is copied while the GPU still computes on this one. The order of loading

@@ -44,8 +44,9 @@ class FirstBatches:
     """
 
     def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
+        limited = isinstance(data, FirstBatches)
+        self.data = data.data if limited else data
+        self.count = min(count, data.count) if limited else count
 
     @property
     def limited_data(self) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
+from signalfire.evaluation_findings import watch_averages
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -46,13 +47,21 @@ class AveragedWeights(Handler):
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, now that the model is set up."""
         self._averages.bind(engine, self.name)
+        watch_averages(self)
 
     @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE)
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
+            if (loaded := engine.snapshots.loaded_state_of(self.name)) is not None:
+                self.load_state_dict(loaded)  # before the run that puts it in place, too
             self._averages.bind(engine, self.name)
         engine.regions.enter(self._averages.in_place())
+
+    def differs(self) -> bool:
+        """Whether the engine's weights are not the averages that an evaluation would put in their place."""
+        engine = self.engine
+        return engine is not None and self._averages.differ_from(engine)
 
     @on(Events.WEIGHTS_LOADED)
     def use_loaded_weights(self, engine: Engine) -> None:
@@ -192,6 +201,17 @@ class Averages:
                     holder[key] = tensor
             torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
             self.swapped = False
+
+    def differ_from(self, engine: Engine) -> bool:
+        """Whether there are averages to swap in, and a parameter of the engine that is not equal to its average."""
+        if self.swapped or self.overruled or not self.values:
+            return False
+        return any(
+            (average := self.values.get(f"{name}.{key}")) is not None
+            and (is_sharded(tensor) or not torch.equal(tensor.detach().to(average), average))
+            for name, root in engine.modules.items()
+            for key, tensor in root.named_parameters()
+        )
 
     @torch.no_grad()
     def take_buffers(self) -> None:

@@ -21,7 +21,6 @@ from signalfire.handlers import (
     EarlyStopping,
     FastDevRun,
     GradientAccumulation,
-    LimitBatches,
     LRScheduling,
     Metrics,
     Seeding,
@@ -203,9 +202,6 @@ def test_wrong_use_is_refused() -> None:
         kind = ValueError if type(count) is int else TypeError
         with pytest.raises(kind, match=rf"FastDevRun\(batches={count!r}\)"):
             FastDevRun(count)  # type: ignore[arg-type]
-    trainer = engine_of(network(), FastDevRun())
-    with pytest.raises(ValueError, match="both 'fast_dev_run' and 'limit_batches'"):
-        trainer.attach(LimitBatches(2))
     trainer = engine_of(network())
     trainer.connect(Events.ITERATION_COMPLETED, lambda engine: engine.attach(FastDevRun()) and None)
     with pytest.raises(RuntimeError, match=r"'fast_dev_run'.*before run\(\)"):
