@@ -137,8 +137,8 @@ def inherited(engine: Engine, evaluator: Engine | None = None) -> list[tuple[Eve
     """The receivers that an evaluator has while this engine runs it, because training prepares its batches with them.
 
     These are the receivers of GET_BATCH_COMPLETED in Phase.PREPARE without a filter, and what handlers of the device and of the
-    precision do at MODEL_SETUP and FORWARD_STARTED. A handler is not inherited by an evaluator that has one of its class, or one
-    that overrides the same; neither is a function that is connected there, too.
+    precision do at MODEL_SETUP and FORWARD_STARTED. A handler is not inherited by an evaluator that has an enabled one of its
+    class, or one that overrides the same; neither is a function that is connected there, too, nor a handler that only trains.
 
     Args:
         engine: the engine that evaluates.
@@ -154,6 +154,8 @@ def inherited(engine: Engine, evaluator: Engine | None = None) -> list[tuple[Eve
             if one.phase not in phases or one.filter is not None:
                 continue
             handler = _handler_of(one)
+            if handler is not None and handler.trains:
+                continue
             if event is not Events.GET_BATCH_COMPLETED and not _overridden_by(handler):
                 continue
             if evaluator is None or not _has_its_own(evaluator, event, one, handler):

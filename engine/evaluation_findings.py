@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .distributed.sharded import is_sharded, local_part
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -65,14 +67,15 @@ def _shares_nothing(engine: Engine, evaluator: Engine) -> bool:
 
 def _weights_of(engine: Engine, evaluator: Engine) -> _Weights:
     with torch.no_grad():
-        sums = tuple(
-            float(p.detach().double().sum()) if p.device.type != "meta" else 0.0 for p in _parameters(evaluator)
-        )
+        own = [local_part(parameter.detach()) for parameter in _parameters(evaluator)]
+        sums = tuple(0.0 if part.device.type == "meta" else float(part.double().sum()) for part in own)
     return _Weights(sums, engine.state.iteration)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.device == other.device and torch.equal(one, other)
+    if is_sharded(one) or is_sharded(other) or one.shape != other.shape or one.device != other.device:
+        return False
+    return torch.equal(one, other)
 
 
 def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[str, Any]) -> None:
