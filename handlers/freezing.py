@@ -25,8 +25,8 @@ class Freezing(Handler):
     changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
     normalisation layers with running statistics are in eval mode, because each forward would update the statistics; other
     modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the run,
-    inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own ``requires_grad``, so parameters
-    that the user froze stay frozen. After the run, everything is as before.
+    inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
+    ``requires_grad``, so parameters that the user froze stay frozen. After the run, everything is as before.
 
     What is frozen depends only on the epoch, also in a resumed run.
 
