@@ -304,7 +304,7 @@ class Engine:
         return self.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Put saved weights in place; resume at the next `run`, once the receivers of STARTED have run; at MODEL_SETUP, in this one.
+        """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
 
         An engine that evaluates takes only the weights of a trainer's state: it evaluates all of its data.
 

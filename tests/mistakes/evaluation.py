@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Findings, ReloadedData, Update, seed_everything
@@ -29,6 +28,7 @@ from signalfire.handlers import (
     Predictions,
     TruePrecision,
     Validation,
+    cosine_with_warmup,
     warmup,
 )
 from tests.kit import SGD, batches, build, evaluator_of, mlp
@@ -382,14 +382,12 @@ def a_trial_run_that_is_over_before_its_validation(right: bool) -> None:
 
 @comes_right
 def a_trial_run_that_is_shorter_than_the_warmup(right: bool) -> Any:
-    schedule = LRScheduling(warmup(0 if right else 30, then=partial(LambdaLR, lr_lambda=lambda step: 1.0)))
+    schedule = LRScheduling(warmup(0 if right else 30, then=CosineAnnealingLR))
     return build(net(), FastDevRun(), schedule).run(batches(), max_epochs=9).iteration
 
 
 @mistake(ValueError, "these add up to 80 steps, but the run has only 54")
-def a_warmup_that_is_longer_than_the_run_that_is_tried(right: bool, folder: Path) -> None:
-    from signalfire.handlers import cosine_with_warmup
-
+def a_warmup_that_is_longer_than_the_run_that_is_tried(right: bool) -> None:
     schedule = LRScheduling(cosine_with_warmup(warmup=30 if right else 80))
     build(net(), FastDevRun(), schedule).run(batches(), max_epochs=9)
 
