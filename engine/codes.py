@@ -29,6 +29,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
     "W57": ("warning", "modules are in training mode in an evaluation"),
     "W58": ("info", "a handler limits the data of this run"),
+    "W59": ("info", "an evaluation leaves out the last samples of its data"),
     # W6x: logs and progress
     # W7x: what training changes: gradients, rates, averages
     # W8x: studies, ported loops, authors of handlers

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .distributed.sharded import is_sharded, local_part
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 __all__ = [
-    "Averaging", "report_nothing_measured", "report_other_weights", "report_raw_weights", "report_training_mode",
-    "watch_averages", "watch_weights",
+    "Averaging", "report_averages_left_out", "report_dropped_samples", "report_nothing_measured", "report_other_weights",
+    "report_raw_weights", "report_training_mode", "watch_averages", "watch_weights",
 ]  # fmt: skip
 
 
@@ -109,6 +111,38 @@ def report_training_mode(engine: Engine) -> None:
             "so that dropout was active and batch statistics were used",
             "leave the modes to the engine, which sets and restores them",
         )
+
+
+def report_dropped_samples(engine: Engine) -> None:
+    """Report a DataLoader that leaves out the last samples of an evaluation."""
+    data = engine.feed.current.data
+    if engine.training or not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+        return
+    try:
+        dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return
+    if dropped:
+        engine.findings.report(
+            "W59",
+            f"the evaluation leaves out the last {dropped} of {len(data.sampler)} samples: "  # type: ignore[arg-type]
+            "its DataLoader has drop_last=True",
+            "give it drop_last=False; metrics weight a smaller last batch by its size",
+            key=id(data),
+        )
+
+
+def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Report a whole state of which an evaluator takes the weights, though it holds averages of them, too."""
+    for name, part in state.get("handlers", {}).items() if not engine.training else ():
+        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+            engine.findings.report(
+                "W56",
+                f"the state holds averages of the weights, of its handler {name!r}, but its weights of the last step are loaded",
+                "load what trainer.weights() gives; or load the state into a trainer with this handler, and evaluate with "
+                "trainer.evaluate(evaluator, data)",
+                name,
+            )
 
 
 class Averaging(Protocol):

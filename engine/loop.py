@@ -27,7 +27,7 @@ import torch
 
 from .boundary import discard_windows
 from .data.source import END, Source
-from .evaluation_findings import report_raw_weights, report_training_mode
+from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
 from .events import Events
 from .regions import note_problems
 from .restore import Modes
@@ -203,6 +203,7 @@ class Loop:
         check_modules(engine)
         report_untrained(engine)
         report_raw_weights(engine)
+        report_dropped_samples(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .distributed.sharded import is_sharded, read_shards
+from .evaluation_findings import report_averages_left_out
 from .events import Events
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
@@ -239,7 +240,7 @@ class Snapshots(Part):
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
-        engine = self.engine
+        engine, given = self.engine, weights if "format" in weights else {}
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
@@ -252,6 +253,7 @@ class Snapshots(Part):
                 raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
         for name, root in engine.modules.items():
             root.load_state_dict(spread_over(root, weights[name]))
+        report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
     # ---- lineage --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class DeviceTransfer(Handler):
                     "materialise it first with model.to_empty(device=...), then initialise it"
                 )
             module.to(self.device)
-        if self.prefetch and self.device.type == "cuda":
+        if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
             self._copy_stream = torch.cuda.Stream(self.device)
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)

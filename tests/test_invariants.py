@@ -66,8 +66,8 @@ from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 from tests.kit import cleaned_up, quick, shipped
 
-# A case is made without the engine, so that its evaluator has a model of its own; an evaluator is run for several epochs.
-pytestmark = [pytest.mark.filterwarnings("ignore:W51"), pytest.mark.filterwarnings("ignore:W10")]
+# A case is made without the engine, so that its evaluator has a model of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:W51")
 
 Batch = tuple[Tensor, Tensor]
 

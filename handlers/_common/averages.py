@@ -33,6 +33,7 @@ class AveragedWeights(Handler):
     def __init__(self, *, average_buffers: bool, update: str | None, name: str | None) -> None:
         super().__init__(name=name)
         self.update = update
+        self._versions: list[int] | None = None  # of the parameters as the last run ended
         self._averages = Averages(average_buffers=average_buffers)
 
     @property
@@ -59,9 +60,14 @@ class AveragedWeights(Handler):
         engine.regions.enter(self._averages.in_place())
 
     def differs(self) -> bool:
-        """Whether the engine's weights are not the averages that an evaluation would put in their place."""
+        """Whether the engine's weights are not the averages that an evaluation would put in their place.
+
+        Averages of weights that were changed after the run, by a further training or a load, do not count any more.
+        """
         engine = self.engine
-        return engine is not None and self._averages.differ_from(engine)
+        if engine is None or (not engine.running and self._versions != _versions_of(engine)):
+            return False
+        return self._averages.differ_from(engine)
 
     @on(Events.WEIGHTS_LOADED)
     def use_loaded_weights(self, engine: Engine) -> None:
@@ -72,6 +78,7 @@ class AveragedWeights(Handler):
     def release(self, engine: Engine) -> None:
         """Drop the references to the model after the run."""
         self._averages.release()
+        self._versions = _versions_of(engine)
 
     def state_dict(self) -> dict[str, Any]:
         return self._averages.state_dict()
@@ -229,6 +236,12 @@ class Averages:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not bound to the modules."""
         return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "swapped": False}
+
+
+def _versions_of(engine: Engine) -> list[int]:
+    """How often each parameter was changed in place; swaps of `Averages.in_place` do not count."""
+    parameters = [parameter for root in engine.modules.values() for parameter in root.parameters()]
+    return [0 if one.is_inference() else one._version for one in parameters]
 
 
 def _tensors(places: list[_Place]) -> list[Tensor]:

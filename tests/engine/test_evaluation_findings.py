@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import EMA, EarlyStopping, Validation
@@ -100,6 +102,23 @@ def test_averages_that_do_not_count_are_not(way: str) -> None:
     elif way == "another model":
         evaluator = evaluator_of(network())
     evaluator.run(batches(2))
+
+
+def test_averages_of_weights_that_were_trained_further_by_another_engine_do_not_count() -> None:
+    engine, evaluator = averaged()
+    build(engine.model).run(batches(), max_epochs=1)
+    evaluator.run(batches(2))
+    assert engine.handlers["ema"].enabled
+
+
+@pytest.mark.parametrize(("size", "drop_last", "dropped"), [(9, True, 1), (8, True, 0), (9, False, 0)])
+def test_samples_that_a_loader_leaves_out_are_listed(size: int, drop_last: bool, dropped: int) -> None:
+    evaluator = evaluator_of(network())
+    data = TensorDataset(torch.zeros(size, 5), torch.zeros(size, 1))
+    evaluator.run(DataLoader(data, batch_size=4, drop_last=drop_last))
+    found = [one.sentence for one in evaluator.findings.of_run()]
+    assert len(found) == bool(dropped)
+    assert all(f"the last {dropped} of {size} samples" in one for one in found)
 
 
 def test_the_best_weights_that_are_put_back_are_not_averages_that_are_left_out() -> None:

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import DataError, Engine, Events, Handler, Phase, Update, on
+from signalfire import DataError, Engine, Events, FindingWarning, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
     Average,
@@ -434,7 +434,8 @@ def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of
     expected = dict(evaluator_of(engine).run(loader(shuffle=False)).metrics)
     fresh = make_engine()
     evaluator = evaluator_of(fresh)
-    evaluator.load_state_dict(state)
+    with pytest.warns(FindingWarning, match="W56: the state holds averages"):
+        evaluator.load_state_dict(state)
     found = evaluator.run(loader(shuffle=False))
     assert (found.epoch, found.iteration) == (1, BATCHES)
     assert dict(found.metrics) == expected

@@ -136,6 +136,14 @@ def a_forward_that_calls_train(right: bool) -> None:
     evaluator_of(Training(right)).run(batches(2))
 
 
+@mistake("W59")
+def an_evaluation_that_drops_its_last_samples(right: bool) -> Findings:
+    evaluator = evaluator_of(net())
+    data = TensorDataset(torch.zeros(9, 5), torch.zeros(9, 1))
+    evaluator.run(DataLoader(data, batch_size=4, drop_last=not right))
+    return evaluator.findings.of_run()
+
+
 # ---- the state of a trainer ---------------------------------------------------------------------------------------
 
 
@@ -180,6 +188,18 @@ def an_evaluation_after_a_load_without_a_run(right: bool) -> Any:
         before = build(model, EMA(0.5))
         before.load_state_dict(state)
     return before.evaluate(evaluator_of(model), batches(3))
+
+
+@mistake("W56")
+def a_test_of_a_state_that_holds_averages(right: bool) -> None:
+    trainer = trained(net(), EMA(0.5))
+    evaluator_of(net()).load_weights(trainer.weights() if right else trainer.state_dict())
+
+
+@mistake("W56")
+def the_state_of_a_trainer_with_averages_in_its_evaluator(right: bool) -> None:
+    trainer = trained(net(), *([] if right else [EMA(0.5)]))
+    evaluator_of(net()).load_state_dict(trainer.state_dict())
 
 
 # ---- what an evaluator inherits -----------------------------------------------------------------------------------
