@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .distributed.sharded import is_sharded, read_shards
+from .acts import Override
+from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .evaluation_findings import report_averages_left_out
 from .events import Events
 from .part import Part
@@ -124,6 +125,10 @@ class Snapshots(Part):
     def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
         """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
         roots, saved = self.engine.modules, state.get("modules", {})
+        if SHARDS in state and any(
+            Override.PROCESS_GROUP in self.engine.overrides.owned_by(one) for one in self.engine.handlers
+        ):
+            return  # the run reads this rank's shards alone
         for name, root in roots.items():
             own = root.state_dict()
             if any(is_sharded(p) or p.device.type == "meta" for p in root.parameters()) or _differing(
@@ -132,7 +137,8 @@ class Snapshots(Part):
                 return
         before = {name: _on_cpu(root.state_dict()) for name, root in roots.items()}
         parameters = (p for root in roots.values() for p in root.parameters())
-        weights = read_shards({name: saved[name] for name in roots}, parameters=parameters, device=self.engine.device)
+        part = {key: state[key] for key in ("modules", SHARDS) if key in state}
+        weights = read_shards(part, parameters=parameters, device=self.engine.device)["modules"]
         for name, root in roots.items():
             root.load_state_dict(weights[name])
         if self._before is None:
