@@ -40,6 +40,15 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
     # W5x: evaluation
+    "W51": ("warning", "an evaluator measures other weights than those that are trained"),
+    "W52": ("info", "parts of the model are in eval mode as a training run begins"),
+    "W53": ("warning", "an evaluator measures nothing"),
+    "W54": ("warning", "predictions are collected in another order than that of the data"),
+    "W55": ("warning", "an average of the weights consists mostly of those that the run began with"),
+    "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
+    "W57": ("warning", "modules are in training mode in an evaluation"),
+    "W58": ("info", "a handler limits the data of this run"),
+    "W59": ("info", "an evaluation leaves out the last samples of its data"),
     # W6x: logs and progress
     # W7x: what training changes: gradients, rates, averages
     # W8x: studies, ported loops, authors of handlers

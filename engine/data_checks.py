@@ -83,8 +83,8 @@ def _check_ranks(engine: Engine, data: Any) -> None:
     if any(one != content for _, one in others):
         engine.findings.report(
             "W25",
-            f"the data ({type(data).__name__}) is sharded over {engine.processes.world_size} ranks, but they have different data, "
-            "of which a part is never used",
+            f"the data ({type(data).__name__}) is sharded over {engine.processes.world_size} ranks, but they have different "
+            "data, of which a part is never used",
             way_out,
         )
 

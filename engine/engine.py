@@ -143,8 +143,7 @@ class Engine:
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):
-            if self.overrides.data is not None:
-                data = self.overrides.data(self, data)
+            data = self.overrides.data_of(self, data)
             self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
                                   min_iters, epoch_length)  # fmt: skip
             self.loop = Loop(self, data, epoch_length)
@@ -155,7 +154,7 @@ class Engine:
         return self.state
 
     def evaluate(
-        self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any
+        self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", inherit: bool = True, **bounds: Any
     ) -> dict[str, Any]:
         """Run an evaluator on data, store what it measures in this engine's metrics, and return it.
 
@@ -165,13 +164,14 @@ class Engine:
             evaluator: an engine that does not train.
             data: its data.
             prefix: put before the names of its metrics.
+            inherit: whether its batches are moved and converted, and its precision is, as in this engine: see `inherited`.
             bounds: for ``evaluator.run``.
         """
         if not isinstance(evaluator, Engine) or evaluator.training:
             raise ValueError(
                 f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()"
             )
-        return evaluate(self, evaluator, data, prefix=prefix, **bounds)
+        return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
         """Stop the run, inside an iteration without the step that is not made yet; COMPLETED is still emitted.
@@ -304,7 +304,9 @@ class Engine:
         return self.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Resume from a saved state at the next `run`, once the receivers of STARTED have run; at MODEL_SETUP, in this one.
+        """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
+
+        An engine that evaluates takes only the weights of a trainer's state: it evaluates all of its data.
 
         Args:
             state: what `state_dict` returned, perhaps saved and loaded in between.

@@ -20,6 +20,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 ``engine.signals.call_through``  call every receiver through a function, as the profiler does
 `planning.steps_to_come`        how many optimizer steps the run will make
 `evaluation.prepare_batch`      a batch that the handler reads itself, moved and converted as in the loop
+`evaluation.inherited`          what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
 `restore.attempt`               compute gradients, and put everything back if the memory runs out
 `restore.Buffers`, `Modes`      buffers, and train and eval modes, to be put back as they were
 `monitor.Monitor`               a metric that a handler decides by
@@ -188,6 +189,9 @@ class Handler:
 
     def detached(self, engine: Engine) -> None:
         """Called when the handler leaves: undo what `attached` changed."""
+
+    def rehearse(self, engine: Engine) -> None:
+        """Called at the end of a `FastDevRun`: do once what the handler's interval was too long for in its few batches."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs, in types that ``torch.load(weights_only=True)`` accepts."""

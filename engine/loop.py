@@ -30,10 +30,11 @@ from .data.source import Source
 from .data.streamed import END
 from .data_checks import check_data, check_epoch, check_steps
 from .epoch_checks import EpochChecks
+from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
 from .events import Events
 from .regions import note_problems
 from .restore import Modes
-from .setup import build_optimizers, check_modules, check_windows, report_untrained
+from .setup import build_optimizers, check_modules, check_windows, report_untrained, set_modes
 from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
@@ -81,6 +82,7 @@ class Loop:
         engine.boundary.begin_run()
         engine.findings.begin_run()
         engine.snapshots.drop()
+        engine.snapshots.begin_run()
         if not engine.training:
             engine.state.restart()
         modes = Modes(engine.modules.values())
@@ -217,8 +219,7 @@ class Loop:
         """Emit what comes before the first epoch, build the optimizers, and put a loaded state in place."""
         engine, state = self.engine, self.engine.state
         engine.feed.begin_run(self.source, training=engine.training)
-        for root in engine.modules.values():
-            root.train(engine.training)
+        set_modes(engine)
         engine.signals.rewind(engine)
         with engine.snapshots.accepting():
             engine.signals.emit(engine, Events.MODEL_SETUP)
@@ -226,6 +227,8 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         report_untrained(engine)
+        report_raw_weights(engine)
+        report_dropped_samples(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:
@@ -324,6 +327,7 @@ class Loop:
         engine = self.engine
         if engine.state.epoch_open:
             self.checks.end_epoch(whole=False)
+        report_training_mode(engine)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
         else:

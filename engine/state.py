@@ -130,6 +130,7 @@ class State:
         metrics: The latest value of every metric.
         epoch_length: Number of iterations in an epoch; None while unknown (unsized data).
         max_epochs, max_iters, max_steps, max_seconds: The bounds of this run; None where there is none.
+        planned: ``max_epochs`` and ``epoch_length`` of the run that this one is a trial of; None if it is none.
         min_epochs, min_iters: Bounds that delay a stop until both are reached.
         stop_reason: Why the run was stopped before its bounds; None if it was not.
         exception: The error that ends the run, for receivers of EXCEPTION_RAISED; None otherwise.
@@ -137,7 +138,7 @@ class State:
 
     __slots__ = (
         "batch", "completed", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs",
-        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "stop_reason", "update",
+        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "planned", "stop_reason", "update",
     )  # fmt: skip
 
     def __init__(self, first: UpdateState) -> None:
@@ -151,6 +152,7 @@ class State:
         self.max_iters: int | None = None
         self.max_steps: int | None = None
         self.max_seconds: float | None = None
+        self.planned: tuple[int | None, int | None] | None = None
         self.min_epochs = 0
         self.min_iters = 0
         self.restart()
@@ -207,6 +209,7 @@ class State:
             raise ValueError(
                 f"run(max_steps={max_steps}): an engine that evaluates makes no optimizer steps; omit max_steps"
             )
+        self.planned = None
         self.max_epochs, self.max_iters, self.max_steps, self.max_seconds = max_epochs, max_iters, max_steps, seconds
         self.min_epochs, self.min_iters = min_epochs, min_iters
 

@@ -22,7 +22,8 @@ class DeviceTransfer(Handler):
     A batch may be a tensor, or nested containers of tensors and of other objects with a ``to`` method, such as packed sequences.
     Containers are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and pydantic.
     A ``to`` that returns None moves the object in place. Objects without ``to`` are left unchanged; those that hold tensors are
-    reported as W22. The model stays on the device after the run.
+    reported as W22. The model stays on the device after the run. An evaluator that the trainer runs
+    (`Validation`, `Engine.evaluate`) inherits this handler.
 
     With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a
     value back (``loss.item()``), so the next batch is copied while the GPU still computes on this one. The order of loading
@@ -79,7 +80,7 @@ class DeviceTransfer(Handler):
                     "materialise it first with model.to_empty(device=...), then initialise it"
                 )
             module.to(self.device)
-        if self.prefetch and self.device.type == "cuda":
+        if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
             self._copy_stream = torch.cuda.Stream(self.device)
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)

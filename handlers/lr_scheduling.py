@@ -116,7 +116,15 @@ class LRScheduling(Handler):
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
         try:
-            self.scheduler = self._build_scheduler(optimizer, self.total)
+            try:
+                self.scheduler = self._build_scheduler(optimizer, self.total)
+            except ValueError:  # in a trial run, for a warm-up that is longer
+                if self.total is None or engine.state.planned is None:
+                    raise
+                if (planned := self._total_steps(engine, planned=True)) is None:
+                    raise
+                self.total = planned
+                self.scheduler = self._build_scheduler(optimizer, self.total)
         finally:
             unwrap_step(optimizer)
 
@@ -160,14 +168,16 @@ class LRScheduling(Handler):
                 "factory its number of steps explicitly, or restart with engine.reset()"
             )
 
-    def _total_steps(self, engine: Engine) -> int | None:
+    def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
         """The number of scheduler steps at the end of the run, earlier runs included; None if unknown."""
         state, every = engine.state, int(self.every.value)
         if self.every.unit == "ep":
-            done = state.epoch - state.epoch_open
-            return None if state.max_epochs is None else self.stepped + state.max_epochs // every - done // every
+            done, last = state.epoch - state.epoch_open, state.max_epochs
+            if planned and state.planned is not None:
+                last = state.planned[0]
+            return None if last is None else self.stepped + last // every - done // every
         update = engine.find_update(self.update)
-        to_come = steps_to_come(engine, update)
+        to_come = steps_to_come(engine, update, planned=planned)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
     @on("step_event", phase=Phase.CONTROL)

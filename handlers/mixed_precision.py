@@ -24,8 +24,8 @@ class MixedPrecision(Handler):
 
     Each update has its own GradScaler. Its scale is updated once for each accumulation window, and a step whose gradients are
     not finite is skipped, at the cost of one synchronisation with the device for each window, shared with `NonFiniteGuard`.
-    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies. The modules keep their
-    dtype; `TruePrecision` converts them.
+    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies; an evaluator that the trainer
+    runs (`Validation`, `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
 
     Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
@@ -107,6 +107,9 @@ class MixedPrecision(Handler):
     @on(Events.FORWARD_STARTED)
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
+        if engine is not self.engine:  # an evaluator that inherits it; the trainer may be in its own autocast now
+            engine.regions.enter(torch.autocast(engine.device.type, dtype=self.dtype))
+            return
         assert self._autocast is not None
         engine.regions.enter(self._autocast)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.data.loading import is_shuffled
 
 from ._common.folders import check_folder, open_folder
 from ._common.updates import only_update
@@ -90,6 +91,13 @@ class Predictions(Handler):
         """Start empty, and remove the files of an earlier run."""
         self._collected = {part: [] for part in ("outputs", *self._parts)}
         self.files, self._iterations, self._number = [], [], 0
+        if not self._parts and is_shuffled(engine.feed.current.data):
+            engine.findings.report(
+                "W54",
+                f"{self.name!r} collects outputs of shuffled data: their order is not that of the data set",
+                "give a DataLoader with shuffle=False; or collect what identifies them, too: Predictions(targets=True)",
+                self.name,
+            )
         if self.folder is not None:
             open_folder(self, self.folder)
             for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.is_rank_zero else ():

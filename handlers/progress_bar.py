@@ -69,22 +69,24 @@ class ProgressBar(Handler):
         notebook = "ipykernel" in sys.modules and self.file is None
         self._plain = not notebook and not (hasattr(file, "isatty") and file.isatty())
         self._last_line = self._epoch_began = time.monotonic()
+        if engine.state.epoch_open and not engine.snapshots.has_loaded_state:  # the run before ended inside this epoch
+            self.begin_epoch(engine)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
     def resume(self, engine: Engine) -> None:
         """Start the bar at the position of a resumed epoch."""
+        self._close()
         if engine.state.epoch_open:
             self.begin_epoch(engine)
-            if self._bar is not None:
-                self._bar.update(engine.state.epoch_iteration)
 
     @on(Events.EPOCH_STARTED, phase=Phase.RECORD)
     def begin_epoch(self, engine: Engine) -> None:
-        """Start a bar."""
+        """Start a bar, at the position of an epoch that goes on."""
         self._epoch_began = time.monotonic()
         if not self._plain:
             self._close()
             self._bar = tqdm(
+                initial=engine.state.epoch_iteration,
                 total=engine.state.epoch_length,
                 desc=_epoch_of(engine),
                 mininterval=self.interval,

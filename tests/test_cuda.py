@@ -437,6 +437,22 @@ class Compilations:
         return dict(torch._dynamo.utils.counters["graph_break"])
 
 
+@pytest.mark.usefixtures("_deterministic")
+@devices
+def test_an_evaluator_inherits_device_and_precision_as_in_a_plain_loop(device: str) -> None:
+    model, data = network(), batches(pinned=device == "cuda", count=4)
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine = build(DeviceTransfer(device, prefetch=True), MixedPrecision(), Validation(evaluator, data), model=model)
+    engine.run(data, max_epochs=1)
+    inside = engine.state.metrics["loss"]
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        model.eval()
+        losses = [F.cross_entropy(model(x.to(device)), y.to(device)).item() for x, y in data]
+    model.train()
+    assert inside == engine.evaluate(evaluator, data)["loss"] == sum(loss * 8 for loss in losses) / 32
+
+
 @pytest.fixture
 def _compiler() -> Iterator[None]:
     """What was compiled in one test is not what is compiled in another."""

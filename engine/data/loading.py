@@ -37,7 +37,16 @@ from torch.utils.data import (
 
 from ..randomness import derived_seed, mixed, reseed
 
-__all__ = ["SkippingLoader", "generators_of", "has_torch_order", "is_plain", "record_share", "set_epochs", "skippable"]
+__all__ = [
+    "SkippingLoader",
+    "generators_of",
+    "has_torch_order",
+    "is_plain",
+    "is_shuffled",
+    "record_share",
+    "set_epochs",
+    "skippable",
+]
 
 T = TypeVar("T")
 
@@ -411,6 +420,15 @@ def has_torch_order(loader: DataLoader[Any]) -> bool:
     if batches is None:
         return type(loader.sampler) in _TORCH_SAMPLERS
     return type(batches) is BatchSampler and type(batches.sampler) in _TORCH_SAMPLERS
+
+
+def is_shuffled(data: Any) -> bool:
+    """Whether data, or a part of it, is known to be iterated in a random order: by one of torch's random samplers."""
+    return any(
+        isinstance(part, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        or (isinstance(part, DistributedSampler) and part.shuffle)
+        for part in _samplers(data)
+    )
 
 
 def epochs_of(data: Any) -> list[Any]:

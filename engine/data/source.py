@@ -34,8 +34,9 @@ class FirstBatches:
     """
 
     def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
+        limited = isinstance(data, FirstBatches)
+        self.data = data.data if limited else data
+        self.count = min(count, data.count) if limited else count
 
     @property
     def limited_data(self) -> Any:
@@ -137,9 +138,13 @@ class Source:
 
     def load(self, epoch: int) -> None:
         """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
-        of_epoch = getattr(self.given, "of_epoch", None)
-        self.data = of_epoch(epoch) if callable(of_epoch) else self.given
-        first_of = getattr(self.given, "first_of", None)
+        given = _inner(self.given)
+        of_epoch = getattr(given, "of_epoch", None)
+        self.data = self.given
+        if callable(of_epoch):
+            data = of_epoch(epoch)
+            self.data = FirstBatches(data, self.given.count) if isinstance(self.given, FirstBatches) else data
+        first_of = getattr(given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
         self.policy = shard_policy(inner(self.data), self.processes, self.shard_policy)
         self.length = self._rounds(self.data)

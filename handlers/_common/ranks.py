@@ -44,6 +44,9 @@ this phase sees a step skipped for non-finite gradients if its rank is greater."
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
+REHEARSE = 10
+"""EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""
+
 BROADCAST_BUFFERS = -20
 """OPTIMIZER_STEP_COMPLETED and EVALUATION_STARTED / PREPARE: the buffers of rank 0 are broadcast before averages copy them."""
 

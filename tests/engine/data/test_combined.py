@@ -184,3 +184,17 @@ def test_what_loads_data_has_to_be_a_function() -> None:
         ReloadedData([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every=0"):
         ReloadedData(lambda epoch: [1], every=0)
+
+
+def test_reloaded_data_that_is_an_iterator_is_loaded_for_each_pass() -> None:
+    data = ReloadedData(lambda epoch: iter([epoch] * 2), every=2)
+    assert [list(data.of_pass(epoch)) for epoch in (0, 0, 1, 2)] == [[0, 0], [0, 0], [0, 0], [2, 2]]
+    loaded: list[int] = []
+
+    def load(epoch: int) -> list[int]:
+        loaded.append(epoch)
+        return [epoch]
+
+    listed = ReloadedData(load, every=2)
+    assert [listed.of_pass(epoch) for epoch in (0, 0, 1, 2)] == [[0], [0], [0], [2]]
+    assert loaded == [0, 2]
