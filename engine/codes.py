@@ -37,6 +37,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W26": ("warning", "each worker reads all of the data set, so that samples come several times"),
     "W27": ("warning", "normalisation over batches of one sample"),
     "W28": ("warning", "the batches of the data were changed in place"),
+    "W29": ("warning", "no step is made, since nothing returns a loss"),
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
     # W5x: evaluation

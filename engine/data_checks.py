@@ -48,7 +48,7 @@ def check_data(engine: Engine) -> None:
 
 
 def _refuse_no_batches(data: Any) -> None:
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
         raise TypeError(
             f"run(): the data is a {type(data).__name__}, whose keys would be the batches; give one of its values, such as "
             f"data[{next(iter(data), 'train')!r}]"
@@ -107,7 +107,9 @@ def _fingerprint(data: Any) -> list[Any]:
 
 def _report_samples(engine: Engine, data: Any) -> None:
     whole = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
-    samples = isinstance(data, TensorDataset | Subset) or (isinstance(data, Tensor) and data.dim() < 3)
+    samples = isinstance(data, TensorDataset | Subset) or (
+        engine.training and isinstance(data, Tensor) and data.dim() < 3
+    )
     if whole or samples or (isinstance(data, tuple) and any(isinstance(one, Dataset | DataLoader) for one in data)):
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
         engine.findings.report(
@@ -190,11 +192,7 @@ def _versions(data: Any) -> int | None:
 
 
 def check_epoch(engine: Engine) -> None:
-    """Look at a complete epoch of a training run, before EPOCH_COMPLETED is emitted.
-
-    Raises:
-        ValueError: if no step was ever made, as nothing returns a loss.
-    """
+    """Look at a complete epoch of a training run, before EPOCH_COMPLETED is emitted."""
     if not engine.training:
         return
     check_steps(engine)
@@ -210,25 +208,28 @@ def check_epoch(engine: Engine) -> None:
 
 
 def check_steps(engine: Engine) -> None:
-    """Raise ValueError if no update of a training engine ever made a step, and the last batch had no loss."""
+    """Report an engine that trains, none of whose updates ever made a step, and whose last batch had no loss."""
     state = engine.state
-    if not engine.training or not state.completed or any(update.steps or update.skipped for update in engine.updates):
+    # One batch may be skipped on purpose.
+    if not engine.training or state.completed < 2 or any(update.steps or update.skipped for update in engine.updates):
         return
     for update in engine.updates:
         if update.raw_loss is not None or update.window.held or update.omitted_in == state.iteration:
             return
     update = engine.updates[0]
     if state.batch is None and engine.feed.has_data:
-        who, way_out = "the data: its batches are None", "let the data set or collate_fn return the batch"
+        who, way_out = "the data as its batches", "let the data set or collate_fn return the batch"
     elif update.function is not None:
         who, way_out = f"the function {_name(update.function)}", "let it return the loss"
     elif update.output is None:
         who, way_out = f"the forward {_name(update.forward)}", "let the model's forward return its output"
     else:
         who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
-    raise ValueError(
-        f"update {update.name!r} made no step in {state.completed} iterations, since no batch gave a loss. None was returned by "
-        f"{who}; {way_out}. None means that a batch is skipped"
+    engine.findings.report(
+        "W29",
+        f"update {update.name!r} made no step in {state.completed} iterations, since no batch gave a loss: None, which skips a "
+        f"batch, was returned by {who}",
+        way_out,
     )
 
 

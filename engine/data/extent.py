@@ -16,9 +16,7 @@ def extent_of(data: Any) -> dict[str, int]:
         return {}
     batch_sampler = getattr(data, "batch_sampler", None)
     size = getattr(data, "batch_size", None) or getattr(batch_sampler, "batch_size", None)
-    sampler = (
-        getattr(data, "sampler", None) if getattr(batch_sampler, "sampler", None) is None else batch_sampler.sampler
-    )
+    sampler = getattr(batch_sampler, "sampler", None) or getattr(data, "sampler", None)
     known = {"samples": _length(sampler), "batch_size": size, "batches": _length(data)}
     return {name: value for name, value in known.items() if isinstance(value, int)}
 

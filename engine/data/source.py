@@ -138,7 +138,7 @@ class Source:
 
     def load(self, epoch: int) -> None:
         """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
-        given = _inner(self.given)
+        given = inner(self.given)
         of_epoch = getattr(given, "of_epoch", None)
         self.data = self.given
         if callable(of_epoch):
@@ -282,7 +282,7 @@ class Source:
             batches: Iterator[Any] = begin(start)
             return batches
         if isinstance(data, Sequence) or not hasattr(type(data), "__iter__"):
-            return islice(iter(data), start, None) if isinstance(data, list | tuple) else _items(data, start)
+            return islice(iter(data), start, None) if isinstance(data, list | tuple) else items(data, start)
         self.skips = start == 0 or (self.saved.get("place") is not None and keeps_position(data))
         if start and self.skips:
             data.load_state_dict(self.saved["place"]["position"])
@@ -469,16 +469,6 @@ def _state_before_order(data: Any) -> dict[str, Any]:
     if skippable(data) and has_torch_order(data):
         return {"torch": torch.get_rng_state()}
     return random_state()
-
-
-def _items(data: Any, start: int) -> Iterator[Any]:
-    """The items of data without ``__iter__``, starting at index ``start``, as `iter` would yield them."""
-    for index in count(start):
-        try:
-            item = data[index]
-        except IndexError:
-            return
-        yield item
 
 
 def _length_of(data: Any) -> int | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 from ..randomness import random_state, seed_everything, set_random_state, unchanged_random_state
 from .held_generators import HeldGenerators
 
-__all__ = ["END", "RereadingWarning", "Streamed", "inner", "keeps_position"]
+__all__ = ["END", "RereadingWarning", "Streamed", "inner", "items", "keeps_position"]
 
 
 class _End:
@@ -115,3 +116,13 @@ def inner(data: Any) -> Any:
 def keeps_position(data: Any) -> bool:
     """Whether data has a ``state_dict`` of its own, with the position in it."""
     return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+
+
+def items(data: Any, start: int) -> Iterator[Any]:
+    """The items of data without ``__iter__``, starting at index ``start``, as `iter` would yield them."""
+    for index in count(start):
+        try:
+            item = data[index]
+        except IndexError:
+            return
+        yield item

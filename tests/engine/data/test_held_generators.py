@@ -30,12 +30,12 @@ class Noisy(Dataset[Tensor]):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return torch.full((5,), index + self.draw()), torch.ones(1)
 
 
 class WithGlobal(Noisy):
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return torch.full((5,), index + GLOBAL.random()), torch.ones(1)
 
 
@@ -140,7 +140,7 @@ def test_a_second_run_keeps_what_the_user_has_seeded_between_them() -> None:
     data = Noisy(Transform(random.Random(0)))
     engine = build(nn.Linear(5, 1))
     engine.run(DataLoader(data, 2), max_epochs=1)
-    data.draw.R.seed(7)
+    data.draw.R.seed(7)  # type: ignore[attr-defined]
     seen = batches_seen(engine)
     engine.run(DataLoader(data, 2), max_epochs=2)
     assert seen[0][0, 0].item() == pytest.approx(random.Random(7).uniform(0, 1))
