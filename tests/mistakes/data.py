@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
@@ -340,9 +339,9 @@ def a_length_that_is_too_small(right: bool) -> None:
 
 def on_own_data(right: bool) -> list[Finding]:
     """Trains in each of two processes on its own part of the data, as its rank says."""
-    rank = dist.get_rank()
-    engine = build(linear(5, 1), DistributedDataParallel())
-    engine.run(batches(4, seed=11 if right else rank), max_epochs=1)
+    distributed = DistributedDataParallel()
+    engine = build(linear(5, 1), distributed)
+    engine.run(batches(4, seed=11 if right else distributed.processes.rank), max_epochs=1)
     return list(engine.findings.of_run())
 
 

@@ -163,7 +163,7 @@ def test_data_is_made_anew_every_few_epochs_and_may_change_its_length() -> None:
 
     def make() -> Engine:
         model = nn.Linear(1, 1)
-        return Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model)
+        return Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model, allow=["W29"])
 
     engine = make()
     engine.run(ReloadedData(load, every=2), max_epochs=4)
