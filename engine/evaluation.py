@@ -39,6 +39,10 @@ def evaluate(
         evaluator.dry_run = was_dry
         evaluator.group.use(*was_with)
     measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
+    directions = evaluator.state.metrics.directions
+    engine.state.metrics.directions.update(
+        {prefix + name: one for name, one in directions.items() if prefix + name in measured}
+    )
     engine.state.metrics.update(measured)
     engine.signals.emit(engine, Events.EVALUATION_COMPLETED)
     return measured

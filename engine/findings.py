@@ -194,6 +194,11 @@ class Reports(Part):
         finally:
             self._parent = before
 
+    @property
+    def is_within(self) -> bool:
+        """Whether another engine runs this one inside its own run."""
+        return self._parent is not None
+
     def report(
         self,
         code: str,

@@ -55,7 +55,7 @@ def files(folder: Path) -> list[str]:
 
 def scored(folder: Path, scores: Sequence[float], **options: Any) -> tuple[Engine, Checkpoint]:
     """A run that produced one of these scores in each epoch, of two iterations."""
-    handler = Checkpoint(folder, monitor="score", **options)
+    handler = Checkpoint(folder, monitor="score", **{"mode": "min", **options})
     engine = engine_of(handler)
 
     @engine.on(Events.EPOCH_COMPLETED)
@@ -104,7 +104,7 @@ def test_the_best_are_kept(tmp_path: Path, mode: Any, expected: list[tuple[int, 
 
 
 def test_it_acts_once_for_each_new_value(tmp_path: Path) -> None:
-    handler = Checkpoint(tmp_path, monitor="score", keep=9)
+    handler = Checkpoint(tmp_path, monitor="score", mode="min", keep=9)
     engine = engine_of(handler)
     engine.connect(Events.EPOCH_COMPLETED(every=2), lambda engine: engine.state.metrics.update(score=1.0))
     engine.state.metrics["score"] = 3.0
@@ -488,7 +488,7 @@ def test_equal_metrics_in_names_do_not_take_each_others_place(tmp_path: Path) ->
 
 
 def test_a_second_value_in_one_iteration_under_another_name_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    handler = Checkpoint(tmp_path, monitor="score", keep=2, filename="{iteration}-{score:.0f}")
+    handler = Checkpoint(tmp_path, monitor="score", mode="min", keep=2, filename="{iteration}-{score:.0f}")
     engine = engine_of(handler)
     for event, score in ((Events.ITERATION_COMPLETED(once=2), 5.0), (Events.EPOCH_COMPLETED(once=1), 4.0)):
         engine.connect(event, lambda engine, score=score: engine.state.metrics.update(score=score))
@@ -1014,7 +1014,7 @@ def test_a_handler_of_ones_own_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_new_values_of_other_metrics_are_no_new_value(tmp_path: Path) -> None:
-    engine = engine_of(Checkpoint(tmp_path, monitor="score", keep=9))
+    engine = engine_of(Checkpoint(tmp_path, monitor="score", mode="min", keep=9))
     engine.connect(Events.EPOCH_COMPLETED(once=1), lambda engine: engine.state.metrics.update(score=1.0))
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(other=2.0))
     engine.run(list(DataLoader(dataset(), batch_size=22)), max_epochs=3)
