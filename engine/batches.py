@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
+__all__ = ["hides_samples", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -27,12 +28,49 @@ _PAIRS = (tuple, list)
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples: the length of the batch's first tensor; 1 without tensors, or if it is a scalar."""
+    """The number of samples in a batch.
+
+    That is the batch's own ``num_graphs`` (PyTorch Geometric) or ``batch_size`` (TensorDict); the length of its first tensor in
+    nested containers, 1 for a scalar; or the length of an object with ``__len__``. It is 1 if none of these exists.
+    """
     if batch.__class__ in _PAIRS and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
         shape = batch[0].shape
         return shape[0] if shape else 1
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].dim() else 1
+    count = _count(batch)
+    return 1 if count is None else count
+
+
+def _count(item: Any) -> int | None:
+    """The number of samples; None if it is not known."""
+    if isinstance(item, Tensor):
+        return item.shape[0] if item.dim() else 1
+    if item is None or isinstance(item, str | bytes | int | float | bool | type):
+        return None
+    for name in ("num_graphs", "batch_size"):
+        own = getattr(item, name, None)
+        own = own[0] if isinstance(own, torch.Size) and own else own
+        if isinstance(own, int) and not isinstance(own, bool):
+            return own
+    if isinstance(item, PackedSequence):
+        return int(item.batch_sizes[0])
+    container = parts(item)
+    if container is not None:
+        return next((count for count in map(_count, container[0]) if count is not None), None)
+    try:
+        return len(item)
+    except TypeError:
+        return None
+
+
+def hides_samples(batch: Any) -> bool:
+    """Whether `samples_in` counts an object as one sample although it has tensors as attributes."""
+    if _count(batch) is not None:
+        return False
+    container = parts(batch)
+    for item in [batch] if container is None else container[0]:
+        if any(isinstance(value, Tensor) and value.dim() for value in getattr(item, "__dict__", {}).values()):
+            return True
+    return False
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:

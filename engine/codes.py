@@ -15,6 +15,13 @@ Severity = Literal["info", "warning", "error"]
 
 CODES: dict[str, tuple[Severity, str]] = {
     # W0x: metrics and what monitors them
+    "W01": ("warning", "a metric is monitored against its own direction"),
+    "W02": ("warning", "a monitored metric is NaN, which is never an improvement"),
+    "W03": ("warning", "a batch of an unknown class is counted as one sample"),
+    "W04": ("warning", "the values of a metric cannot be means of batches"),
+    "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
+    "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
+    "W07": ("info", "the patience is longer than the run"),
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
     "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
@@ -51,6 +58,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W58": ("info", "a handler limits the data of this run"),
     "W59": ("info", "an evaluation leaves out the last samples of its data"),
     # W6x: logs and progress
+    "W61": ("warning", "a metric that should be shown is produced by nobody"),
+    "W62": ("warning", "a logger on an evaluator starts its log again with each evaluation"),
+    "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
     # W8x: studies, ported loops, authors of handlers
     # C: what `Engine.check` finds before a run

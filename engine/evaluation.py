@@ -42,6 +42,10 @@ def evaluate(
             evaluator.run(data, **bounds)
     measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
     report_nothing_measured(engine, evaluator, measured)
+    directions = evaluator.state.metrics.directions
+    engine.state.metrics.directions.update(
+        {prefix + name: one for name, one in directions.items() if prefix + name in measured}
+    )
     engine.state.metrics.update(measured)
     engine.signals.emit(engine, Events.EVALUATION_COMPLETED)
     return measured

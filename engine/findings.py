@@ -185,11 +185,6 @@ class Reports(Part):
         if self._parent is None:
             self._of_run = {}
 
-    @property
-    def is_within(self) -> bool:
-        """Whether another engine runs this one."""
-        return self._parent is not None
-
     @contextmanager
     def within(self, engine: Engine) -> Iterator[None]:
         """Report to another engine, which runs this one inside its own run."""
@@ -198,6 +193,11 @@ class Reports(Part):
             yield
         finally:
             self._parent = before
+
+    @property
+    def is_within(self) -> bool:
+        """Whether another engine runs this one inside its own run."""
+        return self._parent is not None
 
     def report(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .batches import samples_in
 from .window import ONE, Window
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Update:
         parameters: For a factory, called as ``parameters(engine)``; returns the parameters or parameter groups to optimize. By
             default, all parameters of the engine's modules.
         function: One function ``function(engine, batch) -> loss`` instead of forward and loss; see `from_function`.
+        samples: Called as ``samples(batch)``; returns the number of samples, by which averages weight a batch. By default
+            `batches.samples_in` finds it; needed for batches of classes that do not say how many they hold.
 
     Example:
         >>> def forward(engine, batch):
@@ -57,13 +61,14 @@ class Update:
     name: str = "main"
     parameters: Callable[[Engine], Iterable[Any]] | None = None
     function: Callable[[Engine, Any], Tensor | None] | None = None
+    samples: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if (self.forward is None) == (self.function is None):
             raise TypeError(f"Update {self.name!r}: pass either forward= (and loss=) or function=")
         if self.function is not None and self.loss is not None:
             raise TypeError(f"Update {self.name!r}: function= returns the loss itself; omit loss=")
-        for argument in ("forward", "loss", "optimizer", "parameters", "function"):
+        for argument in ("forward", "loss", "optimizer", "parameters", "function", "samples"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
                 raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable")
@@ -87,6 +92,7 @@ class Update:
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
+        samples: Callable[[Any], int] | None = None,
     ) -> Update:
         """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
 
@@ -99,7 +105,7 @@ class Update:
         def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
             return loss(output, batch[1])
 
-        return cls(_model_of_input, supervised_loss, optimizer, name, parameters)
+        return cls(_model_of_input, supervised_loss, optimizer, name, parameters, samples=samples)
 
     @classmethod
     def from_function(
@@ -109,9 +115,10 @@ class Update:
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
+        samples: Callable[[Any], int] | None = None,
     ) -> Update:
         """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted."""
-        return cls(None, None, optimizer, name, parameters, function)
+        return cls(None, None, optimizer, name, parameters, function, samples)
 
     @classmethod
     def prediction(cls, forward: Forward | None = None, *, name: str = "main") -> Update:
@@ -286,6 +293,23 @@ class UpdateState:
             self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             self._parameters_of = sizes
         return self._parameters
+
+    def samples_in(self, batch: Any) -> int:
+        """The number of samples in a batch, by the spec's ``samples`` if it has one.
+
+        Raises:
+            TypeError: if that does not return a number.
+        """
+        if self.spec.samples is None:
+            return samples_in(batch)
+        count = self.spec.samples(batch)
+        if isinstance(count, Tensor) and count.numel() == 1:
+            count = int(count)
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+            raise TypeError(
+                f"update {self.name!r}: samples= returned {count!r}; expected the number of samples in the batch"
+            )
+        return int(count)
 
     def skip(self, reason: str) -> None:
         """Skip the step, or the whole update if its forward was not made yet; the first reason is kept.

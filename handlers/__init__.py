@@ -28,7 +28,7 @@ from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lr_scheduling import LRScheduling
-from .metrics import Accuracy, Average, Metric, Metrics
+from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
@@ -80,6 +80,7 @@ __all__ = [
     "MicroBatching",
     "MixUp",
     "MixedPrecision",
+    "MovingAverage",
     "NonFiniteGuard",
     "OverfitBatches",
     "ParameterScheduling",

@@ -15,7 +15,7 @@ from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
 
 from ._common.folders import check_folder, open_folder
-from ._common.ranks import DECIDE_CHECKPOINTS
+from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
 
@@ -44,7 +44,7 @@ class Checkpoint(Handler):
     Args:
         folder: Folder of the versions; created if necessary.
         monitor: Name of the metric that selects the best versions; without it, the last ones are kept.
-        mode: "min" if smaller is better, "max" if greater is better.
+        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
         every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
             each run.
@@ -70,7 +70,7 @@ class Checkpoint(Handler):
 
     Example:
         >>> import tempfile
-        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", mode="max", keep=3, name="best").keep
+        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", keep=3, name="best").keep
         3
     """
 
@@ -86,7 +86,7 @@ class Checkpoint(Handler):
         folder: str | os.PathLike[str],
         *,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         keep: int | None = None,
         every: str | Interval | AnyEvent | None = None,
         filename: str = checkpoints.DEFAULT_FILENAME,
@@ -103,6 +103,10 @@ class Checkpoint(Handler):
             raise ValueError(
                 f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
                 "metric; remove every="
+            )
+        if mode is not None and monitor is None:
+            raise ValueError(
+                f"Checkpoint(mode={mode!r}): without monitor= the last versions are kept; add monitor=, or omit mode="
             )
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
@@ -128,6 +132,7 @@ class Checkpoint(Handler):
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
         completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.select_event = None if monitor is None else completed
+        self.monitor_event = None if monitor is None else Events.STARTED
         self.check_event = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
         self.save_event = self.select_event or unfiltered(self.every or "1ep")
         self.collect_event = completed if asynchronous else None
@@ -272,6 +277,12 @@ class Checkpoint(Handler):
 
     # ---- selecting ------------------------------------------------------------------------------------------------
 
+    @on("monitor_event", phase=Phase.CONTROL)
+    def check_metric(self, engine: Engine) -> None:
+        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
+        assert self.monitor is not None
+        self.monitor.start(engine, self.name)
+
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def select_last(self, engine: Engine) -> None:
         """Select the current state to replace the oldest version."""
@@ -284,13 +295,14 @@ class Checkpoint(Handler):
         value = self.monitor.new_value(engine)
         if value is None:
             return
+        self.monitor.report_nan(engine, value, self.name, "so this state is not kept")
         place = self.retention.place(value, engine.state.iteration, self.monitor.better)
         if place is None:
             self.retention.drop(engine.state.iteration)
         else:
             self.retention.select_best(self._entry(engine, value), place)
 
-    @on("check_event", phase=Phase.CONTROL)
+    @on("check_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise a KeyError if the monitored metric, or one in the filename, does not exist."""
         if self.monitor is not None:

@@ -17,7 +17,16 @@ from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 from signalfire.planning import steps_to_come
 
-from ._common.torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
+from ._common.ranks import CHECK_METRIC
+from ._common.torch_schedulers import (
+    base_of,
+    given_argument,
+    missing_total,
+    restore_rates,
+    set_mode,
+    step,
+    unwrap_step,
+)
 from ._common.updates import made_step
 
 __all__ = ["LRScheduling"]
@@ -37,7 +46,8 @@ class LRScheduling(Handler):
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
         every: Interval between scheduler steps: "1st" (every optimizer step), "5st", "1ep", ...
-        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value.
+        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
+            without ``mode`` gets the metric's own direction.
         update: Name of the update whose optimizer is scheduled; the first by default.
 
     Attributes:
@@ -77,7 +87,9 @@ class LRScheduling(Handler):
             )
         self.factory = scheduler
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
-        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, "min")
+        given = given_argument(scheduler, "mode") if plateau else None
+        self._finds_mode = plateau and given is None
+        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
         self.update = update
         self.scheduler: Any = None
         self.total: int | None = None  # the number of steps given to the factory, if any
@@ -85,6 +97,7 @@ class LRScheduling(Handler):
         by_step = self.monitor is None and self.every.unit == "st"
         self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
         self.epoch_event: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
+        self.start_event = None if self.monitor is None else Events.STARTED
         self.metric_event = None if self.monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.check_metric_event = None if self.monitor is None else Events.EPOCH_COMPLETED
 
@@ -191,16 +204,27 @@ class LRScheduling(Handler):
         """Step the scheduler after an epoch."""
         self._step()
 
+    @on("start_event", phase=Phase.CONTROL)
+    def check_metric(self, engine: Engine) -> None:
+        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
+        assert self.monitor is not None
+        if not self._finds_mode:
+            self.monitor.given = self.scheduler.mode
+        self.monitor.start(engine, self.name)
+
     @on("metric_event", phase=Phase.CONTROL)
     def step_on_metric(self, engine: Engine) -> None:
         """Step the scheduler with a new value of the metric."""
         assert self.monitor is not None
         if (value := self.monitor.new_value(engine)) is not None:
+            self.monitor.report_nan(engine, value, self.name, "which counts as no improvement")
+            assert self.monitor.mode is not None
+            set_mode(self.scheduler, self.monitor.mode)
             self.scheduler.step(value)
 
-    @on("check_metric_event", phase=Phase.CONTROL)
+    @on("check_metric_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
     def check_metric_exists(self, engine: Engine) -> None:
-        """Raise an error if the metric does not exist."""
+        """Raise an error if the metric does not exist, or differs between the ranks of a distributed run."""
         assert self.monitor is not None
         self.monitor.require(engine)
 
@@ -274,6 +298,8 @@ class LRScheduling(Handler):
         groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in initial_rates]
         optimizer = torch.optim.SGD(groups, lr=initial_rates[0], momentum=momentum)
         scheduler = self._build_scheduler(optimizer, len(scheduler_steps))
+        if self._finds_mode and self.monitor is not None and self.monitor.mode is not None:  # known from a run
+            set_mode(scheduler, self.monitor.mode)
         rates: list[list[float]] = [[] for _ in groups]
         stepped = 0
         for optimizer_step in range(1, steps + 1):

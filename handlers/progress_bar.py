@@ -11,7 +11,8 @@ from tqdm.auto import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.checks import check_bool, check_number
-from signalfire.state import as_number
+from signalfire.monitor import check_announced
+from signalfire.state import as_number, did_you_mean
 
 __all__ = ["ProgressBar"]
 
@@ -25,7 +26,8 @@ class ProgressBar(Handler):
 
     Args:
         metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, or the last batch's loss if
-            there are none.
+            there are none. Without a metric "loss", that name shows the last batch's loss. For a smoothed one, attach
+            ``Metrics(loss=MovingAverage())`` to the trainer.
         interval: Shortest time in seconds between two drawings.
         leave: Whether finished bars stay.
         line_interval: Shortest time in seconds between two lines.
@@ -72,6 +74,13 @@ class ProgressBar(Handler):
         if engine.state.epoch_open and not engine.snapshots.has_loaded_state:  # the run before ended inside this epoch
             self.begin_epoch(engine)
 
+    @on(Events.STARTED, phase=Phase.CONTROL)
+    def check_metrics(self, engine: Engine) -> None:
+        """Raise an error for a name that nobody announced or writes."""
+        for name in self.metrics or ():
+            if name != "loss":
+                check_announced(engine, name, by="ProgressBar", verb="shows")
+
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
     def resume(self, engine: Engine) -> None:
         """Start the bar at the position of a resumed epoch."""
@@ -105,6 +114,7 @@ class ProgressBar(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD)
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
+        self._report_missing(engine)
         if self._bar is not None:
             self._bar.set_postfix(self._values(engine), refresh=True)
             self._close()
@@ -122,6 +132,20 @@ class ProgressBar(Handler):
         """Close the bar, also after an error."""
         self._close()
 
+    def _report_missing(self, engine: Engine) -> None:
+        metrics = engine.state.metrics
+        known = {*metrics, *metrics.owners, *metrics.running, "loss"}
+        for name in self.metrics or ():
+            if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
+                engine.findings.report(
+                    "W61",
+                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; there are: "
+                    f"{', '.join(sorted(known - {'loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
+                    f"correct the name, or announce it: engine.state.metrics.announce('user', [{name!r}])",
+                    self.name,
+                    key=name,
+                )
+
     def _line(self, engine: Engine) -> None:
         self._last_line = time.monotonic()
         self._printed_epoch = engine.state.epoch
@@ -135,6 +159,10 @@ class ProgressBar(Handler):
         names = self.metrics if self.metrics is not None else list(dict.fromkeys([*metrics.running, *metrics]))
         values = {}
         for name in names:
+            if name == "loss" and name not in metrics and name not in metrics.running and self.metrics is not None:
+                if (loss := engine.state.update.loss) is not None:
+                    values[name] = f"{float(loss):.4g}"
+                continue
             running = engine.state.epoch_open and name in metrics.running
             value = metrics.running[name]() if running else as_number(metrics.get(name))
             if value is not None:  # None: not measured yet, or not a single number

@@ -95,8 +95,10 @@ class Validation(Handler):
             )
         watch_weights(engine, self.evaluator)
         self._evaluated = False
-        names = list(self.evaluator.state.metrics.owners)
-        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.data_sets for name in names])
+        measured = self.evaluator.state.metrics
+        for prefix in map(self._prefix, self.data_sets):
+            directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
+            engine.state.metrics.announce(self.name, [prefix + name for name in measured.owners], directions)
 
     @on("sanity_event", phase=Phase.PREPARE)
     def sanity_check(self, engine: Engine) -> None:

@@ -287,7 +287,7 @@ def test_a_read_in_a_handler_is_reported_with_its_place() -> None:
     loss = Average()
     loss._FOLD_AT = 1  # so that it reads each of the values
     found = waits(build(Metrics(loss=loss)), batches(count=2), max_epochs=1)
-    assert [place.split(":")[0] for _, place in found] == ["handlers/metrics.py"] * 2
+    assert [place.split(":")[0] for _, place in found] == ["_common/measures.py"] * 2
 
 
 # ---- tensors without values ---------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_two_new_values_in_one_iteration_take_one_place_among_the_best(tmp_path:
 
 def test_a_load_that_failed_is_not_forgotten() -> None:
     first = make_engine()
-    first.attach(EarlyStopping("loss"))
+    first.attach(EarlyStopping("loss"), Metrics(loss=Average()))
     first.run(make_data(2), max_iters=1)
     state = first.state_dict()
     second = make_engine()
