@@ -56,16 +56,16 @@ class Bag:
     """A batch of a class that says neither how many samples it has, nor what is in it."""
 
     def __init__(self, batch: Any) -> None:
-        self.batch = batch
+        self.inputs, self.targets = batch
 
 
 @mistake("W03")
 def a_batch_whose_samples_nobody_can_count(right: bool) -> None:
     update = Update(
-        lambda engine, bag: engine.model(bag.batch[0]),
-        lambda engine, output, bag: mse_loss(output, bag.batch[1]),
+        lambda engine, bag: engine.model(bag.inputs),
+        lambda engine, output, bag: mse_loss(output, bag.targets),
         SGD,
-        samples=(lambda bag: len(bag.batch[0])) if right else None,
+        samples=(lambda bag: len(bag.inputs)) if right else None,
     )
     engine = Engine(update, model=mlp(5, 8, 1))
     engine.attach(Metrics(loss=Average()))
@@ -75,7 +75,7 @@ def a_batch_whose_samples_nobody_can_count(right: bool) -> None:
 @mistake("W04")
 def a_count_in_place_of_a_mean(right: bool) -> None:
     def correct(output: Any, batch: Any) -> Any:
-        hits = (output.argmax(1) == batch[1]).float()
+        hits = (output.argmax(1) < 3).float()
         return hits.mean() if right else hits.sum()
 
     classifier(Metrics(accuracy=Average(correct))).run(CLASSES, max_epochs=2)
