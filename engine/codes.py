@@ -20,6 +20,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W2x: data
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
+    "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
+    "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
+    "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
     # W5x: evaluation
     # W6x: logs and progress
     # W7x: what training changes: gradients, rates, averages

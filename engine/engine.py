@@ -22,6 +22,7 @@ from .group import Group
 from .handler import Handler
 from .interval import Interval
 from .loop import Loop
+from .modules import Modules, model_of
 from .randomness import check_seed
 from .regions import Regions
 from .registry import Attachment, Registry
@@ -56,7 +57,7 @@ class Engine:
     Attributes:
         state: where the run stands.
         model: what the forward calls, perhaps wrapped or sharded.
-        modules: the bare modules by name, for state, averages and optimizers.
+        modules: the bare modules by name, for state, averages and optimizers; with the losses that have parameters.
         updates: the updates at work.
         handlers: the attached handlers by name.
         signals: the blinker namespace of the signals.
@@ -92,8 +93,8 @@ class Engine:
         self.loop: Loop | None = None
         self.findings = Reports(self, allow)
         self.streams = streams
-        self.modules = _named_modules(model)
-        self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
+        self.modules = Modules(model, specs)
+        self.model: Any = model_of(model, self.modules)
         self.seed: int = torch.initial_seed() if seed is None else seed
         self.seed_given = seed is not None
         self.dry_run = False
@@ -372,13 +373,3 @@ def _trains(specs: Sequence[Update], training: bool | None) -> bool:
     if trains and (missing := [spec.name for spec in specs if spec.optimizer is None]):
         raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
     return trains
-
-
-def _named_modules(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module]:
-    if model is None:
-        return {}
-    if isinstance(model, nn.Module):
-        return {"model": model}
-    if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
-        raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules")
-    return dict(model)

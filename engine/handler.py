@@ -34,6 +34,7 @@ averages and the mixing of samples.
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ from .randomness import derived_seed
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Handler", "Subscription", "bind", "on"]
+__all__ = ["Handler", "Subscription", "begin_with", "bind", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -101,9 +102,12 @@ class Handler:
     """A feature that can be attached to an engine, detached from it, and toggled.
 
     A subclass declares its subscriptions with `on`, and calls ``super().__init__`` only if it takes a ``name``. A handler is
-    attached to at most one engine. Attached during a run, it joins at the next iteration boundary without an open window, where
-    its STARTED and EPOCH_STARTED methods are called; detached during a run, its ENDED methods are called. Handlers draw random
-    numbers from `generator`, never from the global generators.
+    attached to at most one engine. Attached to another one later, it starts there as new, in the state in which it was first
+    attached; attached to the same one again, it keeps its state.
+
+    Attached during a run, it joins at the next iteration boundary without an open window, where its STARTED and EPOCH_STARTED
+    methods are called; detached during a run, its ENDED methods are called. Handlers draw random numbers from `generator`, never
+    from the global generators.
 
     Attributes:
         subscriptions: What the class declared, in the order of its methods.
@@ -123,6 +127,8 @@ class Handler:
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None
     _generators: dict[str, torch.Generator] | None = None
+    _home: weakref.ref[Engine] | None = None  # the engine that its state comes from
+    _initial: dict[str, Any] | None = None  # its state when it was first attached
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
@@ -225,7 +231,7 @@ class Handler:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or unpickled handler is not attached."""
-        return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators")}
+        return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators", "_home")}
 
     def __repr__(self) -> str:
         off = "" if self._enabled else ", disabled"
@@ -235,3 +241,14 @@ class Handler:
 def bind(handler: Handler, engine: Engine | None) -> None:
     """Set the engine that a handler is attached to; for the engine's registry."""
     handler._engine = None if engine is None else weakref.ref(engine)
+
+
+def begin_with(handler: Handler, engine: Engine) -> dict[str, Any]:
+    """The state that a handler has as new; one that comes from another engine is put back to it."""
+    initial = handler._initial
+    if initial is None:
+        initial = handler._initial = copy.deepcopy(handler.state_dict())
+    elif (handler._home is None or handler._home() is not engine) and (initial or handler.state_dict()):
+        handler.load_state_dict(copy.deepcopy(initial))
+    handler._home = weakref.ref(engine)
+    return initial

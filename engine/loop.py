@@ -28,6 +28,7 @@ import torch
 from .boundary import discard_windows
 from .data.source import END, Source
 from .events import Events
+from .modules import report_loss_parameters
 from .regions import note_problems
 from .restore import Modes
 from .setup import build_optimizers, check_modules, check_windows, report_untrained
@@ -201,6 +202,7 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         report_untrained(engine)
+        report_loss_parameters(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .connection import Connection
 from .events import EventEnum, Events, check_receiver, resolve
-from .handler import Handler, bind
+from .handler import Handler, begin_with, bind
 from .interval import event_of
 from .part import Part
 from .regions import note_problems
@@ -36,7 +36,7 @@ class _Record:
     """
 
     handler: Handler
-    initial: dict[str, Any]  # its state when it was attached, for `reset`
+    initial: dict[str, Any]  # its state as new, for `reset`
     connections: list[tuple[Signal, Connection]] | None = None  # None unless it is on
     leaving: bool = False
     held: Mapping[str, Any] | None = None  # a state that was loaded while it was not on
@@ -117,7 +117,7 @@ class Registry(Mapping[str, Handler], Part):
         if self.engine.running:
             self._refuse_setup(handler)
         try:
-            self._records[handler.name] = _Record(handler, copy.deepcopy(handler.state_dict()))
+            self._records[handler.name] = _Record(handler, begin_with(handler, self.engine))
             bind(handler, self.engine)
             self._settle_later(handler)
         except BaseException:
@@ -334,7 +334,7 @@ class Registry(Mapping[str, Handler], Part):
             record.held = None
 
     def reset(self) -> None:
-        """Put every handler back to the state in which it was attached."""
+        """Put every handler back to the state in which it was first attached."""
         self.drop_held_states()
         for record in self._records.values():
             record.handler.load_state_dict(copy.deepcopy(record.initial))

@@ -350,7 +350,9 @@ class LRScheduling(Handler):
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # restart from the learning rate that the optimizer was built with
+            if (
+                self.scheduler is not None and self.engine is not None
+            ):  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         else:
