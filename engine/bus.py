@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import blinker
 
-from .connection import Connection, Phase, Receiver
+from .connection import Connection, Phase, Receiver, check_place, report_double
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
 from .signals import Around, Signal
 
@@ -81,18 +82,25 @@ class Bus(blinker.Namespace):
     ) -> Callable[[], None]:
         """Connect a receiver to each event of an expression; returns a function that disconnects it. See `Engine.connect`."""
         pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
-        check_receiver(receiver, f"connect({event})")
-        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        where = f"connect({event})"
+        check_receiver(receiver, where)
+        phase = check_place(where, phase, rank)
+        made = [(signal, Connection(receiver, phase, rank, chosen, None)) for signal, chosen in pairs]
         for signal, connection in made:
-            if any(connection.same(other) for other in signal.connections):
+            same = [other for other in signal.like(connection) if other.owner is None]
+            if any(connection.same(other) for other in same):
                 raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+            report_double(engine, signal.event, connection, same)
         for signal, connection in made:
             signal.add(connection)
             connection.restart(engine)
+        # Weakly: a handle that outlives the engine keeps nothing alive.
+        references = [(weakref.ref(signal), weakref.ref(connection)) for signal, connection in made]
 
         def disconnect() -> None:
-            for signal, connection in made:
-                signal.remove(connection)
+            for signal, connection in ((one(), other()) for one, other in references):
+                if signal is not None and connection is not None:
+                    signal.remove(connection)
 
         return disconnect
 

@@ -23,6 +23,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
+    "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
+    "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
     # W5x: evaluation
     # W6x: logs and progress
     # W7x: what training changes: gradients, rates, averages

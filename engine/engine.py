@@ -16,7 +16,7 @@ from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
-from .events import AnyEvent, EventEnum
+from .events import AnyEvent, EventEnum, resolve
 from .findings import Reports
 from .group import Group
 from .handler import Handler
@@ -48,7 +48,8 @@ class Engine:
     Args:
         update: what to do in every iteration, or several updates in order.
         model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if no update needs one.
-        seed: the seed of the handlers' draws; torch's initial seed by default. `Seeding` seeds the global generators.
+        seed: the seed of what handlers draw; torch's initial seed by default. It leaves the global generators as they are:
+            `seed_everything` seeds them at once, for the model's weights, and `Seeding` when a run begins.
         training: whether to train; by default, if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
             "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
@@ -79,8 +80,8 @@ class Engine:
     def __init__(
         self,
         update: Update | Sequence[Update],
-        *,
         model: nn.Module | Mapping[str, nn.Module] | None = None,
+        *,
         seed: int | None = None,
         training: bool | None = None,
         streams: Streams = "shared",
@@ -88,14 +89,12 @@ class Engine:
     ) -> None:
         specs = _checked_specs(update)
         self.training = _trains(specs, training)
-        if seed is not None:
-            check_seed("Engine", seed)
         self.loop: Loop | None = None
         self.findings = Reports(self, allow)
         self.streams = streams
         self.modules = Modules(model, specs)
         self.model: Any = model_of(model, self.modules)
-        self.seed: int = torch.initial_seed() if seed is None else seed
+        self.seed: int = torch.initial_seed() if seed is None else check_seed("Engine", seed)
         self.seed_given = seed is not None
         self.dry_run = False
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
@@ -240,6 +239,7 @@ class Engine:
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
         """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
+        resolve(event)  # an event that is missing is noticed here
 
         def decorate(function: F) -> F:
             self.connect(event, function, phase=phase, rank=rank)

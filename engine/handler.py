@@ -43,14 +43,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .connection import Phase
-from .events import AnyEvent, resolve
+from .connection import Phase, check_place
+from .events import AnyEvent, Events, resolve
 from .randomness import derived_seed
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Handler", "Subscription", "begin_with", "bind", "on"]
+__all__ = ["Handler", "Subscription", "begin_with", "bind", "never_called", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -88,9 +88,13 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
     """
     if not isinstance(event, str):
         resolve(event)  # raises here, where the mistake is
-    phase = Phase(phase)
+    phase = check_place(f"on({event})", phase, rank)
 
     def declare(method: M) -> M:
+        if isinstance(method, type) or not (callable(method) or isinstance(method, classmethod)):
+            raise TypeError(
+                f"on({event}): {method!r} is not a method; put the decorator directly above a method of a Handler"
+            )
         declared: list[tuple[AnyEvent | str, Phase, int]] = method.__dict__.setdefault("_signalfire_subscriptions", [])
         declared.insert(0, (event, phase, rank))  # decorators are applied from the bottom up
         return method
@@ -252,3 +256,32 @@ def begin_with(handler: Handler, engine: Engine) -> dict[str, Any]:
         handler.load_state_dict(copy.deepcopy(initial))
     handler._home = weakref.ref(engine)
     return initial
+
+
+_OPTIONAL = ("attached", "detached", "state_dict", "load_state_dict", "sync_written")
+_LABELS = frozenset(event.label for event in Events)
+
+
+def never_called(handler: Handler) -> tuple[str, str] | None:
+    """What of a handler is never called though it seems to be meant to, and the way out; None if there is nothing."""
+    kind = type(handler)
+    subscribed = {subscription.method for subscription in handler.subscriptions}
+    for name in dir(kind):
+        label = name.removeprefix("on_")
+        if (
+            label in _LABELS
+            and name not in subscribed
+            and (name != label or "_" in label)
+            and callable(getattr(kind, name))
+        ):
+            return (
+                f"{kind.__name__}.{name} is never called: it has the name of an event, but is not declared with `on`",
+                f"put @on(Events.{label.upper()}) above it, or give it another name",
+            )
+    if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
+        return None
+    return (
+        f"{kind.__name__} does nothing: none of its methods is declared with `on`, and it overrides none of "
+        f"{', '.join(_OPTIONAL)}",
+        "put @on(Events.EPOCH_COMPLETED), or another event, above the methods that are to be called",
+    )

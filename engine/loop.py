@@ -18,14 +18,15 @@ Lists and other iterables skip the first station. Handlers that compute gradient
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .blame import warn
 from .boundary import discard_windows
+from .checks import as_int
 from .data.source import END, Source
 from .events import Events
 from .modules import report_loss_parameters
@@ -61,7 +62,7 @@ class Loop:
         self.engine = engine
         self.source: Source = engine.feed.open(
             data,
-            epoch_length,
+            as_int(epoch_length),
             seed=engine.seed,
             processes=engine.group.processes,
             shard_policy=engine.group.shard_policy,
@@ -213,10 +214,9 @@ class Loop:
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
             why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
-            warnings.warn(
+            warn(
                 f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
-                stacklevel=4,
             )
         if was_loaded:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)

@@ -85,7 +85,7 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved state without the "module." that torch's wrappers put before names, where these modules have no such names."""
     wrapped = [
         name
-        for name, state in saved["modules"].items()
+        for name, state in saved.get("modules", {}).items()
         if name in modules and isinstance(state, Mapping) and state and all(key.startswith("module.") for key in state)
         and not any(key.startswith("module.") for key in modules[name].state_dict())
     ]  # fmt: skip

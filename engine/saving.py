@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from types import NoneType
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .blame import warn
 from .connection import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
@@ -92,10 +92,9 @@ def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any
     if window is None:
         return
     if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
-        warnings.warn(
+        warn(
             f"the gradients of the open accumulation window of update {update.name!r} were computed with "
             f"{', '.join(map(repr, missing))}, which this run does not have: they are discarded",
-            stacklevel=2,
         )
         return
     update.window.load_state_dict(copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")}))
@@ -123,11 +122,10 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
                 "which holds all ranks"
             )
         return own
-    warnings.warn(
+    warn(
         f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
         "Open accumulation windows are discarded, and inside an epoch some batches may be repeated",
         RuntimeWarning,
-        stacklevel=2,
     )
     return _for_new_world_size(own, before, engine)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
+from signalfire.blame import warn
 from signalfire.checks import check_bool, check_int
 from signalfire.distributed import SHARDS, is_sharded, lost_another
 from signalfire.interval import check_every, unfiltered
@@ -350,10 +350,9 @@ class Checkpoint(Handler):
         try:
             self._sync_written(engine)
         except OSError as problem:  # perhaps the error that ended the run; the state is saved nevertheless
-            warnings.warn(
+            warn(
                 f"{self.name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
                 RuntimeWarning,
-                stacklevel=2,
             )
         self._save_uncounted(engine, held, "exception", rank_local=True)
 
