@@ -125,9 +125,10 @@ class EventEnum(Enum, metaclass=_Catalogue):
                 refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
             return int(number)
 
-        if unnamed or unknown:
-            what = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
-            hint = did_you_mean(next(iter(unknown), ""), _FILTERS)
+        others: dict[str, Any] = unknown
+        if unnamed or others:
+            what = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in others.items())])
+            hint = did_you_mean(next(iter(others), ""), _FILTERS)
             refuse(
                 TypeError, f"{what} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
             )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "check_seed",
     "cuda_generators",
     "derived_seed",
     "mixed",
@@ -91,8 +92,8 @@ def seed_everything(seed: int) -> None:
 
 def check_seed(where: str, seed: object) -> int:
     """The seed as an int; raises ValueError for one that some global generator does not accept."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
-        raise ValueError(f"{where}: seed={seed!r}: expected an int with 0 <= seed < 2**32")
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**32:
+        raise ValueError(f"{where}(seed={seed!r}): expected an int with 0 <= seed < 2**32")
     return int(seed)
 
 

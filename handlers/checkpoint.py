@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
 from signalfire.blame import warn
-from signalfire.checks import check_bool, check_int
+from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.distributed import SHARDS, is_sharded, lost_another
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
@@ -105,9 +105,11 @@ class Checkpoint(Handler):
                 "metric; remove every="
             )
         self.folder = check_folder(self, folder)
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
-        self.every = check_every(self, every or "1ep") if monitor is None else None
+        self.every = check_every(self, "1ep" if every is None else every) if monitor is None else None
         self.filename = checkpoints.NameTemplate(filename, self.name)
         self.weights_only = check_bool(self, "weights_only", weights_only)
         self.sync_files = check_bool(self, "sync_files", sync_files)

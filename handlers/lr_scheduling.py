@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.checks import check_int, check_name
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 from signalfire.planning import steps_to_come
@@ -78,7 +78,7 @@ class LRScheduling(Handler):
         self.factory = scheduler
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, "min")
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import samples_in
-from signalfire.checks import check_number
+from signalfire.checks import check_name, check_number
 from signalfire.state import as_number
 
 from ._common.updates import only_update
@@ -224,7 +224,9 @@ class Metrics(Handler):
         super().__init__(name=name)
         if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
             kind = type(metrics).__name__
-            raise TypeError(f"Metrics({kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
+            if not callable(getattr(metrics, "update", metrics)):
+                raise TypeError(f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics")
+            raise TypeError(f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
         self.metrics: dict[str, Any] = {**(metrics or {}), **named}
         if not self.metrics:
             raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
@@ -238,8 +240,12 @@ class Metrics(Handler):
                         "torchmetrics metric, or a function (output, target) -> mean of the batch"
                     )
                 self.metrics[key] = Average(metric)
+        if inputs is not None and not callable(inputs):
+            raise TypeError(
+                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
+            )
         self.inputs = inputs or _output_and_target
-        self.update = update
+        self.update = check_name(self, "update", update)
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_int, check_number
+from signalfire.checks import check_int, check_name, check_number
 from signalfire.interval import check_every
 
 from ._common.updates import made_step
@@ -81,6 +81,10 @@ class ParameterScheduling(Handler):
                 f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
                 "that number to values"
             )
+        if groups is not None and (isinstance(groups, str | bytes) or not isinstance(groups, Iterable)):
+            raise TypeError(
+                f"ParameterScheduling(groups={groups!r}): expected indices of parameter groups, such as [0]"
+            )
         self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
         if self.groups == []:
             raise ValueError("ParameterScheduling(groups=[]): expected at least one index; omit groups= for all")
@@ -88,7 +92,7 @@ class ParameterScheduling(Handler):
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
         self.every = check_every(self, every, units=["st", "ep"])
         self.index = None if index is None else check_int(self, "index", index, least=0)
-        self.update = update
+        self.update = check_name(self, "update", update)
         by_step = self.every.unit == "st"
         self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
         self.epoch_event: AnyEvent | None = None if by_step else self.every.event()

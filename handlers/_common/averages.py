@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.checks import check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 
 __all__ = ["AveragedWeights", "Averages"]
@@ -31,7 +32,7 @@ class AveragedWeights(Handler):
 
     def __init__(self, *, average_buffers: bool, update: str | None, name: str | None) -> None:
         super().__init__(name=name)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._averages = Averages(average_buffers=average_buffers)
 
     @property
