@@ -25,6 +25,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
     "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
     "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
+    "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
     # W5x: evaluation
     # W6x: logs and progress
     # W7x: what training changes: gradients, rates, averages

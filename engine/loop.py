@@ -29,7 +29,7 @@ from .boundary import discard_windows
 from .checks import as_int
 from .data.source import END, Source
 from .events import Events
-from .modules import report_loss_parameters
+from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
 from .setup import build_optimizers, check_modules, check_windows, report_untrained
@@ -204,6 +204,7 @@ class Loop:
         check_modules(engine)
         report_untrained(engine)
         report_loss_parameters(engine)
+        report_wrapped(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -13,7 +14,7 @@ from .update import Update, loss_module
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Modules", "model_of", "report_loss_parameters", "unwrapped"]
+__all__ = ["Modules", "model_of", "report_loss_parameters", "report_wrapped", "unwrapped"]
 
 
 class Modules(dict[str, nn.Module]):
@@ -25,6 +26,7 @@ class Modules(dict[str, nn.Module]):
     Attributes:
         losses: names of the modules that are losses.
         wrapped: names of the models that came wrapped in torch's DataParallel or DistributedDataParallel.
+        wrapper: the name of that class.
 
     Raises:
         TypeError: for a model that is no module and no mapping from names to modules.
@@ -34,6 +36,8 @@ class Modules(dict[str, nn.Module]):
     def __init__(self, model: Any, updates: Sequence[Update]) -> None:
         given = _named(model)
         super().__init__({name: _bare(module) for name, module in given.items()})
+        kinds = {type(module).__name__ for name, module in given.items() if self[name] is not module}
+        self.wrapper = min(kinds, default="")
         self.wrapped = tuple(name for name, module in given.items() if self[name] is not module)
         self.losses: list[str] = []
         for update in updates:
@@ -104,6 +108,19 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         for name, part in saved.get("updates", {}).items()
     }
     return {**saved, "modules": states, "updates": updates}
+
+
+def report_wrapped(engine: Engine) -> None:
+    """Report a model that the user has distributed over processes of which the engine knows nothing."""
+    if engine.modules.wrapper != "DistributedDataParallel" or engine.processes.distributed:
+        return
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        engine.findings.report(
+            "W46",
+            f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single process: "
+            "every rank reads all of the data, and writes checkpoints and logs",
+            "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
+        )
 
 
 def report_loss_parameters(engine: Engine) -> None:

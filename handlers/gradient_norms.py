@@ -50,7 +50,7 @@ class GradientNorms(Handler):
         *,
         norm_type: float = 2.0,
         per_parameter: bool = False,
-        every: str | Interval | AnyEvent = "1st",
+        every: str | Interval | AnyEvent = "1step",
         update: str | None = None,
         name: str | None = None,
     ) -> None:

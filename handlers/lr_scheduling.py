@@ -36,7 +36,7 @@ class LRScheduling(Handler):
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
-        every: Interval between scheduler steps: "1st" (every optimizer step), "5st", "1ep", ...
+        every: Interval between scheduler steps: "1step" (every optimizer step), "5steps", "1ep", ...
         monitor: Metric for ReduceLROnPlateau, which is stepped once per new value.
         update: Name of the update whose optimizer is scheduled; the first by default.
 
@@ -140,7 +140,7 @@ class LRScheduling(Handler):
                 )
             if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
                 counted, way_out = (
-                    ("steps", "t_in_epochs=True, or every='1st'")
+                    ("steps", "t_in_epochs=True, or every='1step'")
                     if self.every.unit == "ep"
                     else ("epochs", "t_in_epochs=False, or every='1ep'")
                 )

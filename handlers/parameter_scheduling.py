@@ -32,7 +32,7 @@ class ParameterScheduling(Handler):
         schedule: Function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
             one of `linear` and `cosine`. For a field with multiple values, such as betas, it returns all of them, unless
             ``index`` is set.
-        every: Interval between changes: "1st" (every optimizer step), "10st", "1ep", ... The schedule is called with the
+        every: Interval between changes: "1step" (every optimizer step), "10steps", "1ep", ... The schedule is called with the
             number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
         update: Name of the update whose optimizer is scheduled; the first by default.
@@ -53,7 +53,7 @@ class ParameterScheduling(Handler):
         field: str,
         schedule: Schedule | Mapping[int, Any],
         *,
-        every: str | Interval = "1st",
+        every: str | Interval = "1step",
         index: int | None = None,
         update: str | None = None,
         groups: Iterable[int] | None = None,

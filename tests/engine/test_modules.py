@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from signalfire import Engine, Update
+from signalfire.distributed import whole_tensor
 from signalfire.handlers import (
     EMA,
     DeviceTransfer,
+    DistributedDataParallel,
     Freezing,
+    FullyShardedDataParallel,
     GradientClipping,
     History,
     Metrics,
@@ -24,6 +27,7 @@ from signalfire.handlers import (
 )
 from signalfire.handlers.metrics import Average
 from tests.kit import SGD, assert_same, batches, linear, mlp
+from tests.processes import assert_alike, run_together
 
 DATA = batches(6, inputs=5, targets=(), classes=3)
 
@@ -172,3 +176,35 @@ def test_a_model_that_torch_wraps_keeps_its_names_and_its_earlier_states_load() 
         engine.run(data, max_epochs=2)
         engine.load_weights({"model": earlier})
         assert_same(engine.weights()["model"], {key.removeprefix("module."): v for key, v in earlier.items()})
+
+
+def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> None:
+    engine = Engine(Update.supervised(cross_entropy, SGD), model=nn.DataParallel(mlp(5, 8, 3)))
+    with pytest.raises(
+        ValueError, match="'distributed_data_parallel': the model 'model' is wrapped in torch's DataParallel"
+    ):
+        engine.attach(DistributedDataParallel())
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+def test_over_two_processes_a_loss_trains_as_over_one(wrapper: Any) -> None:
+    if wrapper is FullyShardedDataParallel and not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    assert_alike(run_together(_trained_together, 2, wrapper))
+
+
+def _trained_together(wrapper: Any) -> dict[str, Tensor]:
+    engine, loss = build()
+    engine.attach(wrapper(timeout=60))
+    engine.run(DATA, max_epochs=2)
+    model, expected = Engine(Update.supervised(Centres(), SGD), model=mlp(5, 8, 4)), Centres()
+    optimizer = SGD([*model.model.parameters(), *expected.parameters()])
+    for _ in range(2):
+        for one, other in zip(DATA[::2], DATA[1::2], strict=True):
+            optimizer.zero_grad()
+            x, y = torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
+            expected(model.model(x), y).backward()
+            optimizer.step()
+    found = {name: whole_tensor(value) for name, value in loss.state_dict().items()}
+    torch.testing.assert_close(found["weight"], expected.weight.detach())
+    return found
