@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import blinker
 
@@ -15,7 +15,9 @@ from .signals import Around, Signal
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Bus"]
+__all__ = ["Bus", "Decorator"]
+
+F = TypeVar("F", bound=Receiver)
 
 
 class Bus(blinker.Namespace):
@@ -157,6 +159,38 @@ class Bus(blinker.Namespace):
         if name not in self:
             raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
         return self[name]
+
+
+class Decorator:
+    """What `Engine.on` returns: connects the function that it decorates, and reports if there is none.
+
+    Raises:
+        TypeError, ValueError: for what is no event, phase or rank.
+    """
+
+    def __init__(self, engine: Engine, event: AnyEvent, phase: Phase, rank: int) -> None:
+        self._used = True  # unless what follows succeeds
+        resolve(event)
+        self._engine = weakref.ref(engine)
+        self._arguments = event, check_place(f"on({event})", phase, rank), rank
+        self._used = False
+
+    def __call__(self, function: F) -> F:
+        self._used = True
+        engine = self._engine()
+        if engine is not None:
+            event, phase, rank = self._arguments
+            engine.connect(event, function, phase=phase, rank=rank)
+        return function
+
+    def __del__(self) -> None:
+        if not self._used and (engine := self._engine()) is not None:
+            engine.findings.report(
+                "W48",
+                f"engine.on({self._arguments[0]}) was called and decorates no function, so that nothing is connected",
+                f"write @engine.on({self._arguments[0]}) directly above a function, or call engine.connect(event, function)",
+                key=str(self._arguments[0]),
+            )
 
 
 _SAVES = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)

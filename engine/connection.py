@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable
 from enum import IntEnum
 from itertools import count
-from types import BuiltinMethodType
+from types import BuiltinMethodType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from .checks import did_you_mean
@@ -101,9 +101,20 @@ def _kind(receiver: Receiver) -> Hashable:
     if isinstance(receiver, BuiltinMethodType):
         return id(receiver.__self__), receiver.__name__
     if inspect.isfunction(receiver):
-        defaults = receiver.__defaults__ or ()
-        return receiver.__qualname__, *map(id, receiver.__closure__ or ()), *map(repr, defaults)
+        return receiver.__qualname__, *_captured(receiver), *map(id, receiver.__defaults__ or ())
     return id(receiver)
+
+
+def _captured(function: FunctionType) -> list[int]:
+    """The identities of what a function captures: of numbers and text the variable's, which it may count in."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            value = None
+        found.append(id(cell) if value is None or isinstance(value, int | float | str) else id(value))
+    return found
 
 
 def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:

@@ -11,12 +11,12 @@ from torch import nn
 
 from .acts import Overrides
 from .boundary import Boundary
-from .bus import Bus
+from .bus import Bus, Decorator
 from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
-from .events import AnyEvent, EventEnum, resolve
+from .events import AnyEvent, EventEnum
 from .findings import Reports
 from .group import Group
 from .handler import Handler
@@ -239,13 +239,7 @@ class Engine:
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
         """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
-        resolve(event)  # an event that is missing is noticed here
-
-        def decorate(function: F) -> F:
-            self.connect(event, function, phase=phase, rank=rank)
-            return function
-
-        return decorate
+        return Decorator(self, event, phase, rank)
 
     # ---- handlers -------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,10 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
                 f"on({event}): {method!r} is not a method; put the decorator directly above a method of a Handler"
             )
         declared: list[tuple[AnyEvent | str, Phase, int]] = method.__dict__.setdefault("_signalfire_subscriptions", [])
+        if any(event == one for one, *_ in declared):
+            raise ValueError(
+                f"on({event}): {method.__name__} is declared with this event twice, and would be called twice"
+            )
         declared.insert(0, (event, phase, rank))  # decorators are applied from the bottom up
         return method
 
@@ -172,7 +176,9 @@ class Handler:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
-        before, self._enabled = self._enabled, bool(enabled)
+        if enabled is not True and enabled is not False:
+            raise TypeError(f"{type(self).__name__}.enabled = {enabled!r}: expected True or False")
+        before, self._enabled = self._enabled, enabled
         if self._enabled != before and (engine := self.engine) is not None:
             try:
                 engine.toggle(self)

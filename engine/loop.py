@@ -32,7 +32,7 @@ from .events import Events
 from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
-from .setup import build_optimizers, check_modules, check_windows, report_untrained
+from .setup import build_optimizers, check_modules, check_windows, report_never_emitted, report_untrained
 from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
@@ -203,6 +203,7 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         report_untrained(engine)
+        report_never_emitted(engine)
         report_loss_parameters(engine)
         report_wrapped(engine)
         for update in engine.updates:

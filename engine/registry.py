@@ -123,6 +123,8 @@ class Registry(Mapping[str, Handler], Part):
             hint = (
                 f"give an instance: {handler.__name__}(...)"
                 if isinstance(handler, type)
+                else "give the handlers one by one: attach(*handlers)"
+                if isinstance(handler, list | tuple | dict | set)
                 else ("for a plain function use engine.on(event) or engine.connect(event, function)")
             )
             raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
@@ -147,6 +149,17 @@ class Registry(Mapping[str, Handler], Part):
             check_receiver(getattr(handler, subscription.method), where)
         if (never := never_called(handler)) is not None:
             self.engine.findings.report("W41", *never, handler.name)
+        saves, loads = (
+            getattr(type(handler), one) is not getattr(Handler, one) for one in ("state_dict", "load_state_dict")
+        )
+        if saves != loads:
+            has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+            self.engine.findings.report(
+                "W47",
+                f"{type(handler).__name__} overrides {has}, but not {lacks}: a run that resumes would lose or refuse its state",
+                f"override {lacks} as well",
+                handler.name,
+            )
         try:
             self._records[handler.name] = _Record(handler, begin_with(handler, self.engine))
             bind(handler, self.engine)
