@@ -149,15 +149,12 @@ class Registry(Mapping[str, Handler], Part):
             check_receiver(getattr(handler, subscription.method), where)
         if (never := never_called(handler)) is not None:
             self.engine.findings.report("W41", *never, handler.name)
-        saves, loads = (
-            getattr(type(handler), one) is not getattr(Handler, one) for one in ("state_dict", "load_state_dict")
-        )
-        if saves != loads:
-            has, lacks = ("state_dict", "load_state_dict") if saves else ("load_state_dict", "state_dict")
+        kind = type(handler)
+        if kind.state_dict is not Handler.state_dict and kind.load_state_dict is Handler.load_state_dict:
             self.engine.findings.report(
                 "W47",
-                f"{type(handler).__name__} overrides {has}, but not {lacks}: a run that resumes would lose or refuse its state",
-                f"override {lacks} as well",
+                f"{kind.__name__} overrides state_dict, but not load_state_dict: a run that resumes would refuse its state",
+                "override load_state_dict as well",
                 handler.name,
             )
         try:
