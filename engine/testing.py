@@ -110,8 +110,8 @@ def check_handler(
             check.called()
             check.absent(plain)
             whole = check.repeated(plain, changes_training=changes_training)
-            check.moved(whole)
             resumed = check.resumed(whole)
+            check.moved(whole)
             check.failed()
     finally:
         torch.set_num_threads(threads)
