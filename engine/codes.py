@@ -47,6 +47,15 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W29": ("warning", "no step is made, since nothing returns a loss"),
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
+    "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
+    "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
+    "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
+    "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
+    "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
+    "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
+    "W47": ("warning", "a handler saves a state and cannot load it"),
+    "W48": ("warning", "`Engine.on` was called and decorates no function"),
+    "W49": ("warning", "a function is connected to events that this engine never emits"),
     # W5x: evaluation
     "W51": ("warning", "an evaluator measures other weights than those that are trained"),
     "W52": ("info", "parts of the model are in eval mode as a training run begins"),

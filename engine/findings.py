@@ -6,14 +6,13 @@ What cannot be meant is an error instead. Parts and handlers report with ``engin
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from . import blame
 from .codes import CODES, Severity
 from .part import Part
 
@@ -153,18 +152,7 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
 def warn(found: Finding) -> None:
     """Emit a finding as a warning of the line of the user's code that is being run."""
     if found.code not in _allowed.get():
-        warnings.warn(FindingWarning(found), stacklevel=_depth_of_user())
-
-
-def _depth_of_user() -> int:
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _is_ours(module: str) -> bool:
-    return module == "signalfire" or module.startswith(("signalfire.", "contextlib", "torch."))
+        blame.warn(FindingWarning(found))
 
 
 class Reports(Part):

@@ -18,23 +18,32 @@ Lists and other iterables skip the first station. Handlers that compute gradient
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .blame import warn
 from .boundary import discard_windows
+from .checks import as_int
 from .data.source import Source
 from .data.streamed import END
 from .data_checks import check_data, check_epoch, check_steps
 from .epoch_checks import EpochChecks
 from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
 from .events import Events
+from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
-from .setup import build_optimizers, check_modules, check_windows, report_untrained, set_modes
+from .setup import (
+    build_optimizers,
+    check_modules,
+    check_windows,
+    report_never_emitted,
+    report_untrained,
+    set_modes,
+)
 from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
@@ -64,7 +73,7 @@ class Loop:
         self.engine = engine
         self.source: Source = engine.feed.open(
             data,
-            epoch_length,
+            as_int(epoch_length),
             seed=engine.seed,
             processes=engine.group.processes,
             shard_policy=engine.group.shard_policy,
@@ -229,6 +238,9 @@ class Loop:
         report_untrained(engine)
         report_raw_weights(engine)
         report_dropped_samples(engine)
+        report_never_emitted(engine)
+        report_loss_parameters(engine)
+        report_wrapped(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:
@@ -240,10 +252,9 @@ class Loop:
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
             why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
-            warnings.warn(
+            warn(
                 f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
-                stacklevel=4,
             )
         if was_loaded:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)

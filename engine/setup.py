@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
+from .connection import Connection
 from .distributed.sharded import is_sharded
+from .events import Events
 from .update import needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["build_optimizers", "check_modules", "check_windows", "report_untrained", "set_modes"]
+__all__ = [
+    "build_optimizers", "check_modules", "check_windows", "report_never_emitted", "report_untrained", "set_modes",
+]  # fmt: skip
 
 
 def build_optimizers(engine: Engine) -> None:
@@ -143,3 +147,42 @@ def _is_frozen(module: nn.Module) -> bool:
     """Whether a module has weights or statistics, and none of them is trained."""
     tensors = [*module.parameters(), *module.buffers()]
     return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+
+
+_OF_TRAINING = (
+    Events.BACKWARD_STARTED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED,
+    Events.OPTIMIZER_STEP_COMPLETED,
+)  # fmt: skip
+
+
+def report_never_emitted(engine: Engine) -> None:
+    """Report functions of the user that are connected only to events that this engine never emits."""
+    never = set() if engine.training else set(_OF_TRAINING)
+    if all(update.forward is None for update in engine.updates):
+        never.add(Events.FORWARD_COMPLETED)
+    if all(update.loss_function is None and update.function is None for update in engine.updates):
+        never.add(Events.LOSS_COMPUTED)
+    late = [one for event in never for one in engine.signal(event).connections if one.owner is None and not _ours(one)]
+    for connection in late:
+        events = [signal.event for signal in engine.signals.all() if signal.has(connection.receiver)]
+        if not never.issuperset(events):
+            continue
+        why = (
+            "an engine that evaluates makes no backward and no steps"
+            if events[0] in _OF_TRAINING
+            else "its updates are single functions, without an output"
+            if events[0] is Events.FORWARD_COMPLETED
+            else "its updates have no loss"
+        )
+        engine.findings.report(
+            "W49",
+            f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: {why}",
+            "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
+            key=repr(connection),
+        )
+
+
+def _ours(connection: Connection) -> bool:
+    """Whether a receiver belongs to this package, which connects some to every event."""
+    receiver = getattr(connection.receiver, "func", connection.receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("signalfire.")

@@ -14,6 +14,7 @@ from .acts import Override
 from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .evaluation_findings import report_averages_left_out
 from .events import Events
+from .modules import unwrapped
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
@@ -266,14 +267,21 @@ class Snapshots(Part):
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
-        if set(weights) != set(engine.modules):
+        weights = unwrapped(engine.modules, {"modules": weights})["modules"]
+        # A loss with parameters may be in the weights or in the engine alone.
+        modules = {
+            name: root for name, root in engine.modules.items() if name in weights or name in engine.modules.models
+        }
+        if {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys() or (
+            modules.keys() - weights.keys()
+        ):
             raise ValueError(
                 f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(engine.modules)}"
             )
-        for name, root in engine.modules.items():
+        for name, root in modules.items():
             if different := _differing(root.state_dict(), weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
-        for name, root in engine.modules.items():
+        for name, root in modules.items():
             root.load_state_dict(spread_over(root, weights[name]))
         report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from .checks import as_int
 from .interval import Interval
 
 if TYPE_CHECKING:
@@ -231,6 +232,8 @@ class State:
         epoch_length: int | None,
     ) -> None:
         """Set the bounds of the next run; the arguments are those of `Engine.run`."""
+        max_epochs, max_iters, max_steps = as_int(max_epochs), as_int(max_iters), as_int(max_steps)
+        min_epochs, min_iters, epoch_length = as_int(min_epochs), as_int(min_iters), as_int(epoch_length)
         numbers = {
             "max_epochs": max_epochs,
             "max_iters": max_iters,

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batches import samples_in
@@ -18,7 +18,7 @@ from .window import ONE, Window
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Update", "UpdateState", "needs_closure"]
+__all__ = ["Update", "UpdateState", "loss_module", "needs_closure"]
 
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
@@ -96,6 +96,8 @@ class Update:
     ) -> Update:
         """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
 
+        A loss that is a module with trainable parameters, such as class centres, is trained, moved and saved with the model.
+
         Example:
             >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD).name
             'main'
@@ -105,6 +107,7 @@ class Update:
         def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
             return loss(output, batch[1])
 
+        vars(supervised_loss)["loss"] = loss  # where `loss_module` finds it
         return cls(_model_of_input, supervised_loss, optimizer, name, parameters, samples=samples)
 
     @classmethod
@@ -128,6 +131,14 @@ class Update:
     def evaluation(self) -> Update:
         """A copy without the optimizer, for an engine that evaluates."""
         return replace(self, optimizer=None, parameters=None)
+
+
+def loss_module(update: Update) -> nn.Module | None:
+    """The module that computes an update's loss, also behind a partial or a bound method; None if a plain function does."""
+    loss = getattr(update.loss, "loss", None) or update.loss
+    while not isinstance(loss, nn.Module) and (inner := getattr(loss, "func", None) or getattr(loss, "__self__", None)):
+        loss = inner
+    return loss if isinstance(loss, nn.Module) else None
 
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:

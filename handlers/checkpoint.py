@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.checks import check_bool, check_int
+from signalfire.blame import warn
+from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.distributed import SHARDS, is_sharded, lost_another
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
@@ -109,9 +109,11 @@ class Checkpoint(Handler):
                 f"Checkpoint(mode={mode!r}): without monitor= the last versions are kept; add monitor=, or omit mode="
             )
         self.folder = check_folder(self, folder)
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
-        self.every = check_every(self, every or "1ep") if monitor is None else None
+        self.every = check_every(self, "1ep" if every is None else every) if monitor is None else None
         self.filename = checkpoints.NameTemplate(filename, self.name)
         self.weights_only = check_bool(self, "weights_only", weights_only)
         self.sync_files = check_bool(self, "sync_files", sync_files)
@@ -376,10 +378,9 @@ class Checkpoint(Handler):
         try:
             self._sync_written(engine)
         except OSError as problem:  # perhaps the error that ended the run; the state is saved nevertheless
-            warnings.warn(
+            warn(
                 f"{self.name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
                 RuntimeWarning,
-                stacklevel=2,
             )
         self._save_uncounted(engine, held, "exception", rank_local=True)
 

@@ -32,7 +32,7 @@ class EMA(AveragedWeights):
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.
-        every: Interval between updates of the average in optimizer steps, such as "1st" or 10.
+        every: Interval between updates of the average in optimizer steps, such as "1step" or 10.
         start: Number of optimizer steps before averaging starts.
         warmup: Whether to ramp up the decay: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the number of
             updates of the average so far.
@@ -63,7 +63,7 @@ class EMA(AveragedWeights):
         self,
         decay: float = 0.999,
         *,
-        every: str | Interval | int = "1st",
+        every: str | Interval | int = "1step",
         start: int = 0,
         warmup: bool = False,
         buffers: Literal["copy", "average"] = "copy",

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.checks import check_int, check_name
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 from signalfire.planning import steps_to_come
@@ -45,7 +45,7 @@ class LRScheduling(Handler):
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
-        every: Interval between scheduler steps: "1st" (every optimizer step), "5st", "1ep", ...
+        every: Interval between scheduler steps: "1step" (every optimizer step), "5steps", "1ep", ...
         monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
             without ``mode`` gets the metric's own direction.
         update: Name of the update whose optimizer is scheduled; the first by default.
@@ -90,7 +90,7 @@ class LRScheduling(Handler):
         given = given_argument(scheduler, "mode") if plateau else None
         self._finds_mode = plateau and given is None
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
@@ -161,7 +161,7 @@ class LRScheduling(Handler):
                 )
             if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
                 counted, way_out = (
-                    ("steps", "t_in_epochs=True, or every='1st'")
+                    ("steps", "t_in_epochs=True, or every='1step'")
                     if self.every.unit == "ep"
                     else ("epochs", "t_in_epochs=False, or every='1ep'")
                 )
@@ -386,7 +386,9 @@ class LRScheduling(Handler):
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # restart from the learning rate that the optimizer was built with
+            if (
+                self.scheduler is not None and self.engine is not None
+            ):  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
+from signalfire.checks import check_name
 from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage
@@ -73,7 +74,9 @@ class Metrics(Handler):
                     f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
                 )
             kind = type(metrics).__name__
-            raise TypeError(f"Metrics({kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
+            if not callable(getattr(metrics, "update", metrics)):
+                raise TypeError(f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics")
+            raise TypeError(f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
         self.metrics: dict[str, Any] = {**(metrics or {}), **named}
         if not self.metrics:
             raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
@@ -96,10 +99,10 @@ class Metrics(Handler):
                 )
         if inputs is not None and not callable(inputs):
             raise TypeError(
-                f"Metrics(inputs={inputs!r}): expected a function of the engine that returns the metrics' arguments"
+                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
             )
         self.inputs = inputs or _output_and_target
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device
         self._counted = False  # whether the samples of a batch were found to be countable
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_name
 from signalfire.data.loading import is_shuffled
 
 from ._common.folders import check_folder, open_folder
@@ -65,7 +66,7 @@ class Predictions(Handler):
                 raise TypeError(f"Predictions({argument}={value!r}): expected a bool, or a function of the batch")
         self.folder = None if folder is None else check_folder(self, folder)
         self.writes = self.folder is not None  # only files are omitted in a dry run
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.files: list[Path] = []
         self._parts: dict[str, Callable[[Any], Any]] = {}
         for place, (part, wanted) in enumerate((("inputs", inputs), ("targets", targets))):

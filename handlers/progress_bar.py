@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.checks import check_bool, check_number
+from signalfire.checks import check_bool, check_number, check_stream
 from signalfire.monitor import check_announced
 from signalfire.state import as_number, did_you_mean
 
@@ -53,11 +53,13 @@ class ProgressBar(Handler):
         super().__init__(name=name)
         if isinstance(metrics, str):
             raise TypeError(f"ProgressBar(metrics={metrics!r}): give a list of names: [{metrics!r}]")
+        if metrics is not None and not (isinstance(metrics, Iterable) and all(isinstance(one, str) for one in metrics)):
+            raise TypeError(f"ProgressBar(metrics={metrics!r}): expected a list of names, or None")
         self.metrics = None if metrics is None else list(metrics)
         self.interval = check_number(self, "interval", interval, least=0, infinite=True)
         self.leave = check_bool(self, "leave", leave)
         self.line_interval = check_number(self, "line_interval", line_interval, least=0, infinite=True)
-        self.file = file
+        self.file = check_stream(self, "file", file)
         self._bar: tqdm[Any] | None = None
         self._plain = False
         self._last_line = 0.0

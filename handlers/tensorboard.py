@@ -43,7 +43,7 @@ class TensorBoardLogger(ScalarLogger):
     def __init__(
         self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
     ) -> None:
-        super().__init__(every=every, name=name or "tensorboard")
+        super().__init__(every=every, name="tensorboard" if name is None else name)
         self.folder = check_folder(self, folder)
         self._writer: _Writer | None = None
         self._purge_from: int | None = None  # the step from which TensorBoard purges the entries of other files

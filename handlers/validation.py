@@ -75,6 +75,8 @@ class Validation(Handler):
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
+        if not isinstance(prefix, str):
+            raise TypeError(f"Validation(prefix={prefix!r}): expected a str, such as 'val/'")
         self.prefix = prefix
         self.start_event = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
         self.sanity = check_int(self, "sanity", sanity, least=0)

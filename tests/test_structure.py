@@ -26,7 +26,7 @@ ROOMS = {
     "handlers": {"engine", "engine/data", "engine/distributed", "engine/checkpoints", "handlers/_common"},
 }
 # What the rooms that know nothing of the loop may import from the top of `engine/`.
-BASE = {"batches", "checks", "events", "interval", "randomness", "state"}
+BASE = {"batches", "blame", "checks", "events", "interval", "randomness", "state"}
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, default_convert
 
+from ..blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
 from .extent import check_same_extent, extent_of
@@ -368,12 +368,11 @@ class Source:
         iterator = self._iterate(wanted)
         if self.skips:
             return iterator
-        warnings.warn(
+        warn(
             f"the data ({type(self.data).__name__}) cannot skip batches: {wanted} batches are read again. A DataLoader "
             "over a map-style dataset skips them; other data can implement batches_from(start), or state_dict() and "
             "load_state_dict()",
             RereadingWarning,
-            stacklevel=2,
         )
         for taken in range(wanted):
             if next(iterator, END) is END:

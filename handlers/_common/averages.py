@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.checks import check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.evaluation_findings import watch_averages
 
@@ -32,7 +33,7 @@ class AveragedWeights(Handler):
 
     def __init__(self, *, average_buffers: bool, update: str | None, name: str | None) -> None:
         super().__init__(name=name)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._versions: list[int] | None = None  # of the parameters as the last run ended
         self._averages = Averages(average_buffers=average_buffers)
 

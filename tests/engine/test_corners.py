@@ -542,6 +542,9 @@ def test_a_handler_that_cannot_give_its_state_yet_is_not_half_attached() -> None
         def state_dict(self) -> dict[str, Any]:
             return {"x": self.x}
 
+        def load_state_dict(self, state: Any) -> None:
+            self.x = state["x"]
+
         @on(Events.STARTED)
         def begin(self, engine: Engine) -> None:
             self.x = 1

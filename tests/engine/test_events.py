@@ -282,7 +282,7 @@ def test_an_event_without_a_count_refuses_filters_on_it(event: Events, arguments
 
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="evry"):
-        Events.ITERATION_COMPLETED(evry=2)  # type: ignore[call-arg]
+        Events.ITERATION_COMPLETED(evry=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("event", ["iteration_completed", "STARTED", None, 5, Events, [Events.STARTED]], ids=str)

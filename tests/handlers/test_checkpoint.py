@@ -246,6 +246,7 @@ class Counted(Handler):
         return {}
 
 
+@pytest.mark.filterwarnings("ignore:W47")
 def test_several_checkpoints_share_one_snapshot_of_an_event(tmp_path: Path) -> None:
     counted = Counted()
     engine = engine_of(

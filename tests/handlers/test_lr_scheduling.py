@@ -734,8 +734,8 @@ def test_a_scheduler_that_gets_every_few_steps_knows_how_many_they_were() -> Non
 
 def test_a_scheduler_that_counts_the_other_thing_is_refused_before_the_first_batch() -> None:
     for every, in_epochs, message in (
-        ("1st", True, r"Counted counts epochs.*every='1st'.*t_in_epochs=False, or every='1ep'"),
-        ("1ep", False, r"Counted counts steps.*every='1ep'.*t_in_epochs=True, or every='1st'"),
+        ("1st", True, r"Counted counts epochs.*every='1step'.*t_in_epochs=False, or every='1ep'"),
+        ("1ep", False, r"Counted counts steps.*every='1ep'.*t_in_epochs=True, or every='1step'"),
     ):
         engine, rates = engine_of(
             network(), LRScheduling(partial(Counted, t_initial=4, t_in_epochs=in_epochs), every=every)
