@@ -16,7 +16,7 @@ from .extent import check_same_extent, extent_of
 from .held_generators import HeldGenerators, draws_in_workers
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
-from .streamed import END, RereadingWarning, Streamed, inner, keeps_position
+from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
 
 __all__ = ["DataError", "FirstBatches", "RereadingWarning", "Source"]
 

@@ -407,6 +407,7 @@ def test_a_handler_attached_in_the_middle_acts_at_the_same_parts() -> None:
     assert [iteration for _, iteration, _ in recorder.seen] == [8, 10, 12, 14, 16]
 
 
+@pytest.mark.filterwarnings("ignore:W29")
 def test_a_part_of_an_epoch_of_unknown_length_is_an_error_before_the_first_batch_that_names_the_handler() -> None:
     trainer = make_trainer()
     trainer.attach(Recorder("0.25ep", name="watcher"))

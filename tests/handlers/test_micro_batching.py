@@ -175,6 +175,7 @@ def test_a_piece_without_a_loss_has_weight_zero() -> None:
     assert_close(engine.model, model)
 
 
+@pytest.mark.filterwarnings("ignore:W29")
 def test_without_any_loss_there_is_no_step() -> None:
     update = Update(lambda e, b: e.model(b[0]), lambda e, o, b: None, SGD)
     engine = trained(MicroBatching(3), update=update)
