@@ -143,6 +143,8 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
     """
     if isinstance(codes, str):
         raise TypeError(f"{where}: {codes!r} is one string; write [{codes!r}]")
+    if not isinstance(codes, Iterable):
+        raise TypeError(f"{where}: {codes!r} is not a sequence of codes, such as ['W10']")
     found = frozenset(codes)
     if unknown := sorted(str(code) for code in found if code not in CODES):
         raise ValueError(f"{where}: {unknown[0]!r} is no code of a finding, such as 'W10'; signalfire.codes lists them")

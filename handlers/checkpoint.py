@@ -104,13 +104,13 @@ class Checkpoint(Handler):
                 f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
                 "metric; remove every="
             )
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
         if mode is not None and monitor is None:
             raise ValueError(
                 f"Checkpoint(mode={mode!r}): without monitor= the last versions are kept; add monitor=, or omit mode="
             )
         self.folder = check_folder(self, folder)
-        if mode is not None:
-            check_choice(self, "mode", mode, ("min", "max"))
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
         self.every = check_every(self, "1ep" if every is None else every) if monitor is None else None

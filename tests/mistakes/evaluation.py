@@ -246,7 +246,7 @@ def mixup_on_the_evaluator(right: bool) -> None:
 # ---- the data of an evaluation ------------------------------------------------------------------------------------
 
 
-@mistake(ValueError, "'validation': the data .DataLoader. is empty")
+@mistake(ValueError, "Validation.data=.*it is empty")
 def a_validation_set_that_drop_last_empties(right: bool) -> None:
     model = net()
     data = DataLoader(TensorDataset(torch.zeros(3, 5), torch.zeros(3, 1)), batch_size=4, drop_last=not right)

@@ -74,11 +74,11 @@ def a_batch_whose_samples_nobody_can_count(right: bool) -> None:
 
 @mistake("W04")
 def a_count_in_place_of_a_mean(right: bool) -> None:
-    def correct(output: Any, batch: Any) -> Any:
-        hits = (output.argmax(1) < 3).float()
-        return hits.mean() if right else hits.sum()
+    def in_range(output: Any, batch: Any) -> Any:
+        hits = output.argmax(1) < 3
+        return hits.float().mean() if right else hits.sum()
 
-    classifier(Metrics(accuracy=Average(correct))).run(CLASSES, max_epochs=2)
+    classifier(Metrics(accuracy=Average(in_range))).run(CLASSES, max_epochs=2)
 
 
 @mistake("W05")
