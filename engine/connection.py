@@ -9,6 +9,7 @@ from enum import IntEnum
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from .declarations import Things
 from .events import Filter
 
 if TYPE_CHECKING:
@@ -36,16 +37,27 @@ class Phase(IntEnum):
 
 
 class Connection:
-    """One receiver with its filter, phase and rank."""
+    """One receiver with its filter, phase and rank, and what it declares to read and write (None: nothing is declared)."""
 
-    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver", "when")
+    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "reads", "receiver", "when", "writes")
 
-    def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        phase: Phase,
+        rank: int,
+        filter: Filter | None,
+        owner: str | None,
+        reads: Things | None = None,
+        writes: Things | None = None,
+    ) -> None:
         self.receiver = receiver
         self.phase = phase
         self.rank = rank
         self.filter = filter
         self.owner = owner
+        self.reads = reads
+        self.writes = writes
         self.key = (int(phase), rank, next(_connection_numbers))
         # The predicate of an interval stores when it passed last: each connection needs its own copy.
         self.when = None if filter is None else copy.copy(filter.when)

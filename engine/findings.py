@@ -20,7 +20,17 @@ from .part import Part
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Finding", "FindingError", "FindingWarning", "Findings", "Reports", "allow", "check_codes", "warn"]
+__all__ = [
+    "Finding",
+    "FindingError",
+    "FindingWarning",
+    "Findings",
+    "Reports",
+    "allow",
+    "check_codes",
+    "finding",
+    "warn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +182,13 @@ class Reports(Part):
 
     Attributes:
         allowed: codes that are never reported.
+        checked: whether the composition was checked, as it is at the start of the first run.
     """
 
     def __init__(self, engine: Engine, allowed: Iterable[str]) -> None:
         super().__init__(engine)
         self.allowed = check_codes("Engine(allow=)", allowed)
+        self.checked = False
         self._of_run: dict[tuple[Any, ...], Finding] = {}
         self._parent: Reports | None = None
 
@@ -217,7 +229,7 @@ class Reports(Part):
 
     def add(self, found: Finding, *, key: Any = None) -> None:
         """Report a finding that was made elsewhere; see `report`."""
-        if self._is_allowed(found.code):
+        if self.allows(found.code):
             return
         root = self
         while root._parent is not None:
@@ -229,8 +241,9 @@ class Reports(Part):
         if found.severity != "info":
             warn(found)
 
-    def _is_allowed(self, code: str) -> bool:
-        parent = self._parent is not None and self._parent._is_allowed(code)
+    def allows(self, code: str) -> bool:
+        """Whether findings with this code are silenced: by the engine, by one that runs it, or by `allow`."""
+        parent = self._parent is not None and self._parent.allows(code)
         return code in self.allowed or code in _allowed.get() or parent
 
     def of_run(self) -> Findings:

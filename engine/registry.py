@@ -271,10 +271,15 @@ class Registry(Mapping[str, Handler], Part):
                 event = event_of(every)
             check_receiver(method, f"{kind}.{subscription.method} at {event}")
             for one, chosen in resolve(event):
-                yield (
-                    self.engine.signal(one),
-                    Connection(method, subscription.phase, subscription.rank, chosen, handler.name),
+                how = (
+                    subscription.phase,
+                    subscription.rank,
+                    chosen,
+                    handler.name,
+                    subscription.reads,
+                    subscription.writes,
                 )
+                yield self.engine.signal(one), Connection(method, *how)
 
     def _leave(self, record: _Record) -> None:
         engine, handler = self.engine, record.handler

@@ -50,14 +50,14 @@ class FastDevRun(Handler):
         """The data that the engine iterates over: the first batches of the original."""
         return None if data is None else FirstBatches(data, self.batches)
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["position"], writes=["bounds"])
     def limit_epochs(self, engine: Engine) -> None:
         """Limit the run to one epoch, without a minimum."""
         state = engine.state
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL)
+    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["position", "data"], writes=["stop"])
     def end_epoch(self, engine: Engine) -> None:
         """End an epoch whose length is not given by the data."""
         state = engine.state

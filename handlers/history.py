@@ -28,7 +28,12 @@ class History(Handler):
         self.records: dict[str, list[tuple[int, int, float]]] = {}
         self._seen: dict[str, int] = {}
 
-    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    @on(
+        Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["metrics", "position"],
+        writes=[],
+    )
     def record(self, engine: Engine) -> None:
         """Record the new values."""
         state = engine.state

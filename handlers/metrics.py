@@ -268,7 +268,7 @@ class Metrics(Handler):
                 "give it a function"
             )
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
         for key, metric in self.metrics.items() if engine.processes.distributed else ():
@@ -283,19 +283,19 @@ class Metrics(Handler):
         for key in self.metrics:
             engine.state.metrics.running.pop(key, None)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_metrics(self, engine: Engine) -> None:
         """Reset the metrics at the start of an epoch."""
         for metric in self.metrics.values():
             metric.reset()
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["metrics"])
     def publish_running(self, engine: Engine) -> None:
         """Make the values so far available to displays."""
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD)
+    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss"], writes=[])
     def update_metrics(self, engine: Engine) -> None:
         """Update the metrics with this batch after its last backward; a batch in time chunks counts once, as a whole."""
         update = engine.state.update
@@ -315,7 +315,7 @@ class Metrics(Handler):
             for metric in self._of_output:
                 metric.update(*inputs)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, reads=["processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():

@@ -62,7 +62,7 @@ class ProgressBar(Handler):
         self._epoch_began = 0.0
         self._printed_epoch = 0  # the epoch of the last line
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
     def begin(self, engine: Engine) -> None:
         """Choose a bar or plain lines."""
         file = self.file or sys.stderr
@@ -70,7 +70,7 @@ class ProgressBar(Handler):
         self._plain = not notebook and not (hasattr(file, "isatty") and file.isatty())
         self._last_line = self._epoch_began = time.monotonic()
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["position"], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Start the bar at the position of a resumed epoch."""
         if engine.state.epoch_open:
@@ -78,7 +78,7 @@ class ProgressBar(Handler):
             if self._bar is not None:
                 self._bar.update(engine.state.epoch_iteration)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD)
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["position", "data", "bounds"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
         """Start a bar."""
         self._epoch_began = time.monotonic()
@@ -94,13 +94,13 @@ class ProgressBar(Handler):
                 unit="it",
             )
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD)
+    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss"], writes=["files"])
     def advance(self, engine: Engine) -> None:
         """Count the iteration; fetch the values only if the bar is redrawn."""
         if self._bar is not None and self._bar.update():
             self._bar.set_postfix(self._values(engine), refresh=False)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
         if self._bar is not None:
@@ -109,13 +109,13 @@ class ProgressBar(Handler):
         elif self._plain and time.monotonic() - self._last_line >= self.line_interval:
             self._line(engine)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD)
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
     def end(self, engine: Engine) -> None:
         """Print a line for the last epoch, if there is none yet."""
         if self._plain and self._printed_epoch != engine.state.epoch:
             self._line(engine)
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Close the bar, also after an error."""
         self._close()

@@ -40,6 +40,8 @@ class Validation(Handler):
         Interval(value=2, unit='ep')
     """
 
+    interval_matters = True
+
     def __init__(
         self,
         evaluator: Engine,
@@ -76,13 +78,16 @@ class Validation(Handler):
         if self.evaluator is engine:
             raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
     def announce(self, engine: Engine) -> None:
         """Announce the metrics' names, so that a monitor with a misspelt name fails at once."""
-        names = list(self.evaluator.state.metrics.owners)
-        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.data_sets for name in names])
+        engine.state.metrics.announce(self.name, self.metric_names(engine))
 
-    @on("sanity_event", phase=Phase.PREPARE)
+    def metric_names(self, engine: Engine) -> list[str]:
+        names = list(self.evaluator.state.metrics.owners)
+        return [self._prefix(key) + name for key in self.data_sets for name in names]
+
+    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=["files"])
     def sanity_check(self, engine: Engine) -> None:
         """Run the evaluator over a few batches, and discard the metrics."""
         metrics = self.evaluator.state.metrics
@@ -99,8 +104,8 @@ class Validation(Handler):
             self.evaluator.dry_run = was_dry
             metrics.load_state_dict(before)
 
-    @on("start_event", phase=Phase.PREPARE)
-    @on("every", phase=Phase.PREPARE)
+    @on("start_event", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
+    @on("every", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets."""
         for key, data in self.data_sets.items():

@@ -61,27 +61,27 @@ class ScalarLogger(Handler):
                 self.record(one)
         self.record(record)
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Skip the metrics measured so far: the previous run wrote them."""
         self._seen = dict(engine.state.metrics.serials)
         self._seen_loaded = False
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def resume(self, engine: Engine) -> None:
         """Resume from the logger's state in the checkpoint; without one, log what is measured from here on."""
         self._early = []
         if not self._seen_loaded:
             self._seen = dict(engine.state.metrics.serials)
 
-    @on("rates_event", phase=Phase.RECORD)
+    @on("rates_event", phase=Phase.RECORD, reads=["rates", "groups"], writes=[])
     def record_rates(self, engine: Engine) -> None:
         """Record the learning rates that the step uses, before a schedule changes them."""
         if self._rates_at != engine.state.iteration:
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
 
-    @on("every", phase=Phase.RECORD)
+    @on("every", phase=Phase.RECORD, reads=["loss", "rates", "position", "plan"], writes=["files"])
     def write_losses(self, engine: Engine) -> None:
         """Write the losses and the rates."""
         iteration = engine.state.iteration
@@ -98,7 +98,12 @@ class ScalarLogger(Handler):
         if values:
             self._record(engine, values)
 
-    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    @on(
+        Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["metrics", "position"],
+        writes=["files"],
+    )
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
         metrics = engine.state.metrics
@@ -107,7 +112,7 @@ class ScalarLogger(Handler):
         if values:
             self._record(engine, values)
 
-    @on(Events.ENDED, phase=Phase.PERSIST)
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Drop the records of a run that ended before its first epoch."""
         self._early = []
