@@ -130,7 +130,13 @@ class Composition:
     @cached_property
     def first_batch(self) -> Any:
         """The first batch of the data; None where it cannot be read without a trace."""
-        return first_batch(self.data) if self.reads_batch else None
+        if not self.reads_batch:
+            return None
+        try:
+            return first_batch(self.data)
+        except Exception as error:
+            error.add_note("check() read the first batch of the data, as a run would")
+            raise
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 

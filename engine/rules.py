@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
 from .connection import Connection
+from .events import AnyEvent
 from .findings import Finding, finding
+from .interval import Interval
 from .planning import comes_up
 
 __all__ = ["OF_BATCHES", "OF_COMPOSITIONS"]
@@ -155,7 +157,7 @@ def _names_in(function: Any) -> set[str]:
 def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
     for handler in it.handlers:
         every = getattr(handler, "every", None)
-        if every is None or isinstance(every, int | float) or comes_up(it.engine, every) is not False:
+        if not isinstance(every, str | Interval | AnyEvent) or comes_up(it.engine, every) is not False:
             continue
         severity = "warning" if getattr(handler, "interval_matters", False) else "info"
         yield finding(
