@@ -31,9 +31,11 @@ def check(engine: Engine, data: Any, bounds: dict[str, Any]) -> Findings:
 
 def report(engine: Engine) -> None:
     """Report what looks wrong at the start of the first run, without reading a batch."""
-    if engine.findings.checked or not engine.processes.is_rank_zero:
+    if engine.findings.checked:
         return
     engine.findings.checked = True
+    if engine.state.iteration > 0 or not engine.processes.is_rank_zero:
+        return  # a run that continues a saved one was checked when it began
     data = None if engine.feed.source is None else engine.feed.source.data
     for one in _found(Composition(engine, data, reads_batch=False)):
         engine.findings.add(one, key=one.sentence)

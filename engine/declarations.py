@@ -26,7 +26,7 @@ THINGS: dict[str, str] = {
     "buffers": "the modules' buffers",
     "modes": "which modules are in training mode",
     "modules": "the modules themselves, such as wrappers around them and hooks in them",
-    "rates": "learning rates of the optimizers",
+    "rates": "learning rates of the optimizers, and a momentum that a schedule cycles with them",
     "groups": "other hyperparameters of the optimizers",
     "optimizer": "the optimizers and their state",
     "step": "whether the step is made, the steps that were counted, and whether each batch is one",

@@ -200,14 +200,17 @@ def _extent(it: Composition) -> str:
 
 
 def foreign_parameters(it: Composition) -> Iterator[Finding]:
-    for update in it.engine.updates if it.parameters else ():
+    # With parameters of the model that no optimizer holds, a layer was probably replaced after the optimizer was built.
+    replaced = any(one.requires_grad and one not in it.optimized for one in it.parameters)
+    for update in it.engine.updates if it.parameters and it.engine.training else ():
         foreign = [one for one, name in it.optimized.items() if name == update.name and one not in it.parameters]
-        if foreign and it.engine.training:
+        if foreign:
             yield finding(
                 "C07",
                 f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that are not the model's, of shape "
-                f"{_list(str(tuple(one.shape)) for one in foreign)}: they are trained, but neither moved nor saved",
-                "add the module that they belong to to Engine(model={...}), or build the optimizer from the model's parameters",
+                f"{_list(str(tuple(one.shape)) for one in foreign)}: they are neither moved nor averaged with the model",
+                "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
+                severity="warning" if replaced else "info",
             )
 
 

@@ -104,7 +104,7 @@ class MixedPrecision(Handler):
                     scaler.scale(torch.zeros((), device=engine.device))
                     self.scalers[update.name] = scaler
 
-    @on(Events.FORWARD_STARTED, reads=["precision"], writes=["output"])
+    @on(Events.FORWARD_STARTED, reads=[], writes=["precision"])
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
         assert self._autocast is not None

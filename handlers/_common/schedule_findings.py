@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from signalfire import Finding
+from signalfire.codes import Severity
 from signalfire.findings import finding
 
 __all__ = ["ScheduledRun", "schedule_findings"]
@@ -54,7 +55,7 @@ def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]
         starts = [0, *scheduler._milestones]
         for number, (part, start) in enumerate(zip(inner, starts, strict=True)):
             if start >= total and number:
-                yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier", start)
+                yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier")
                 return
             end = starts[number + 1] if number + 1 < len(starts) else total
             yield from _of_part(part, run, min(end, total) - start)
@@ -76,13 +77,11 @@ def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]
         )
     milestones = sorted(getattr(scheduler, "milestones", None) or ())
     if milestones and milestones[0] > total:
-        yield _length(run, f"its first milestone is {milestones[0]}", "use smaller milestones", milestones[0])
+        yield _length(run, f"its first milestone is {milestones[0]}", "use smaller milestones", "info")
     elif milestones and run.unit == "st" and _in_epochs(run, milestones[-1], total):
         yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
     elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
-        yield _length(
-            run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", scheduler.step_size
-        )
+        yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
     yield from _of_total(scheduler, run, total)
 
 
@@ -97,7 +96,7 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
             if run.unit == "st" and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
-                yield _length(run, f"{what} is more than that: the schedule does not reach its end", _FILLED, given)
+                yield _length(run, f"{what} is more than that: the schedule does not reach its end", _FILLED)
         elif (
             given * _SLACK < total
             and given + 2 < total
@@ -107,7 +106,7 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
                 yield _unit(run, f"{argument}={given} of {name}")
             else:
                 rest = "the rate rises again" if argument == "T_max" else "it has no rate for the rest"
-                yield _length(run, f"{argument}={given} of {name} is less than that: {rest}", _FILLED, given)
+                yield _length(run, f"{argument}={given} of {name} is less than that: {rest}", _FILLED)
 
 
 _FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
@@ -132,13 +131,9 @@ def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
     )
 
 
-def _length(run: ScheduledRun, problem: str, way_out: str, given: int) -> Finding:
-    return finding(
-        "C06",
-        f"{run.handler!r}: the run has {run.total} {run.counted} of this schedule, but {problem}",
-        way_out,
-        [run.handler],
-    )
+def _length(run: ScheduledRun, problem: str, way_out: str, severity: Severity | None = None) -> Finding:
+    sentence = f"{run.handler!r}: the run has {run.total} {run.counted} of this schedule, but {problem}"
+    return finding("C06", sentence, way_out, [run.handler], severity)
 
 
 def _rate_left(scheduler: Any, total: int) -> float | None:
