@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
@@ -344,7 +344,9 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
 
 def unshuffled(it: Composition) -> Iterator[Finding]:
     data = it.data
-    if it.engine.training and type(data) is DataLoader and type(data.sampler) is SequentialSampler and len(data) > 1:
+    if not it.engine.training or type(data) is not DataLoader or type(data.sampler) is not SequentialSampler:
+        return
+    if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
         yield finding("C13", "the training data is not shuffled", "use DataLoader(..., shuffle=True)")
 
 

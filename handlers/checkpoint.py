@@ -247,7 +247,7 @@ class Checkpoint(Handler):
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["files", "processes"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
         """Find the versions that the resumed run owns, and warn if the environment has changed since they were written."""
         self._saver.forget()

@@ -152,7 +152,7 @@ class LRScheduling(Handler):
                 )
         return scheduler
 
-    @on(Events.CHECKPOINT_LOADED, reads=["bounds", "position", "window"], writes=["state"])
+    @on(Events.CHECKPOINT_LOADED, reads=["bounds", "position", "window"], writes=[])
     def check_total(self, engine: Engine) -> None:
         """Raise an error if the run exceeds the number of steps that the scheduler was built for."""
         total = self._total_steps(engine) if self.total is not None else None
@@ -190,7 +190,7 @@ class LRScheduling(Handler):
         if (value := self.monitor.new_value(engine)) is not None:
             self.scheduler.step(value)
 
-    @on("check_metric_event", phase=Phase.CONTROL, reads=["metrics"], writes=["state"])
+    @on("check_metric_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise an error if the metric does not exist."""
         assert self.monitor is not None

@@ -62,7 +62,7 @@ class ProgressBar(Handler):
         self._epoch_began = 0.0
         self._printed_epoch = 0  # the epoch of the last line
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
         """Choose a bar or plain lines."""
         file = self.file or sys.stderr

@@ -158,7 +158,7 @@ class SWA(AveragedWeights):
         unwrap_step(optimizer)
         return scheduler
 
-    @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE, reads=["modes", "data"], writes=["buffers"])
+    @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE, reads=["modes", "data"], writes=[])
     def update_statistics(self, engine: Engine) -> None:
         """Recompute the BatchNorm statistics for the final average."""
         self._frozen = {place for place, norm in _batch_norms(engine).items() if not norm.training}

@@ -228,7 +228,7 @@ class TruncatedBPTT(Handler):
         Events.UPDATE_COMPLETED,
         phase=Phase.PREPARE,
         reads=["loss", "output", "batch"],
-        writes=["loss", "output", "batch", "plan"],
+        writes=["loss", "output", "batch"],
     )
     def record_chunk(self, engine: Engine) -> None:
         """Record the chunk's loss and output; after the last chunk, set those of the whole batch."""
@@ -257,7 +257,7 @@ class TruncatedBPTT(Handler):
         update.hidden = None
         self._begin()
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["batch", "loss", "output", "plan"])
+    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["batch", "loss", "output"])
     def finish(self, engine: Engine) -> None:
         """Restore the whole batch, also in a run that stops inside it, with the results of the chunks so far."""
         if self._index:

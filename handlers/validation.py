@@ -87,7 +87,7 @@ class Validation(Handler):
         names = list(self.evaluator.state.metrics.owners)
         return [self._prefix(key) + name for key in self.data_sets for name in names]
 
-    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=["files"])
+    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=[])
     def sanity_check(self, engine: Engine) -> None:
         """Run the evaluator over a few batches, and discard the metrics."""
         metrics = self.evaluator.state.metrics

@@ -25,6 +25,7 @@ from signalfire.handlers import (
     EarlyStopping,
     FastDevRun,
     Freezing,
+    GradientAccumulation,
     GradientClipping,
     LRScheduling,
     Metrics,
@@ -35,10 +36,12 @@ from signalfire.handlers import (
     Preemption,
     ProgressBar,
     Seeding,
+    TensorBoardLogger,
+    UpdateFrequency,
     Validation,
 )
 from signalfire.randomness import random_state
-from tests.kit import batches, build, digest, evaluator_of, mlp
+from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
 from tests.resume_recipes import RECIPES, Recipe
 
 __all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "watch"]
@@ -173,18 +176,25 @@ def scaled(folder: Path) -> Engine:
     return engine
 
 
+class Terminal(io.StringIO):
+    """A text file on which bars are drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def kept(folder: Path) -> Engine:
     """Every way to save; the best weights are put back."""
     model = mlp(5, 8, 1, nn.BatchNorm1d(8))
-    stopping = EarlyStopping("loss", mode="min", patience=1, min_delta=9.0, restore_best=True)
+    stopping = EarlyStopping("loss", mode="min", patience=2, min_delta=9.0, restore_best=True)
     return build(
         model,
         Validation(evaluator_of(model), batches(2, seed=1), sanity=1, at_start=True),
         stopping,
-        Checkpoint(folder / "a", asynchronous=True, on_exception=True, resume=True, name="a"),
+        Checkpoint(folder / "a", on_exception=True, resume=True, name="a"),
         Checkpoint(folder / "b", monitor="loss", mode="min", name="b"),
         Preemption(),
-        ProgressBar(file=io.StringIO(), line_interval=0.0),
+        ProgressBar(file=Terminal(), interval=0.0),
         SWA(1, lr=0.05, bn_data=batches(2)),
         Seeding(),
     )
@@ -199,8 +209,8 @@ def interrupted(folder: Path) -> Engine:
     engine = kept(folder)
 
     def preempt(engine: Engine) -> None:
-        if engine.state.iteration == 8:
-            engine.boundary.preempt("asked", by="user")
+        if engine.state.iteration == 4:
+            engine.boundary.preempt("asked")
 
     engine.connect(Events.ITERATION_COMPLETED, preempt)
     return engine
@@ -209,12 +219,45 @@ def interrupted(folder: Path) -> Engine:
 def thawing(folder: Path) -> Engine:
     return build(
         mlp(5, 8, 1, nn.BatchNorm1d(8)),
-        Freezing(["0", "1"], until=2),
+        Freezing({"0": 2, "1": None}),
+        GradientAccumulation(2, weight=lambda engine: 1.5),
         EMA(0.5),
         ParameterScheduling("weight_decay", lambda epoch: 0.1 * epoch, every="1ep"),
         LRScheduling(partial(ExponentialLR, gamma=0.9), every="1ep"),
-        CSVLogger(folder / "log.csv"),
+        CSVLogger(folder / "logs" / "log.csv"),
+        TensorBoardLogger(folder / "events", every="1it"),
     )
+
+
+def thawing_again(folder: Path) -> Engine:
+    first = thawing(folder)
+    first.run(batches(), max_epochs=1, check=False)
+    engine = thawing(folder)
+    engine.load_state_dict(first.state_dict())
+    return engine
+
+
+def failing(folder: Path) -> Engine:
+    engine = resumed(folder)
+
+    def fail(engine: Engine) -> None:
+        if engine.state.iteration == 8:
+            raise ValueError("meant")
+
+    engine.connect(Events.ITERATION_COMPLETED, fail)
+    return engine
+
+
+def turns(folder: Path) -> Engine:
+    """Two updates of one model in turns, of which one accumulates."""
+    model = mlp(5, 8, 1)
+
+    def update(name: str, part: nn.Module) -> Update:
+        return Update.supervised(nn.functional.mse_loss, SGD, name=name, parameters=lambda engine: part.parameters())
+
+    engine = Engine([update("one", model[0]), update("other", model[1])], model=model, seed=0)
+    engine.attach(UpdateFrequency({"other": 2}), GradientAccumulation(2, update="other"))
+    return engine
 
 
 def plateau(folder: Path) -> Engine:
@@ -227,7 +270,7 @@ def plateau(folder: Path) -> Engine:
 
 def predicted(folder: Path) -> Engine:
     engine = Engine(Update.prediction(), model=mlp(5, 8, 1))
-    engine.attach(Predictions(folder))
+    engine.attach(Predictions(folder / "outputs"))
     return engine
 
 
@@ -239,7 +282,7 @@ COMPOSITIONS: dict[str, Recipe] = {
     **{name: one for name, one in RECIPES.items() if name != "workers"},
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
-        for one in (scaled, kept, resumed, interrupted, thawing, plateau)
+        for one in (scaled, kept, resumed, interrupted, failing, thawing, thawing_again, turns, plateau)
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),
@@ -252,6 +295,8 @@ def watch(recipe: Recipe, folder: Path) -> dict[Place, set[str]]:
     watching = Watch(engine, folder)
     try:
         engine.run(recipe.data(), **recipe.bounds)
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
+    except ValueError as error:
+        assert str(error) == "meant"  # noqa: PT017
+    except SystemExit:
+        pass
     return watching.changed

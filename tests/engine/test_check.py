@@ -66,7 +66,7 @@ def rich(folder: Path) -> tuple[Engine, DataLoader[Any], Drawing]:
         GradientAccumulation(2),
         GradientClipping(max_norm=1.0),
         EMA(0.5),
-        LRScheduling(CosineAnnealingLR),
+        LRScheduling(partial(CosineAnnealingLR)),
         Validation(evaluator_of(model), batches(2, seed=1)),
         EarlyStopping("loss", mode="min", patience=9),
         CSVLogger(folder / "log.csv"),

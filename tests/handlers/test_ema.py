@@ -218,6 +218,7 @@ def test_an_evaluation_after_the_run_sees_the_averages_too() -> None:
     assert_same(model.state_dict(), plain_loop()[0].state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:C18:signalfire.FindingWarning")
 def test_before_the_first_average_the_weights_themselves_are_used() -> None:
     model = network()
     engine = trainer_of(model, EMA(0.9, start=1000))
