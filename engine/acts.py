@@ -20,7 +20,7 @@ __all__ = ["Override", "Overrides"]
 class Override(Enum):
     """What one handler at a time may override. The values complete the sentence "both override ...".
 
-    The first five are functions of the loop, which `Overrides.replace` replaces; see there for their signatures. The others
+    The first six are functions of the loop, which `Overrides.replace` replaces; see there for their signatures. The others
     are claimed alone, with `Overrides.claim`. A handler of your own may claim members of an enum of its own.
     """
 
@@ -28,6 +28,7 @@ class Override(Enum):
     GRADIENTS = "the computation of gradients"
     STEP = "the optimizer step"
     DATA = "the data that is iterated"
+    TRIAL = "how much of the data a trial run iterates"
     REDUCTION = "the reduction of gradients over ranks"
 
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
@@ -58,14 +59,16 @@ class Override(Enum):
         return self in _FUNCTIONS
 
 
-_FUNCTIONS = (Override.WINDOW, Override.GRADIENTS, Override.STEP, Override.DATA, Override.REDUCTION)
+_FUNCTIONS = (
+    Override.WINDOW, Override.GRADIENTS, Override.STEP, Override.DATA, Override.TRIAL, Override.REDUCTION,
+)  # fmt: skip
 
 
 class Overrides(Part):
     """Who overrides what, and the functions that replace those of the loop.
 
     Attributes:
-        gradients, step, data, reduction: the function of a handler in place of the loop's; None without one.
+        gradients, step, data, trial, reduction: the function of a handler in place of the loop's; None without one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -73,6 +76,7 @@ class Overrides(Part):
         self.gradients: Callable[..., None] | None = None
         self.step: Callable[..., None] | None = None
         self.data: Callable[[Engine, Any], Any] | None = None
+        self.trial: Callable[[Engine, Any], Any] | None = None
         self.reduction: Callable[[Engine, UpdateState], None] | None = None
         self._owners: dict[tuple[Enum, str | None], str] = {}
 
@@ -108,6 +112,7 @@ class Overrides(Part):
           backward of ``state.batch``, which adds to the gradients that the window holds;
         - ``STEP``: ``function(engine, update, step)``, where ``step()`` is the optimizer's;
         - ``DATA``: ``function(engine, data) -> data``, what this engine, or an evaluator that it runs, iterates instead;
+        - ``TRIAL``: ``function(engine, data) -> data``, as ``DATA``, and called with what that returned;
         - ``REDUCTION``: ``function(engine, update)``, with several ranks only, called once the gradients of a complete window are
           there. It makes them the mean over the ranks, also where this rank had no batch, so that its backward reduced nothing.
 
@@ -142,6 +147,13 @@ class Overrides(Part):
             for target in engine.updates:
                 target.window.kept = []
         setattr(self, what.name.lower(), function)
+
+    def data_of(self, engine: Engine, data: Any) -> Any:
+        """What this engine, or an evaluator that it runs, iterates in place of its data."""
+        for replacement in (self.data, self.trial):
+            if replacement is not None:
+                data = replacement(engine, data)
+        return data
 
     def compute_gradients_once(self, *, by: Handler) -> None:
         """Refuse steps that compute their gradients several times, as closures and SAM do.

@@ -1,16 +1,19 @@
-"""The structure of a batch: tensors in nested tuples, lists, mappings, named tuples and dataclasses."""
+"""The structure of a batch: tensors in nested tuples, lists, deques, mappings, named tuples and classes with known fields."""
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
+__all__ = ["hides_samples", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -25,19 +28,56 @@ _PAIRS = (tuple, list)
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples: the length of the batch's first tensor; 1 without tensors, or if it is a scalar."""
+    """The number of samples in a batch.
+
+    That is the batch's own ``num_graphs`` (PyTorch Geometric) or ``batch_size`` (TensorDict); the length of its first tensor in
+    nested containers, 1 for a scalar; or the length of an object with ``__len__``. It is 1 if none of these exists.
+    """
     if batch.__class__ in _PAIRS and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
         shape = batch[0].shape
         return shape[0] if shape else 1
-    tensors = tensors_in(batch)
-    return len(tensors[0]) if tensors and tensors[0].dim() else 1
+    count = _count(batch)
+    return 1 if count is None else count
+
+
+def _count(item: Any) -> int | None:
+    """The number of samples; None if it is not known."""
+    if isinstance(item, Tensor):
+        return item.shape[0] if item.dim() else 1
+    if item is None or isinstance(item, str | bytes | int | float | bool | type):
+        return None
+    for name in ("num_graphs", "batch_size"):
+        own = getattr(item, name, None)
+        own = own[0] if isinstance(own, torch.Size) and own else own
+        if isinstance(own, int) and not isinstance(own, bool):
+            return own
+    if isinstance(item, PackedSequence):
+        return int(item.batch_sizes[0])
+    container = parts(item)
+    if container is not None:
+        return next((count for count in map(_count, container[0]) if count is not None), None)
+    try:
+        return len(item)
+    except TypeError:
+        return None
+
+
+def hides_samples(batch: Any) -> bool:
+    """Whether `samples_in` counts an object as one sample although it has tensors as attributes."""
+    if _count(batch) is not None:
+        return False
+    container = parts(batch)
+    for item in [batch] if container is None else container[0]:
+        if any(isinstance(value, Tensor) and value.dim() for value in getattr(item, "__dict__", {}).values()):
+            return True
+    return False
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """A batch of the same structure with ``function(leaf)`` in place of every leaf.
 
-    Containers are tuples, named tuples, lists, mappings and dataclasses. Anything else is a leaf, and so is anything with a
-    ``to`` method, such as tensors and packed sequences.
+    Containers are tuples, named tuples, lists, deques, mappings, dataclasses, namespaces, and the classes of attrs and pydantic.
+    Anything else is a leaf, and so is anything with a ``to`` method, such as tensors and packed sequences.
 
     Example:
         >>> map_leaves(lambda number: number + 1, {"x": [1, 2], "y": (3,)})
@@ -56,9 +96,24 @@ def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), lambda held: type(value)(*held)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):  # torch.Size holds only numbers
         return list(value), type(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value)]
-        return [getattr(value, name) for name in names], lambda held: _dataclass_like(value, names, held)
+    if isinstance(value, deque):
+        return list(value), lambda held: deque(held, value.maxlen)
+    if (names := _field_names(value)) is not None:
+        return [getattr(value, name) for name in names], lambda held: _fields_like(value, names, held)
+    return None
+
+
+def _field_names(value: Any) -> list[str] | None:
+    """The names of an object's fields, if its class says what they are."""
+    if isinstance(value, type):
+        return None
+    if is_dataclass(value):
+        return [one.name for one in fields(value)]
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value))
+    for mark in ("__attrs_attrs__", "__pydantic_fields__"):  # a tuple of attributes with names, a mapping by name
+        if (known := getattr(type(value), mark, None)) is not None:
+            return [one if isinstance(one, str) else one.name for one in known]
     return None
 
 
@@ -69,7 +124,7 @@ def _mapping_like(value: Mapping[Any, Any], held: list[Any]) -> Any:
     return new
 
 
-def _dataclass_like(value: Any, names: list[str], held: list[Any]) -> Any:
+def _fields_like(value: Any, names: list[str], held: list[Any]) -> Any:
     new = copy.copy(value)
     for name, part in zip(names, held, strict=True):
         object.__setattr__(new, name, part)  # also of a frozen one

@@ -24,12 +24,14 @@ class Boundary(Part):
     Attributes:
         stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.
         epoch_stop: why the epoch ends early; None if it does not.
+        preempted: whether this run was saved and stopped: the run that resumes it completes the epoch.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.stops: dict[str, str] = {}
         self.epoch_stop: str | None = None
+        self.preempted = False
         self._signal: Signal = engine.signal(Events.ITERATION_COMPLETED)
         self._agreed: dict[str, str] = {}  # with several ranks: the stops that all know of
         self._preemption: str | None = None
@@ -67,6 +69,7 @@ class Boundary(Part):
             engine.snapshots.apply_restored(saved, allowed)
             self._restored = True
         if preemption is not None:
+            self.preempted = True
             engine.signals.emit(engine, Events.PREEMPTED)  # before the stop, which the saved state does not have
             self._stop(preemption)
             return True
@@ -168,7 +171,7 @@ class Boundary(Part):
         self.stops.clear()
         self._agreed = {}
         self._preemption = self._restore = None
-        self._restored = False
+        self._restored = self.preempted = False
         self._sleep_if_nothing_recurs()
 
     def end_run(self) -> None:
@@ -190,6 +193,10 @@ class Boundary(Part):
     def stops_now(self) -> bool:
         """Whether a stop takes effect inside an iteration. With several ranks it does not: others may not have asked for it."""
         return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()
+
+    def cuts_now(self) -> bool:
+        """Whether a stop of the run or of the epoch takes effect inside an iteration, before its updates; see `stops_now`."""
+        return self.stops_now() or (self.epoch_stop is not None and not self.engine.processes.distributed)
 
     def take_restored(self) -> bool:
         """Return whether a state was put back in place, so that the epoch begins again there, and clear that."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import blinker
 
-from .connection import Connection, Phase, Receiver
+from .connection import Connection, Phase, Receiver, check_place, report_double
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
 from .signals import Around, Signal
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Bus"]
+__all__ = ["Bus", "Decorator"]
+
+F = TypeVar("F", bound=Receiver)
 
 
 class Bus(blinker.Namespace):
@@ -81,18 +84,25 @@ class Bus(blinker.Namespace):
     ) -> Callable[[], None]:
         """Connect a receiver to each event of an expression; returns a function that disconnects it. See `Engine.connect`."""
         pairs = [(self.of(one), chosen) for one, chosen in resolve(event)]
-        check_receiver(receiver, f"connect({event})")
-        made = [(signal, Connection(receiver, Phase(phase), rank, chosen, None)) for signal, chosen in pairs]
+        where = f"connect({event})"
+        check_receiver(receiver, where)
+        phase = check_place(where, phase, rank)
+        made = [(signal, Connection(receiver, phase, rank, chosen, None)) for signal, chosen in pairs]
         for signal, connection in made:
-            if any(connection.same(other) for other in signal.connections):
+            same = [other for other in signal.like(connection) if other.owner is None]
+            if any(connection.same(other) for other in same):
                 raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+            report_double(engine, signal.event, connection, same)
         for signal, connection in made:
             signal.add(connection)
             connection.restart(engine)
+        # Weakly: a handle that outlives the engine keeps nothing alive.
+        references = [(weakref.ref(signal), weakref.ref(connection)) for signal, connection in made]
 
         def disconnect() -> None:
-            for signal, connection in made:
-                signal.remove(connection)
+            for signal, connection in ((one(), other()) for one, other in references):
+                if signal is not None and connection is not None:
+                    signal.remove(connection)
 
         return disconnect
 
@@ -149,6 +159,38 @@ class Bus(blinker.Namespace):
         if name not in self:
             raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
         return self[name]
+
+
+class Decorator:
+    """What `Engine.on` returns: connects the function that it decorates, and reports if there is none.
+
+    Raises:
+        TypeError, ValueError: for what is no event, phase or rank.
+    """
+
+    def __init__(self, engine: Engine, event: AnyEvent, phase: Phase, rank: int) -> None:
+        self._used = True  # unless what follows succeeds
+        resolve(event)
+        self._engine = weakref.ref(engine)
+        self._arguments = event, check_place(f"on({event})", phase, rank), rank
+        self._used = False
+
+    def __call__(self, function: F) -> F:
+        self._used = True
+        engine = self._engine()
+        if engine is not None:
+            event, phase, rank = self._arguments
+            engine.connect(event, function, phase=phase, rank=rank)
+        return function
+
+    def __del__(self) -> None:
+        if not self._used and (engine := self._engine()) is not None:
+            engine.findings.report(
+                "W48",
+                f"engine.on({self._arguments[0]}) was called and decorates no function, so that nothing is connected",
+                f"write @engine.on({self._arguments[0]}) directly above a function, or call engine.connect(event, function)",
+                key=str(self._arguments[0]),
+            )
 
 
 _SAVES = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)

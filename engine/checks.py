@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_bool", "check_choice", "check_int", "check_number"]
+__all__ = [
+    "as_int",
+    "check_bool",
+    "check_choice",
+    "check_int",
+    "check_name",
+    "check_number",
+    "check_stream",
+    "did_you_mean",
+]
 
 
 def check_bool(owner: object, argument: str, value: Any) -> bool:
@@ -119,6 +129,44 @@ def check_number(
     ):
         raise ValueError(message)
     return int(value) if isinstance(value, Integral) else number
+
+
+def check_name(owner: object, argument: str, value: Any) -> str | None:
+    """Check a name, or None.
+
+    Raises:
+        TypeError: if it is neither a non-empty string nor None.
+    """
+    if value is not None and (not isinstance(value, str) or not value):
+        raise TypeError(f"{_call(owner, argument, value)}: expected a name, or None")
+    return value
+
+
+def check_stream(owner: object, argument: str, value: Any) -> Any:
+    """Check an open text file, or None.
+
+    Raises:
+        TypeError: if it has no ``write``.
+    """
+    if value is not None and not callable(getattr(value, "write", None)):
+        raise TypeError(f"{_call(owner, argument, value)}: expected an open text file, such as sys.stdout, or None")
+    return value
+
+
+def as_int(value: Any) -> Any:
+    """An integer of NumPy's types as an int; anything else unchanged."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name, with the closest known one; empty if none is close.
+
+    Example:
+        >>> did_you_mean("historry", ["history", "ema"])
+        "; did you mean 'history'?"
+    """
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _call(owner: object, argument: str, value: Any) -> str:

@@ -15,16 +15,88 @@ Severity = Literal["info", "warning", "error"]
 
 CODES: dict[str, tuple[Severity, str]] = {
     # W0x: metrics and what monitors them
+    "W01": ("warning", "a metric is monitored against its own direction"),
+    "W02": ("warning", "a monitored metric is NaN, which is never an improvement"),
+    "W03": ("warning", "a batch of an unknown class is counted as one sample"),
+    "W04": ("warning", "the values of a metric cannot be means of batches"),
+    "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
+    "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
+    "W07": ("info", "the patience is longer than the run"),
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
+    "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "W12": ("warning", "steps were made, but no parameter got a gradient"),
+    "W13": (
+        "warning",
+        "parameters in the optimizer got no gradient in an epoch; information if they are the smaller part",
+    ),
+    "W14": ("warning", "modules were put into eval mode during training and left in it"),
+    "W15": ("warning", "weights are NaN"),
+    "W16": ("warning", "gradients were cleared inside an accumulation window"),
+    "W17": ("warning", "something else than the engine calls optimizer.step()"),
+    "W18": ("warning", "the learning rate is 0 for an epoch"),
     # W2x: data
+    "W21": ("warning", "the data gives more batches than its length"),
+    "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
+    "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
+    "W24": ("warning", "workers have copies of a generator that the data set holds"),
+    "W25": ("warning", "ranks that share data have other data each, of which a part is never used"),
+    "W26": ("warning", "each worker reads all of the data set, so that samples come several times"),
+    "W27": ("warning", "normalisation over batches of one sample"),
+    "W28": ("warning", "the batches of the data were changed in place"),
+    "W29": ("warning", "no step is made, since nothing returns a loss"),
     # W3x: checkpoints and resuming
     # W4x: how things are attached and connected
+    "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
+    "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
+    "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
+    "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
+    "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
+    "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
+    "W47": ("warning", "a handler saves a state and cannot load it"),
+    "W48": ("warning", "`Engine.on` was called and decorates no function"),
+    "W49": ("warning", "a function is connected to events that this engine never emits"),
     # W5x: evaluation
+    "W51": ("warning", "an evaluator measures other weights than those that are trained"),
+    "W52": ("info", "parts of the model are in eval mode as a training run begins"),
+    "W53": ("warning", "an evaluator measures nothing"),
+    "W54": ("warning", "predictions are collected in another order than that of the data"),
+    "W55": ("warning", "an average of the weights consists mostly of those that the run began with"),
+    "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
+    "W57": ("warning", "modules are in training mode in an evaluation"),
+    "W58": ("info", "a handler limits the data of this run"),
+    "W59": ("info", "an evaluation leaves out the last samples of its data"),
     # W6x: logs and progress
+    "W61": ("warning", "a metric that should be shown is produced by nobody"),
+    "W62": ("warning", "a logger on an evaluator starts its log again with each evaluation"),
+    "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
     # W8x: studies, ported loops, authors of handlers
     # C: what `Engine.check` finds before a run
     # G: what `handlers.Guards` finds in a run
+    "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
+    "G02": ("warning", "all gradients are zero"),
+    "G03": ("warning", "a step does not change the weights"),
+    "G04": ("warning", "the learning rate is 0"),
+    "G05": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "G06": ("warning", "modules are in eval mode in training"),
+    "G07": ("warning", "dropout is active in an evaluation"),
+    "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),
+    "G09": ("warning", "the weights differ between ranks"),
+    "G10": ("warning", "gradients are left from an iteration before: they were not cleared"),
+    "G11": ("warning", "the same batch comes again and again"),
+    "G12": ("warning", "labels are outside of the range of the classes"),
+    "G13": ("info", "the inputs are not normalised"),
+    "G14": ("warning", "inputs or the loss are NaN or infinite"),
+    "G15": ("warning", "each batch has labels of one class; information if it is always the same"),
+    "G16": ("warning", "all samples have the same output"),
+    "G17": ("warning", "the loss is exactly the same for different batches"),
+    "G18": ("warning", "the learning rate has fallen to almost nothing before the middle of the run"),
+    "G19": ("warning", "the gradients have grown a million times"),
+    "G20": ("warning", "something else than the engine calls optimizer.step()"),
+    "G21": ("warning", "the statistics of frozen normalisation layers move"),
+    "G22": ("warning", "only normalisation layers are trained, and the last layer is frozen"),
+    "G23": ("warning", "a spectral norm is evaluated before its power iteration has run"),
+    "G24": ("info", "the loss of an epoch is that of guessing"),
 }
 """For each code its default severity and what it means, in words that fit every case of it."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from enum import IntEnum
 from itertools import count
+from types import BuiltinMethodType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from .checks import did_you_mean
 from .events import Filter
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Connection", "Phase", "Plan", "Receiver", "do_nothing", "is_same"]
+__all__ = ["Connection", "Phase", "Plan", "Receiver", "check_place", "do_nothing", "is_same", "report_double"]
 
 Receiver = Callable[..., Any]
 _connection_numbers = count()
@@ -23,22 +25,45 @@ _connection_numbers = count()
 class Phase(IntEnum):
     """When a receiver runs within its event: by phase, then rank, then order of connection.
 
-    CHANGE is the default. RECORD only reads. CONTROL adjusts schedules and stops runs. PERSIST writes to disk; it comes last
-    because a checkpoint written before CONTROL would resume with the patience and the schedule one step behind.
+    - PREPARE: prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)
+    - CHANGE: change training; the default, also for users' functions
+    - FINALIZE: last change before backward or step: scale the loss, skip a step
+    - RECORD: read only: history, loggers, progress bar
+    - CONTROL: schedules, patience, stops; finally, which checkpoints to keep
+    - PERSIST: write to disk; last, because a checkpoint written before CONTROL would resume with the patience and the schedule
+      one step behind
     """
 
-    PREPARE = 0  # prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)
-    CHANGE = 1  # change training; the default, also for users' functions
-    FINALIZE = 2  # last change before backward or step: scale the loss, skip a step
-    RECORD = 3  # read only: history, loggers, progress bar
-    CONTROL = 4  # schedules, patience, stops; finally, which checkpoints to keep
-    PERSIST = 5  # write to disk
+    PREPARE = 0
+    """Prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)."""
+    CHANGE = 1
+    """Change training; the default, also for users' functions."""
+    FINALIZE = 2
+    """Last change before backward or step: scale the loss, skip a step."""
+    RECORD = 3
+    """Read only: history, loggers, progress bar."""
+    CONTROL = 4
+    """Schedules, patience, stops; finally, which checkpoints to keep."""
+    PERSIST = 5
+    """Write to disk."""
+
+
+def check_place(where: str, phase: Phase, rank: int) -> Phase:
+    """Raise TypeError or ValueError for what is no phase, or for a rank that is no int."""
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"{where}: rank={rank!r}: expected an int; smaller ones run earlier within the phase")
+    try:
+        return Phase(phase)
+    except ValueError:
+        names = ", ".join(f"Phase.{one.name}" for one in Phase)
+        hint = did_you_mean(str(phase).upper(), Phase.__members__)
+        raise ValueError(f"{where}: phase={phase!r}: expected one of {names}{hint}") from None
 
 
 class Connection:
     """One receiver with its filter, phase and rank."""
 
-    __slots__ = ("call", "filter", "key", "owner", "phase", "rank", "receiver", "when")
+    __slots__ = ("__weakref__", "call", "filter", "key", "kind", "owner", "phase", "rank", "receiver", "when")
 
     def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
         self.receiver = receiver
@@ -47,6 +72,7 @@ class Connection:
         self.filter = filter
         self.owner = owner
         self.key = (int(phase), rank, next(_connection_numbers))
+        self.kind = _kind(receiver)
         # The predicate of an interval stores when it passed last: each connection needs its own copy.
         self.when = None if filter is None else copy.copy(filter.when)
         self.call = receiver if self.when is None else _guarded(receiver, self.when)
@@ -66,6 +92,29 @@ class Connection:
 
     def same(self, other: Connection) -> bool:
         return self.of(other.receiver) and self.phase == other.phase and self.filter == other.filter
+
+
+def _kind(receiver: Receiver) -> Hashable:
+    """Equal for receivers that may be the same, so that only these have to be compared."""
+    if inspect.ismethod(receiver):
+        return id(receiver.__self__), id(receiver.__func__)
+    if isinstance(receiver, BuiltinMethodType):
+        return id(receiver.__self__), receiver.__name__
+    if inspect.isfunction(receiver):
+        return receiver.__qualname__, *_captured(receiver), *map(id, receiver.__defaults__ or ())
+    return id(receiver)
+
+
+def _captured(function: FunctionType) -> list[int]:
+    """The identities of what a function captures: of numbers and text the variable's, which it may count in."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            value = None
+        found.append(id(cell) if value is None or isinstance(value, int | float | str) else id(value))
+    return found
 
 
 def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
@@ -93,7 +142,7 @@ class Plan(list[Receiver]):
         pairs = zip(self.connections, self.calls, strict=True)
         return next((connection for connection, own in pairs if own is call), None)
 
-    def silence(self, connected: tuple[Connection, ...]) -> None:
+    def silence(self, connected: Collection[Connection]) -> None:
         """Disable the calls of connections that are not among ``connected``."""
         for place, connection in enumerate(self.connections):
             if connection not in connected:
@@ -107,4 +156,48 @@ def do_nothing(engine: Engine) -> None:
 def is_same(one: object, other: object) -> bool:
     """Whether two receivers are the same."""
     # Bound methods are new objects at each access and are compared by value; anything else by identity, as in blinker.
-    return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
+    if one is other:
+        return True
+    if inspect.ismethod(one) and inspect.ismethod(other):
+        return one == other
+    # Built-in methods, such as `list.append`, compare the contents of their objects.
+    return (
+        isinstance(one, BuiltinMethodType)
+        and isinstance(other, BuiltinMethodType)
+        and one.__self__ is other.__self__
+        and one.__name__ == other.__name__
+    )
+
+
+def report_double(engine: Engine, event: object, added: Connection, others: Iterable[Connection]) -> None:
+    """Report a function that is about to be called twice at an event: connected twice, or defined again and connected again."""
+    for other in others:
+        if other.filter is not None and added.filter is not None:
+            continue  # "every 100, and at the first": meant
+        if added.of(other.receiver):
+            what = f"{added!r} is connected to {event} twice, and called twice"
+        elif _replaces(added.receiver, other.receiver):
+            what = f"a second {added!r} is connected to {event}, though the first one still is: both are called"
+        else:
+            continue
+        engine.findings.report(
+            "W44",
+            what,
+            f"detach the earlier one first, with engine.detach({added!r}) or the handle of connect(); in a notebook, build the "
+            "engine in the cell that connects; in a loop, bind what differs with functools.partial",
+            key=(event, repr(added)),
+        )
+        return
+
+
+def _replaces(one: object, other: object) -> bool:
+    """Whether a function is another one once more, of one `Connection.kind`.
+
+    Either they cannot differ, as they have one code, captured variables and defaults; or both have one name in a module, where
+    the second definition replaced the first, as in a notebook's cell that was changed and run again.
+    """
+    if not (inspect.isfunction(one) and inspect.isfunction(other)) or one.__globals__ is not other.__globals__:
+        return False
+    return one.__code__ == other.__code__ or (
+        one.__name__ == one.__qualname__ and one.__name__ not in ("_", "<lambda>")
+    )

@@ -11,7 +11,7 @@ from torch import nn
 
 from .acts import Overrides
 from .boundary import Boundary
-from .bus import Bus
+from .bus import Bus, Decorator
 from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
@@ -22,6 +22,7 @@ from .group import Group
 from .handler import Handler
 from .interval import Interval
 from .loop import Loop
+from .modules import Modules, model_of
 from .randomness import check_seed
 from .regions import Regions
 from .registry import Attachment, Registry
@@ -47,7 +48,8 @@ class Engine:
     Args:
         update: what to do in every iteration, or several updates in order.
         model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if no update needs one.
-        seed: the seed of the handlers' draws; torch's initial seed by default. `Seeding` seeds the global generators.
+        seed: the seed of what handlers draw; torch's initial seed by default. It leaves the global generators as they are:
+            `seed_everything` seeds them at once, for the model's weights, and `Seeding` when a run begins.
         training: whether to train; by default, if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
             "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
@@ -56,7 +58,7 @@ class Engine:
     Attributes:
         state: where the run stands.
         model: what the forward calls, perhaps wrapped or sharded.
-        modules: the bare modules by name, for state, averages and optimizers.
+        modules: the bare modules by name, for state, averages and optimizers; with the losses that have parameters.
         updates: the updates at work.
         handlers: the attached handlers by name.
         signals: the blinker namespace of the signals.
@@ -78,8 +80,8 @@ class Engine:
     def __init__(
         self,
         update: Update | Sequence[Update],
-        *,
         model: nn.Module | Mapping[str, nn.Module] | None = None,
+        *,
         seed: int | None = None,
         training: bool | None = None,
         streams: Streams = "shared",
@@ -87,14 +89,12 @@ class Engine:
     ) -> None:
         specs = _checked_specs(update)
         self.training = _trains(specs, training)
-        if seed is not None:
-            check_seed("Engine", seed)
         self.loop: Loop | None = None
         self.findings = Reports(self, allow)
         self.streams = streams
-        self.modules = _named_modules(model)
-        self.model: Any = model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(self.modules)
-        self.seed: int = torch.initial_seed() if seed is None else seed
+        self.modules = Modules(model, specs)
+        self.model: Any = model_of(model, self.modules)
+        self.seed: int = torch.initial_seed() if seed is None else check_seed("Engine", seed)
         self.seed_given = seed is not None
         self.dry_run = False
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
@@ -143,8 +143,7 @@ class Engine:
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):
-            if self.overrides.data is not None:
-                data = self.overrides.data(self, data)
+            data = self.overrides.data_of(self, data)
             self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
                                   min_iters, epoch_length)  # fmt: skip
             self.loop = Loop(self, data, epoch_length)
@@ -155,7 +154,7 @@ class Engine:
         return self.state
 
     def evaluate(
-        self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", **bounds: Any
+        self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", inherit: bool = True, **bounds: Any
     ) -> dict[str, Any]:
         """Run an evaluator on data, store what it measures in this engine's metrics, and return it.
 
@@ -165,13 +164,14 @@ class Engine:
             evaluator: an engine that does not train.
             data: its data.
             prefix: put before the names of its metrics.
+            inherit: whether its batches are moved and converted, and its precision is, as in this engine: see `inherited`.
             bounds: for ``evaluator.run``.
         """
         if not isinstance(evaluator, Engine) or evaluator.training:
             raise ValueError(
                 f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()"
             )
-        return evaluate(self, evaluator, data, prefix=prefix, **bounds)
+        return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
         """Stop the run, inside an iteration without the step that is not made yet; COMPLETED is still emitted.
@@ -239,12 +239,7 @@ class Engine:
 
     def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
         """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
-
-        def decorate(function: F) -> F:
-            self.connect(event, function, phase=phase, rank=rank)
-            return function
-
-        return decorate
+        return Decorator(self, event, phase, rank)
 
     # ---- handlers -------------------------------------------------------------------------------------------------
 
@@ -304,7 +299,9 @@ class Engine:
         return self.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Resume from a saved state at the next `run`, once the receivers of STARTED have run; at MODEL_SETUP, in this one.
+        """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
+
+        An engine that evaluates takes only the weights of a trainer's state: it evaluates all of its data.
 
         Args:
             state: what `state_dict` returned, perhaps saved and loaded in between.
@@ -372,13 +369,3 @@ def _trains(specs: Sequence[Update], training: bool | None) -> bool:
     if trains and (missing := [spec.name for spec in specs if spec.optimizer is None]):
         raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
     return trains
-
-
-def _named_modules(model: nn.Module | Mapping[str, nn.Module] | None) -> dict[str, nn.Module]:
-    if model is None:
-        return {}
-    if isinstance(model, nn.Module):
-        return {"model": model}
-    if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
-        raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules")
-    return dict(model)

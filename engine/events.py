@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from enum import Enum, EnumMeta
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Never, NoReturn
+
+from .checks import did_you_mean
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -60,7 +63,17 @@ class Filter:
         return ", ".join(parts)
 
 
-class EventEnum(Enum):
+class _Catalogue(EnumMeta):
+    def __getattr__(cls, name: str) -> Any:
+        members = vars(cls).get("_member_map_", {})
+        if name in members:
+            return members[name]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{cls.__name__} has no event {name!r}{did_you_mean(name.upper(), members)}")
+
+
+class EventEnum(Enum, metaclass=_Catalogue):
     """Base class of every catalogue of events: subclass it for events of your own.
 
     A member is a label, or ``(label, counter)``. The counter is what ``every``, ``once``, ``after`` and ``before`` are compared
@@ -86,12 +99,13 @@ class EventEnum(Enum):
 
     def __call__(
         self,
-        *,
+        *unnamed: Never,
         every: int | None = None,
         once: int | Iterable[int] | None = None,
         after: int | None = None,
         before: int | None = None,
         when: Callable[[Engine], object] | None = None,
+        **unknown: Never,
     ) -> FilteredEvent:
         """The event with a filter: only the selected occurrences, counted from 1. For the arguments see `Filter`.
 
@@ -102,21 +116,32 @@ class EventEnum(Enum):
         def refuse(kind: type[Exception], problem: str) -> NoReturn:
             raise kind(f"{self}: {problem}")
 
-        if isinstance(once, int):
+        def whole(argument: str, number: Any) -> int | None:
+            if number is None:
+                return None
+            if isinstance(number, bool) or not isinstance(number, Integral):
+                refuse(TypeError, f"{argument}={number!r}: expected an int")
+            if number < (0 if argument == "after" else 1):
+                refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
+            return int(number)
+
+        others: dict[str, Any] = unknown
+        if unnamed or others:
+            what = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in others.items())])
+            hint = did_you_mean(next(iter(others), ""), _FILTERS)
+            refuse(
+                TypeError, f"{what} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
+            )
+        every, after, before = whole("every", every), whole("after", after), whole("before", before)
+        if isinstance(once, Integral):
             once = [once]
         if once is not None and not isinstance(once, Iterable):
             refuse(TypeError, f"once={once!r}: expected an int or several ints")
-        once = None if once is None else list(once)
-        numbers = {"every": every, "after": after, "before": before} | {
-            f"once[{i}]": n for i, n in enumerate(once or ())
-        }
-        for argument, number in numbers.items():
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                refuse(TypeError, f"{argument}={number!r}: expected an int")
-            if number is not None and number < (0 if argument == "after" else 1):
-                refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
+        once = (
+            None if once is None else [n for i, one in enumerate(once) if (n := whole(f"once[{i}]", one)) is not None]
+        )
         if when is not None:
-            check_receiver(when, f"{self}: when")
+            check_receiver(when, f"{self}: when", returns=True)
         if once is not None and not once:
             refuse(ValueError, "once=[] never fires")
         if once is not None and every is not None:
@@ -180,6 +205,9 @@ class EventUnion:
 AnyEvent = EventEnum | FilteredEvent | EventUnion
 
 
+_FILTERS = ("every", "once", "after", "before", "when")
+
+
 def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
     """Split an event expression into plain events, each with its filter or None."""
     if isinstance(event, EventUnion):
@@ -188,16 +216,29 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event.event, event.filter)]
     if isinstance(event, EventEnum):
         return [(event, None)]
+    if inspect.isroutine(event):
+        raise TypeError(
+            f"{event!r} is a function, not an event: name the event in parentheses, such as "
+            "@engine.on(Events.ITERATION_COMPLETED), or @on(Events.ITERATION_COMPLETED) in a handler"
+        )
     raise TypeError(
         f"{event!r} is not an event: give a member of Events, or of your own EventEnum, "
         "such as Events.ITERATION_COMPLETED"
     )
 
 
-def check_receiver(receiver: object, where: str) -> None:
-    """Raise TypeError for what cannot be called as ``receiver(engine)``."""
+def check_receiver(receiver: object, where: str, *, returns: bool = False) -> None:
+    """Raise TypeError for what cannot be called as ``receiver(engine)``, or does nothing then, unless it ``returns`` a value."""
+    if isinstance(receiver, type) and not returns:
+        raise TypeError(f"{where}: {receiver!r} is a class; give a function, or a method of an instance")
     if not callable(receiver):
-        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine)")
+        attach = "; attach a handler with engine.attach(handler)" if hasattr(receiver, "subscriptions") else ""
+        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine){attach}")
+    if inspect.isfunction(receiver) and next(iter(inspect.signature(receiver).parameters), "") == "self":
+        raise TypeError(
+            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
+            "method of an instance, or declare it with `on` in a Handler"
+        )
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
@@ -260,39 +301,69 @@ class Events(EventEnum):
     ``GRADIENTS_READY(every=10)`` means every tenth iteration. For every tenth optimizer step use the interval ``"10st"``.
     """
 
-    MODEL_SETUP = "model_setup", None  # wrap, move or shard the model
-    OPTIMIZER_SETUP = "optimizer_setup", None  # afterwards, optimizers given as factories are built
+    MODEL_SETUP = "model_setup", None
+    """Before the optimizers are built: wrap, move or shard the model."""
+    OPTIMIZER_SETUP = "optimizer_setup", None
+    """The model is set up; afterwards, optimizers given as factories are built."""
     STARTED = "started", None
+    """The run begins, with its optimizers; afterwards, a loaded state is put in place."""
     CHECKPOINT_LOADED = "checkpoint_loaded", None
+    """A loaded state was put in place."""
     EPOCH_STARTED = "epoch_started", "epoch"
-    GET_BATCH_STARTED = "get_batch_started", "iteration"  # counted as the iteration of the batch to come
-    GET_BATCH_COMPLETED = "get_batch_completed", "iteration"  # state.batch may be transformed
-    ITERATION_STARTED = "iteration_started", "iteration"  # state.plan may be changed
-    UPDATE_STARTED = "update_started", "iteration"  # a region: contexts entered here close after UPDATE_COMPLETED
-    FORWARD_STARTED = "forward_started", "iteration"  # a region: contexts entered here close after LOSS_COMPUTED
-    FORWARD_COMPLETED = "forward_completed", "iteration"  # update.output may be transformed
-    LOSS_COMPUTED = "loss_computed", "iteration"  # update.loss, update.backward_loss and update.weight may be changed
+    """A new epoch begins; not for one that a resumed run continues."""
+    GET_BATCH_STARTED = "get_batch_started", "iteration"
+    """A batch is about to be read; counted as the iteration of that batch."""
+    GET_BATCH_COMPLETED = "get_batch_completed", "iteration"
+    """``state.batch`` was read, and may be transformed."""
+    ITERATION_STARTED = "iteration_started", "iteration"
+    """Before the updates; ``state.plan`` may be changed."""
+    UPDATE_STARTED = "update_started", "iteration"
+    """A region: contexts entered here are left after UPDATE_COMPLETED."""
+    FORWARD_STARTED = "forward_started", "iteration"
+    """A region: contexts entered here are left after LOSS_COMPUTED."""
+    FORWARD_COMPLETED = "forward_completed", "iteration"
+    """``update.output`` is there, and may be transformed."""
+    LOSS_COMPUTED = "loss_computed", "iteration"
+    """``update.loss`` is there; ``update.loss``, ``update.backward_loss`` and ``update.weight`` may be changed."""
     BACKWARD_STARTED = "backward_started", "iteration"
+    """The backward is about to run; only in training, like the events up to OPTIMIZER_STEP_COMPLETED."""
     BACKWARD_COMPLETED = "backward_completed", "iteration"
-    GRADIENTS_READY = "gradients_ready", "iteration"  # measure, clip, or skip the step
+    """The gradients of this batch were added to those of the window."""
+    GRADIENTS_READY = "gradients_ready", "iteration"
+    """The gradients of the whole window: measure or clip them, or skip the step."""
     OPTIMIZER_STEP_STARTED = "optimizer_step_started", "iteration"
-    OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", "iteration"  # also after a skipped step: see update.skipped
+    """The optimizer is about to step."""
+    OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", "iteration"
+    """The optimizer has stepped; also emitted after a skipped step, see ``update.skipped``."""
     UPDATE_COMPLETED = "update_completed", "iteration"
-    UPDATE_RETRIED = "update_retried", "fired"  # computing the gradients failed and is retried
+    """One update of the iteration is complete."""
+    UPDATE_RETRIED = "update_retried", "fired"
+    """Computing the gradients failed and is tried again."""
     ITERATION_COMPLETED = "iteration_completed", "iteration"
+    """All updates of the iteration are complete."""
     EPOCH_COMPLETED = "epoch_completed", "epoch"
+    """All batches of the epoch were used, or `Engine.terminate_epoch` ended it."""
     COMPLETED = "completed", None
-    TERMINATED = "terminated", None  # a stop took effect; just before COMPLETED
-    PREEMPTED = "preempted", None  # save now: the run stops afterwards; see `Boundary.preempt`
-    INTERRUPTED = "interrupted", None  # KeyboardInterrupt
-    EXCEPTION_RAISED = "exception_raised", None  # state.exception
+    """The run is complete, also after a stop; not after an error."""
+    TERMINATED = "terminated", None
+    """A stop took effect; just before COMPLETED."""
+    PREEMPTED = "preempted", None
+    """Save now: the run stops afterwards; see `Boundary.preempt`."""
+    INTERRUPTED = "interrupted", None
+    """A KeyboardInterrupt ends the run."""
+    EXCEPTION_RAISED = "exception_raised", None
+    """An error, ``state.exception``, ends the run."""
     ENDED = "ended", None
-    DATA_EXHAUSTED = (
-        "data_exhausted",
-        "fired",
-    )  # the data ended inside an epoch of a given length, and is iterated again
-    EVALUATION_STARTED = "evaluation_started", "fired"  # a region, on the engine that requested the evaluation
-    EVALUATION_COMPLETED = "evaluation_completed", "fired"  # state.metrics holds the results
-    CHECKPOINT_SAVING = "checkpoint_saving", "fired"  # a region: weights are about to be read for an export
-    CHECKPOINT_SAVED = "checkpoint_saved", "fired"  # a checkpoint is durably on disk
-    WEIGHTS_LOADED = "weights_loaded", "fired"  # other weights were loaded: `Engine.load_weights`
+    """The run is over, in whatever way."""
+    DATA_EXHAUSTED = "data_exhausted", "fired"
+    """The data ended inside an epoch of a given length, and is iterated again."""
+    EVALUATION_STARTED = "evaluation_started", "fired"
+    """A region, on the engine that requested the evaluation."""
+    EVALUATION_COMPLETED = "evaluation_completed", "fired"
+    """``state.metrics`` holds the results of the evaluation."""
+    CHECKPOINT_SAVING = "checkpoint_saving", "fired"
+    """A region: weights are about to be read for an export."""
+    CHECKPOINT_SAVED = "checkpoint_saved", "fired"
+    """A checkpoint is durably on disk."""
+    WEIGHTS_LOADED = "weights_loaded", "fired"
+    """Other weights were loaded: `Engine.load_weights`."""

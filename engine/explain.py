@@ -30,6 +30,8 @@ def note_error(error: BaseException, part: str, engine: Engine, update: UpdateSt
         return
     if part == "backward" and (meaning := _meaning_in_backward(update)) is not None:
         error.add_note(meaning)
+    if part != "backward" and (meaning := _meaning_of_dtypes(error, engine)) is not None:
+        error.add_note(meaning)
     devices = {str(t.device) for t in tensors_in(engine.state.batch)}
     places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
     if devices and places and devices != places:
@@ -37,6 +39,19 @@ def note_error(error: BaseException, part: str, engine: Engine, update: UpdateSt
             f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
             "attach DeviceTransfer() to bring them together"
         )
+
+
+def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:
+    if "dtype" not in str(error) and "same type" not in str(error):
+        return None
+    batch = {str(t.dtype) for t in tensors_in(engine.state.batch) if t.is_floating_point()}
+    weights = {str(p.dtype) for module in engine.modules.values() for p in module.parameters() if p.is_floating_point()}
+    if not batch or not weights or batch == weights:
+        return None
+    return (
+        f"the batch is {', '.join(sorted(batch))} and the model {', '.join(sorted(weights))}; attach TruePrecision() with the "
+        "model's dtype, or let the trainer run the evaluator: trainer.evaluate(evaluator, data)"
+    )
 
 
 def _meaning_in_backward(update: UpdateState) -> str | None:

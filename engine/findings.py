@@ -6,14 +6,13 @@ What cannot be meant is an error instead. Parts and handlers report with ``engin
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from . import blame
 from .codes import CODES, Severity
 from .part import Part
 
@@ -144,6 +143,8 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
     """
     if isinstance(codes, str):
         raise TypeError(f"{where}: {codes!r} is one string; write [{codes!r}]")
+    if not isinstance(codes, Iterable):
+        raise TypeError(f"{where}: {codes!r} is not a sequence of codes, such as ['W10']")
     found = frozenset(codes)
     if unknown := sorted(str(code) for code in found if code not in CODES):
         raise ValueError(f"{where}: {unknown[0]!r} is no code of a finding, such as 'W10'; signalfire.codes lists them")
@@ -153,18 +154,7 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
 def warn(found: Finding) -> None:
     """Emit a finding as a warning of the line of the user's code that is being run."""
     if found.code not in _allowed.get():
-        warnings.warn(FindingWarning(found), stacklevel=_depth_of_user())
-
-
-def _depth_of_user() -> int:
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _is_ours(module: str) -> bool:
-    return module == "signalfire" or module.startswith(("signalfire.", "contextlib", "torch."))
+        blame.warn(FindingWarning(found))
 
 
 class Reports(Part):
@@ -194,6 +184,11 @@ class Reports(Part):
         finally:
             self._parent = before
 
+    @property
+    def is_within(self) -> bool:
+        """Whether another engine runs this one inside its own run."""
+        return self._parent is not None
+
     def report(
         self,
         code: str,
@@ -217,7 +212,7 @@ class Reports(Part):
 
     def add(self, found: Finding, *, key: Any = None) -> None:
         """Report a finding that was made elsewhere; see `report`."""
-        if self._is_allowed(found.code):
+        if self.is_allowed(found.code):
             return
         root = self
         while root._parent is not None:
@@ -229,8 +224,9 @@ class Reports(Part):
         if found.severity != "info":
             warn(found)
 
-    def _is_allowed(self, code: str) -> bool:
-        parent = self._parent is not None and self._parent._is_allowed(code)
+    def is_allowed(self, code: str) -> bool:
+        """Whether a code is silenced: by this engine, by the one that runs it, or by `allow`."""
+        parent = self._parent is not None and self._parent.is_allowed(code)
         return code in self.allowed or code in _allowed.get() or parent
 
     def of_run(self) -> Findings:

@@ -11,6 +11,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 ``engine.snapshots.take``       the state of this event, shared by all handlers that save it
 ``engine.snapshots.restore``    put a state back in place at the end of this iteration
 ``engine.snapshots.report_saved``  emit CHECKPOINT_SAVED
+``engine.snapshots.add_write``  a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
 ``engine.snapshots.run_id``     what distinguishes this run from every other; ``origin`` says where a loaded state came from
 ``engine.boundary.preempt``     save and stop at the next boundary, also from a signal handler
 ``engine.boundary.withdraw``    cancel a stop of `Engine.terminate` that has not taken effect
@@ -19,6 +20,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 ``engine.signals.call_through``  call every receiver through a function, as the profiler does
 `planning.steps_to_come`        how many optimizer steps the run will make
 `evaluation.prepare_batch`      a batch that the handler reads itself, moved and converted as in the loop
+`evaluation.inherited`          what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
 `restore.attempt`               compute gradients, and put everything back if the memory runs out
 `restore.Buffers`, `Modes`      buffers, and train and eval modes, to be put back as they were
 `monitor.Monitor`               a metric that a handler decides by
@@ -34,6 +36,7 @@ averages and the mixing of samples.
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -42,14 +45,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .connection import Phase
-from .events import AnyEvent, resolve
+from .connection import Phase, check_place
+from .events import AnyEvent, Events, resolve
 from .randomness import derived_seed
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Handler", "Subscription", "bind", "on"]
+__all__ = ["Handler", "Subscription", "begin_with", "bind", "never_called", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -87,10 +90,18 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
     """
     if not isinstance(event, str):
         resolve(event)  # raises here, where the mistake is
-    phase = Phase(phase)
+    phase = check_place(f"on({event})", phase, rank)
 
     def declare(method: M) -> M:
+        if isinstance(method, type) or not (callable(method) or isinstance(method, classmethod)):
+            raise TypeError(
+                f"on({event}): {method!r} is not a method; put the decorator directly above a method of a Handler"
+            )
         declared: list[tuple[AnyEvent | str, Phase, int]] = method.__dict__.setdefault("_signalfire_subscriptions", [])
+        if any(event == one for one, *_ in declared):
+            raise ValueError(
+                f"on({event}): {method.__name__} is declared with this event twice, and would be called twice"
+            )
         declared.insert(0, (event, phase, rank))  # decorators are applied from the bottom up
         return method
 
@@ -101,9 +112,12 @@ class Handler:
     """A feature that can be attached to an engine, detached from it, and toggled.
 
     A subclass declares its subscriptions with `on`, and calls ``super().__init__`` only if it takes a ``name``. A handler is
-    attached to at most one engine. Attached during a run, it joins at the next iteration boundary without an open window, where
-    its STARTED and EPOCH_STARTED methods are called; detached during a run, its ENDED methods are called. Handlers draw random
-    numbers from `generator`, never from the global generators.
+    attached to at most one engine. Attached to another one later, it starts there as new, in the state in which it was first
+    attached; attached to the same one again, it keeps its state.
+
+    Attached during a run, it joins at the next iteration boundary without an open window, where its STARTED and EPOCH_STARTED
+    methods are called; detached during a run, its ENDED methods are called. Handlers draw random numbers from `generator`, never
+    from the global generators.
 
     Attributes:
         subscriptions: What the class declared, in the order of its methods.
@@ -123,6 +137,8 @@ class Handler:
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None
     _generators: dict[str, torch.Generator] | None = None
+    _home: weakref.ref[Engine] | None = None  # the engine that its state comes from
+    _initial: dict[str, Any] | None = None  # its state when it was first attached
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
@@ -162,7 +178,9 @@ class Handler:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
-        before, self._enabled = self._enabled, bool(enabled)
+        if enabled is not True and enabled is not False:
+            raise TypeError(f"{type(self).__name__}.enabled = {enabled!r}: expected True or False")
+        before, self._enabled = self._enabled, enabled
         if self._enabled != before and (engine := self.engine) is not None:
             try:
                 engine.toggle(self)
@@ -187,6 +205,9 @@ class Handler:
 
     def detached(self, engine: Engine) -> None:
         """Called when the handler leaves: undo what `attached` changed."""
+
+    def rehearse(self, engine: Engine) -> None:
+        """Called at the end of a `FastDevRun`: do once what the handler's interval was too long for in its few batches."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs, in types that ``torch.load(weights_only=True)`` accepts."""
@@ -225,7 +246,7 @@ class Handler:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or unpickled handler is not attached."""
-        return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators")}
+        return {key: value for key, value in vars(self).items() if key not in ("_engine", "_generators", "_home")}
 
     def __repr__(self) -> str:
         off = "" if self._enabled else ", disabled"
@@ -235,3 +256,43 @@ class Handler:
 def bind(handler: Handler, engine: Engine | None) -> None:
     """Set the engine that a handler is attached to; for the engine's registry."""
     handler._engine = None if engine is None else weakref.ref(engine)
+
+
+def begin_with(handler: Handler, engine: Engine) -> dict[str, Any]:
+    """The state that a handler has as new; one that comes from another engine is put back to it."""
+    initial = handler._initial
+    if initial is None:
+        initial = handler._initial = copy.deepcopy(handler.state_dict())
+    elif (handler._home is None or handler._home() is not engine) and (initial or handler.state_dict()):
+        handler.load_state_dict(copy.deepcopy(initial))
+    handler._home = weakref.ref(engine)
+    return initial
+
+
+_OPTIONAL = ("attached", "detached", "rehearse", "state_dict", "load_state_dict", "sync_written")
+_LABELS = frozenset(event.label for event in Events)
+
+
+def never_called(handler: Handler) -> tuple[str, str] | None:
+    """What of a handler is never called though it seems to be meant to, and the way out; None if there is nothing."""
+    kind = type(handler)
+    subscribed = {subscription.method for subscription in handler.subscriptions}
+    for name in dir(kind):
+        label = name.removeprefix("on_")
+        if (
+            label in _LABELS
+            and name not in subscribed
+            and (name != label or "_" in label)
+            and callable(getattr(kind, name))
+        ):
+            return (
+                f"{kind.__name__}.{name} is never called: it has the name of an event, but is not declared with `on`",
+                f"put @on(Events.{label.upper()}) above it, or give it another name",
+            )
+    if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
+        return None
+    return (
+        f"{kind.__name__} does nothing: none of its methods is declared with `on`, and it overrides none of "
+        f"{', '.join(_OPTIONAL)}",
+        "put @on(Events.EPOCH_COMPLETED), or another event, above the methods that are to be called",
+    )

@@ -19,6 +19,12 @@ __all__ = ["Interval", "check_every", "event_of", "unfiltered"]
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_OTHER_NAMES = {
+    **dict.fromkeys(("epoch", "epochs"), "ep"),
+    **dict.fromkeys(("iter", "iters", "iteration", "iterations"), "it"),
+    **dict.fromkeys(("step", "steps"), "st"),
+}
+_EXAMPLES = {"ep": "'1ep'", "it": "'1it'", "st": "'1step'"}
 _COUNTED = {"ep": "whole epochs", "it": "iterations", "st": "optimizer steps"}
 
 
@@ -26,9 +32,10 @@ _COUNTED = {"ep": "whole epochs", "it": "iterations", "st": "optimizer steps"}
 class Interval:
     """An amount of training, written as a number and a unit.
 
-    The units are ``ep`` (epochs), ``it`` (iterations), ``st`` (optimizer steps of the first update, without skipped ones),
-    and ``s``, ``min``, ``h`` (wall-clock time). As ``every=``, it selects the events at which a handler runs: the completion of
-    every n-th epoch or iteration, or the first completed iteration after n more steps or that much more time.
+    The units are ``ep`` or ``epochs``, ``it`` or ``iterations``, ``st`` or ``steps`` (optimizer steps of the first update,
+    without skipped ones), and ``s``, ``min``, ``h`` (wall-clock time). As ``every=``, it selects the events at which a handler
+    runs: the completion of every n-th epoch or iteration, or the first completed iteration after n more steps or that much more
+    time.
 
     A fraction of an epoch, such as ``"0.25ep"``, selects the first completed iteration that reaches the next multiple of it; a
     multiple that is a whole epoch is reached in the last iteration of that epoch. The epoch length must be known.
@@ -36,6 +43,8 @@ class Interval:
     Example:
         >>> Interval.parse("500it")
         Interval(value=500, unit='it')
+        >>> print(Interval.parse("1step"), Interval.parse("2 epochs"))
+        1step 2ep
         >>> Interval.parse("2ep").event()
         Events.EPOCH_COMPLETED(every=2)
     """
@@ -47,7 +56,10 @@ class Interval:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise TypeError(f"Interval({self.value!r}, {self.unit!r}): expected a number")
         if self.unit not in (*_COUNTED, *_SECONDS):
-            raise ValueError(f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of ep, it, st, s, min, h")
+            raise ValueError(
+                f"{self.value:g}{self.unit}: the unit {self.unit!r} is not one of epochs, iterations, steps (or ep, it, st), "
+                "s, min, h"
+            )
         if self.value <= 0:
             raise ValueError(f"{self.value:g}{self.unit}: expected an amount greater than 0")
         if self.unit in _COUNTED and not isinstance(self.value, int) and (self.unit != "ep" or self.value.is_integer()):
@@ -64,14 +76,15 @@ class Interval:
             return text
         if not isinstance(text, str):
             raise TypeError(
-                f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000st', '15min'"
+                f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000steps', '15min'"
             )
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000st', '15min'"
+                f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000steps', '15min'"
             )
         number, unit = match.groups()
+        unit = _OTHER_NAMES.get(unit, unit)
         return cls(float(number) if "." in number or unit in _SECONDS else int(number), unit)
 
     def time(self, where: str) -> float:
@@ -93,7 +106,8 @@ class Interval:
         return Events.ITERATION_COMPLETED(when=_Clock(self.time("every")))
 
     def __str__(self) -> str:
-        return f"{self.value:g}{self.unit}"
+        unit = {"st": "step" if self.value == 1 else "steps"}.get(self.unit, self.unit)  # "1st" reads as "first"
+        return f"{self.value:g}{unit}"
 
 
 def event_of(every: str | Interval | AnyEvent) -> AnyEvent:
@@ -145,7 +159,7 @@ def check_every(
     """
     where = f"{handler if isinstance(handler, str) else type(handler).__name__}({argument}={every!r})"
     amounts, examples = (
-        " or ".join(form(unit) for unit in units or ()) for form in (_COUNTED.__getitem__, "'1{}'".format)
+        " or ".join(form(unit) for unit in units or ()) for form in (_COUNTED.__getitem__, _EXAMPLES.__getitem__)
     )
     wrong = f"{where}: expected a number of {amounts}, such as {examples}"
     if isinstance(every, EventEnum | FilteredEvent | EventUnion):

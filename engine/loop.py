@@ -18,19 +18,32 @@ Lists and other iterables skip the first station. Handlers that compute gradient
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .blame import warn
 from .boundary import discard_windows
-from .data.source import END, Source
+from .checks import as_int
+from .data.source import Source
+from .data.streamed import END
+from .data_checks import check_data, check_epoch, check_steps
+from .epoch_checks import EpochChecks
+from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
 from .events import Events
+from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
-from .setup import build_optimizers, check_modules, check_windows, report_untrained
+from .setup import (
+    build_optimizers,
+    check_modules,
+    check_windows,
+    report_never_emitted,
+    report_untrained,
+    set_modes,
+)
 from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
@@ -60,7 +73,7 @@ class Loop:
         self.engine = engine
         self.source: Source = engine.feed.open(
             data,
-            epoch_length,
+            as_int(epoch_length),
             seed=engine.seed,
             processes=engine.group.processes,
             shard_policy=engine.group.shard_policy,
@@ -70,6 +83,7 @@ class Loop:
         self.running = False
         self.over = False
         self._updates_begun = True
+        self._requested = 0  # the iteration for which a batch was last requested
 
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
@@ -77,6 +91,7 @@ class Loop:
         engine.boundary.begin_run()
         engine.findings.begin_run()
         engine.snapshots.drop()
+        engine.snapshots.begin_run()
         if not engine.training:
             engine.state.restart()
         modes = Modes(engine.modules.values())
@@ -113,58 +128,79 @@ class Loop:
         perform, stops = performer(engine), boundary.stops
         first = updates[0]
         usual = updates if len(updates) == 1 else []  # several updates are never the usual plan
-        while not boundary.limit_reached() or feed.only_its_end_is_missing():
-            batches, last = self.begin_epoch()
-            for iteration in range(state.iteration + 1, last + 1):
-                plan: Sequence[UpdateState] = updates
-                listened = signals.due <= iteration
-                if listened and signals.batch_started.due <= iteration:
-                    signals.batch_started.emit(engine, iteration)
-                    if (
-                        stops and boundary.stops_now() and boundary.attend()
-                    ):  # before a batch is read that would be lost
+        batch: Any = None
+        try:
+            while not boundary.limit_reached() or feed.only_its_end_is_missing():
+                batches, last = self.begin_epoch()
+                for iteration in range(state.iteration + 1, last + 1):
+                    plan: Sequence[UpdateState] = updates
+                    listened = signals.due <= iteration
+                    if listened and signals.batch_started.due <= iteration and feed.has_data:
+                        signals.batch_started.emit(engine, self.count_of_request(iteration))
+                        if boundary.cuts_now() and boundary.attend():  # before a batch is read
+                            break
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        batches, batch = self.next_pass(batches)
+                        if batch is END:
+                            break
+                    state.iteration, state.batch = iteration, batch
+                    if listened:
+                        plan = self.emit_batch(iteration)
+                    if plan is usual and not stops:
+                        perform(first, batch, iteration, listened)
+                    elif not self.perform_plan(plan, perform, batch, listened):
                         break
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    batches, batch = self.next_pass(batches)
-                    if batch is END:
-                        break
-                state.iteration, state.batch = iteration, batch
-                if listened:
-                    plan = self.emit_batch(iteration)
-                if plan is usual and not stops:
-                    perform(first, batch, iteration, listened)
-                elif not self.perform_plan(plan, perform, iteration, listened):
-                    break
-                state.completed = iteration
-                if completed.due <= iteration:
-                    completed.emit(engine, iteration)
-                    if completed.awaited and boundary.attend():
-                        break
-            self.end_epoch()
+                    state.completed = iteration
+                    if completed.due <= iteration:
+                        completed.emit(engine, iteration)
+                        if completed.awaited and boundary.attend():
+                            break
+                self.end_epoch()
+        except BaseException:
+            if state.iteration != state.completed:  # this iteration is not made
+                feed.give_back(batch)
+            raise
+
+    def count_of_request(self, iteration: int) -> int | None:
+        """The count at which a batch is requested; None if the epoch before had requested one for the same iteration in vain, so
+        that receivers with a filter are called once."""
+        before, self._requested = self._requested, iteration
+        return None if before == iteration else iteration
 
     def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
         """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
-        engine = self.engine
+        engine, boundary = self.engine, self.engine.boundary
         signals, state = engine.iteration_signals, engine.state
         self._updates_begun = False
-        if signals.batch_completed.due <= iteration:
+        if signals.batch_completed.due <= iteration and engine.feed.has_data:
             signals.batch_completed.emit(engine, iteration)
         plan: Sequence[UpdateState] = engine.updates
-        if signals.iteration_started.due <= iteration:
+        if signals.iteration_started.due <= iteration and not (
+            (boundary.stops or boundary.epoch_stop) and boundary.cuts_now()
+        ):
             state.plan = engine.updates
             signals.iteration_started.emit(engine, iteration)
             plan = state.plan
         self._updates_begun = True
-        return plan
+        return [*plan] if boundary.epoch_stop is not None else plan  # a list is not the usual plan
 
-    def perform_plan(self, plan: Sequence[UpdateState], perform: Perform, iteration: int, listened: bool) -> bool:
-        """Perform the updates of an iteration; a stop omits the remaining ones. Returns False if the epoch ends here."""
+    def perform_plan(self, plan: Sequence[UpdateState], perform: Perform, batch: Any, listened: bool) -> bool:
+        """Perform the updates of an iteration; a stop omits the remaining ones. Returns False if the epoch ends here.
+
+        Args:
+            plan: the updates.
+            perform: what performs one.
+            batch: the batch as it was read.
+            listened: whether any event of the iteration has receivers.
+        """
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        if boundary.stops_now():  # before any update: this iteration is not made
+        iteration = state.iteration
+        if boundary.cuts_now():  # before any update: this iteration is not made
             state.iteration = state.completed
             if boundary.attend():
+                engine.feed.give_back(batch)
                 return False
             state.iteration = iteration
         for update in engine.updates:
@@ -192,8 +228,7 @@ class Loop:
         """Emit what comes before the first epoch, build the optimizers, and put a loaded state in place."""
         engine, state = self.engine, self.engine.state
         engine.feed.begin_run(self.source, training=engine.training)
-        for root in engine.modules.values():
-            root.train(engine.training)
+        set_modes(engine)
         engine.signals.rewind(engine)
         with engine.snapshots.accepting():
             engine.signals.emit(engine, Events.MODEL_SETUP)
@@ -201,25 +236,32 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         report_untrained(engine)
+        report_raw_weights(engine)
+        report_dropped_samples(engine)
+        report_never_emitted(engine)
+        report_loss_parameters(engine)
+        report_wrapped(engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:
                 update.discard()
         engine.signals.emit(engine, Events.STARTED)
         was_loaded = engine.snapshots.apply_loaded()
+        check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
             why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
-            warnings.warn(
+            warn(
                 f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
-                stacklevel=4,
             )
         if was_loaded:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if engine.boundary.is_awake:
             engine.boundary.attend()
+        self.checks = EpochChecks(engine)
+        self.began = state.completed
 
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
@@ -239,6 +281,7 @@ class Loop:
         engine.feed.find_epoch_end()
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
+        self.checks.begin_epoch()
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
@@ -260,24 +303,47 @@ class Loop:
         return batches, END
 
     def end_epoch(self) -> None:
-        """Emit EPOCH_COMPLETED, unless the epoch was cut short, or a state was put back in place."""
+        """Emit EPOCH_COMPLETED, unless the epoch is to be continued, or a state was put back in place."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        if boundary.take_restored() or state.stop_reason is not None:
+        if boundary.take_restored():
+            self._requested = 0
             return
-        if not (boundary.take_epoch_stop() or engine.feed.epoch_ended()):
+        stopped = state.stop_reason is not None
+        if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
+        if not boundary.take_epoch_stop():
+            if not engine.feed.epoch_ended():
+                return
+            if not engine.feed.read_to_end():
+                self.report_longer_data()
         state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
+        self.checks.end_epoch()
+        check_epoch(engine, self.began)
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         if boundary.is_awake:
             boundary.attend()
 
+    def report_longer_data(self) -> None:
+        """Report data that gives more batches than its length."""
+        data, length = self.source.data, self.source.length
+        self.engine.findings.report(
+            "W21",
+            f"the data ({type(data).__name__}) has length {length}, but gives more than {length} batches, which are not used",
+            "correct its __len__, or give run() epoch_length=",
+        )
+
     def finish(self) -> None:
         """Emit what comes after the last epoch."""
         engine = self.engine
+        if engine.state.epoch_open:
+            self.checks.end_epoch(whole=False)
+        report_training_mode(engine)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
+        else:
+            check_steps(engine, self.began)
         engine.signals.emit(engine, Events.COMPLETED)
 
     def report(self, error: BaseException) -> None:
@@ -297,6 +363,7 @@ class Loop:
         problems = engine.signal(Events.ENDED).emit_to_all(engine)
         modes.put_back()
         self.running = False
+        engine.feed.end_run(last=engine.training)
         for act in (partial(engine.regions.close_all, error), engine.handlers.settle):
             try:
                 act()

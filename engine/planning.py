@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 __all__ = ["steps_to_come"]
 
 
-def steps_to_come(engine: Engine, update: UpdateState) -> int | None:
+def steps_to_come(engine: Engine, update: UpdateState, *, planned: bool = False) -> int | None:
     """The optimizer steps that an update will make from here to the run's bounds; None if that cannot be known.
+
+    In a trial run, ``planned`` asks for the steps of the run that it is a trial of.
 
     No step is assumed to be skipped. Each batch is assumed to be one micro-step; where it is not, as with time chunks, only
     ``max_steps`` bounds the first update's steps.
@@ -22,6 +24,8 @@ def steps_to_come(engine: Engine, update: UpdateState) -> int | None:
         known = update is engine.updates[0] and state.max_steps is not None
         return max(0, (state.max_steps or 0) - update.steps) if known else None
     length, last_epoch = state.epoch_length, state.max_epochs
+    if planned and state.planned is not None:
+        last_epoch, length = state.planned
     length_of = update.window.length_of or (lambda epoch: 1)
     most = None if state.max_steps is None else max(0, state.max_steps - engine.updates[0].steps)
     left = None if state.max_iters is None else max(0, state.max_iters - state.iteration)

@@ -7,12 +7,14 @@ import random
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 __all__ = [
+    "check_seed",
     "cuda_generators",
     "derived_seed",
     "mixed",
@@ -70,21 +72,29 @@ def cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch (on every device).
+    """Seed the global generators of Python, NumPy and torch (on every device), now.
+
+    This is for what is drawn before a run: call it before building the model. ``Engine(seed=)`` seeds only what handlers draw
+    (mixing, noise) and changes no global generator; the handler `Seeding` seeds the global generators again when a run begins,
+    so that dropout and shuffling do not depend on what was drawn before.
+
+    Args:
+        seed: An int, or one of NumPy's.
 
     Raises:
         ValueError: unless 0 <= seed < 2**32, the range of NumPy.
     """
-    check_seed("seed_everything", seed)
+    seed = check_seed("seed_everything", seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def check_seed(where: str, seed: object) -> None:
-    """Raise ValueError for a seed that some global generator does not accept."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"{where}: seed={seed!r}: expected an int with 0 <= seed < 2**32")
+def check_seed(where: str, seed: object) -> int:
+    """The seed as an int; raises ValueError for one that some global generator does not accept."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**32:
+        raise ValueError(f"{where}(seed={seed!r}): expected an int with 0 <= seed < 2**32")
+    return int(seed)
 
 
 def random_state() -> dict[str, Any]:

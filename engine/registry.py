@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .checks import did_you_mean
 from .connection import Connection
 from .events import EventEnum, Events, check_receiver, resolve
-from .handler import Handler, bind
+from .handler import Handler, begin_with, bind, never_called
 from .interval import event_of
 from .part import Part
 from .regions import note_problems
@@ -36,7 +38,7 @@ class _Record:
     """
 
     handler: Handler
-    initial: dict[str, Any]  # its state when it was attached, for `reset`
+    initial: dict[str, Any]  # its state as new, for `reset`
     connections: list[tuple[Signal, Connection]] | None = None  # None unless it is on
     leaving: bool = False
     held: Mapping[str, Any] | None = None  # a state that was loaded while it was not on
@@ -59,7 +61,29 @@ class Registry(Mapping[str, Handler], Part):
         self._pending: list[Handler] = []  # attached, detached or toggled since the last `settle`
 
     def __getitem__(self, name: str) -> Handler:
-        return self._records[name].handler
+        record = self._records.get(name)
+        if record is None:
+            there = ", ".join(self._records) or "none"
+            raise KeyError(
+                f"no handler {name!r} is attached; there are: {there}{did_you_mean(str(name), self._records)}"
+            )
+        return record.handler
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The handler with this name, or ``default``."""
+        record = self._records.get(name)
+        return default if record is None else record.handler
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"engine.handlers has no attribute {name!r}: handlers are found by name, engine.handlers[{name!r}], or by class, "
+            "engine.find(EMA)"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
@@ -83,11 +107,13 @@ class Registry(Mapping[str, Handler], Part):
             for handler in done:
                 self.detach(handler)
             raise
-        engine = self.engine
+        # Weakly: a handle that outlives the engine keeps nothing alive.
+        of, references = weakref.ref(self.engine), [weakref.ref(handler) for handler in done]
 
         def detach() -> None:
-            for handler in done:
-                if handler.engine is engine:
+            engine = of()
+            for handler in (reference() for reference in references):
+                if engine is not None and handler is not None and handler.engine is engine:
                     engine.handlers.detach(handler)
 
         return Attachment(detach)
@@ -97,6 +123,8 @@ class Registry(Mapping[str, Handler], Part):
             hint = (
                 f"give an instance: {handler.__name__}(...)"
                 if isinstance(handler, type)
+                else "give the handlers one by one: attach(*handlers)"
+                if isinstance(handler, list | tuple | dict | set)
                 else ("for a plain function use engine.on(event) or engine.connect(event, function)")
             )
             raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
@@ -116,8 +144,21 @@ class Registry(Mapping[str, Handler], Part):
             )
         if self.engine.running:
             self._refuse_setup(handler)
+        for subscription in handler.subscriptions:  # also of one that joins later
+            where = f"{type(handler).__name__}.{subscription.method} at {subscription.event}"
+            check_receiver(getattr(handler, subscription.method), where)
+        if (never := never_called(handler)) is not None:
+            self.engine.findings.report("W41", *never, handler.name)
+        kind = type(handler)
+        if kind.state_dict is not Handler.state_dict and kind.load_state_dict is Handler.load_state_dict:
+            self.engine.findings.report(
+                "W47",
+                f"{kind.__name__} overrides state_dict, but not load_state_dict: a run that resumes would refuse its state",
+                "override load_state_dict as well",
+                handler.name,
+            )
         try:
-            self._records[handler.name] = _Record(handler, copy.deepcopy(handler.state_dict()))
+            self._records[handler.name] = _Record(handler, begin_with(handler, self.engine))
             bind(handler, self.engine)
             self._settle_later(handler)
         except BaseException:
@@ -145,20 +186,9 @@ class Registry(Mapping[str, Handler], Part):
             return False
         return event is None or any(signal.event is event for signal, _ in record.connections or ())
 
-    @contextmanager
-    def without(self, names: Iterable[str]) -> Iterator[None]:
+    def without(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Disable the handlers with these names inside the ``with`` block; see `Engine.without`."""
-        if self.engine.running:
-            raise RuntimeError(
-                f"without({', '.join(map(repr, names))}) was called during a run, where a disabled handler stays disabled until "
-                "the next iteration boundary at least; set handler.enabled instead"
-            )
-        found = [self._find(name).handler for name in names]
-        with ExitStack() as stack:
-            for handler in [handler for handler in found if handler.enabled]:
-                handler.enabled = False
-                stack.callback(setattr, handler, "enabled", True)
-            yield
+        return _Without(self.engine, names)
 
     def writers(self) -> list[str]:
         """The names of the enabled handlers that write files or send something away."""
@@ -180,7 +210,8 @@ class Registry(Mapping[str, Handler], Part):
         name = handler if isinstance(handler, str) else handler.name
         record = self._records.get(name)
         if record is None or (isinstance(handler, Handler) and record.handler is not handler):
-            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self) or 'none'}")
+            hint = did_you_mean(name, self)
+            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self) or 'none'}{hint}")
         return record
 
     def _refuse_setup(self, handler: Handler) -> None:
@@ -269,8 +300,9 @@ class Registry(Mapping[str, Handler], Part):
                 if (every := getattr(handler, event)) is None:
                     continue
                 event = event_of(every)
-            check_receiver(method, f"{kind}.{subscription.method} at {event}")
             for one, chosen in resolve(event):
+                if type(one) is not Events:
+                    self.engine.signals.register(type(one))
                 yield (
                     self.engine.signal(one),
                     Connection(method, subscription.phase, subscription.rank, chosen, handler.name),
@@ -334,10 +366,49 @@ class Registry(Mapping[str, Handler], Part):
             record.held = None
 
     def reset(self) -> None:
-        """Put every handler back to the state in which it was attached."""
+        """Put every handler back to the state in which it was first attached."""
         self.drop_held_states()
         for record in self._records.values():
             record.handler.load_state_dict(copy.deepcopy(record.initial))
+
+
+class _Without:
+    """What `Engine.without` returns: disables handlers inside its ``with`` block, and reports if it was never entered."""
+
+    def __init__(self, engine: Engine, names: Iterable[str]) -> None:
+        self._names = list(names)
+        self._disabled: ExitStack | None = None
+        self._engine = weakref.ref(engine)
+        self._entered = True  # unless what follows succeeds
+        self._handlers = [engine.handlers[name] for name in self._names]
+        self._entered = not self._names
+
+    def __enter__(self) -> None:
+        self._entered = True
+        if (engine := self._engine()) is not None and engine.running:
+            raise RuntimeError(
+                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler stays disabled "
+                "until the next iteration boundary at least; set handler.enabled instead"
+            )
+        with ExitStack() as stack:
+            for handler in [handler for handler in self._handlers if handler.enabled]:
+                handler.enabled = False
+                stack.callback(setattr, handler, "enabled", True)
+            self._disabled = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._disabled is not None:
+            self._disabled.close()
+
+    def __del__(self) -> None:
+        if not self._entered and (engine := self._engine()) is not None:
+            names = ", ".join(map(repr, self._names))
+            engine.findings.report(
+                "W45",
+                f"without({names}) was called and not entered, so that nothing was disabled",
+                f"write `with engine.without({names}):` around the run",
+                *self._names,
+            )
 
 
 class Attachment:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .blame import warn
 from .connection import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
+from .modules import unwrapped
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 
 if TYPE_CHECKING:
@@ -57,12 +58,15 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
     """Restore a loaded state in place; returns the position in the data."""
-    saved = _own_part(engine, saved)
+    saved = unwrapped(engine.modules, _own_part(engine, saved))
     check_fit(engine, saved, allowed)
+    if engine.training:
+        engine.feed.check_extent(saved)
     parameters = (p for root in engine.modules.values() for p in root.parameters())
     saved = read_shards(saved, parameters=parameters, device=engine.device)
     for name, root in engine.modules.items():
-        root.load_state_dict(spread_over(root, saved["modules"][name]))
+        if name in saved["modules"]:  # a loss whose parameters only an optimizer held is among the update's own
+            root.load_state_dict(spread_over(root, saved["modules"][name]))
     for update in engine.updates:
         _put_update_back(engine, update, saved["updates"][update.name])
     engine.handlers.load_state_dict({name: copied(state) for name, state in saved["handlers"].items()})
@@ -90,10 +94,9 @@ def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any
     if window is None:
         return
     if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
-        warnings.warn(
+        warn(
             f"the gradients of the open accumulation window of update {update.name!r} were computed with "
             f"{', '.join(map(repr, missing))}, which this run does not have: they are discarded",
-            stacklevel=2,
         )
         return
     update.window.load_state_dict(copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")}))
@@ -121,11 +124,10 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
                 "which holds all ranks"
             )
         return own
-    warnings.warn(
+    warn(
         f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
         "Open accumulation windows are discarded, and inside an epoch some batches may be repeated",
         RuntimeWarning,
-        stacklevel=2,
     )
     return _for_new_world_size(own, before, engine)
 
@@ -162,8 +164,12 @@ def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -
             return iteration - rounds
 
         position["epoch_start"] = converted(position["epoch_start"])
+        extent = data.get("extent_now", {})  # batches of another size are meant, if the number of ranks is another one
+        data = dict(data) | {"extent_now": {"samples": extent["samples"]} if "samples" in extent else {}}
         if "started_at" in data:
-            data = dict(data) | {"started_at": converted(data["started_at"])}
+            data["started_at"] = converted(data["started_at"])
+    elif data is not None:
+        data = dict(data) | {"extent_now": {}}
     updates = {name: dict(part) | {"window": None} for name, part in saved["updates"].items()}
     random = saved["random"]
     if processes.rank:  # each rank has its own random stream
@@ -239,9 +245,9 @@ def _names(engine: Engine) -> dict[Tensor, str]:
     return {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
 
 
-def _parameter_names(engine: Engine, update: UpdateState) -> list[str]:
-    """The names of an optimizer's parameters, which it saves by position; empty for one of no module."""
-    names = _names(engine)
+def _parameter_names(engine: Engine, update: UpdateState, modules: Container[str]) -> list[str]:
+    """The names of an optimizer's parameters, which it saves by position; empty for one of none of these modules."""
+    names = {p: name for p, name in _names(engine).items() if name.partition(".")[0] in modules}
     return [names.get(p, "") for p in update.parameters]
 
 
@@ -258,7 +264,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
         "kind": None if optimizer is None else type(optimizer).__name__,
-        "parameters": _parameter_names(engine, update),
+        "parameters": _parameter_names(engine, update, engine.modules),
         # Parameters of no module, such as a learned temperature, are saved here only.
         "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
@@ -270,7 +276,9 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
     missing_parts = [part for part in ("engine", "modules", "updates", "handlers", "random") if part not in saved]
     if missing_parts:
         raise ValueError(f"the loaded state is incomplete: it has no {', '.join(missing_parts)}")
-    own: dict[str, set[str]] = {"modules": set(engine.modules), "updates": {update.name for update in engine.updates}}
+    # Before losses were modules, their parameters were among an update's own.
+    modules = [name for name in engine.modules if name in saved["modules"] or name not in engine.modules.losses]
+    own: dict[str, set[str]] = {"modules": set(modules), "updates": {update.name for update in engine.updates}}
     there = {part: set(saved[part]) for part in own}
     with_state = {name for name, handler in engine.handlers.items() if handler.state_dict()}
     own["handlers"] = with_state - allowed
@@ -284,7 +292,8 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
             problems += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
             way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
-    for name, root in engine.modules.items():
+    for name in modules:
+        root = engine.modules[name]
         own_shapes = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, Tensor)}
         shapes = {key: value.shape for key, value in saved["modules"][name].items() if isinstance(value, Tensor)}
         if own_shapes != shapes:
@@ -297,7 +306,7 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
         part_names = part["parameters"]
         if part["optimizer"] is None or update.optimizer is None:
             continue  # one side has no optimizer: nothing to compare
-        names = _parameter_names(engine, update)
+        names = _parameter_names(engine, update, saved["modules"])
         kind = type(update.optimizer).__name__
         if part["kind"] != kind:
             raise ValueError(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.optim import Optimizer
 
+from .connection import Connection
 from .distributed.sharded import is_sharded
+from .events import Events
 from .update import needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["build_optimizers", "check_modules", "check_windows", "report_untrained"]
+__all__ = [
+    "build_optimizers", "check_modules", "check_windows", "report_never_emitted", "report_untrained", "set_modes",
+]  # fmt: skip
 
 
 def build_optimizers(engine: Engine) -> None:
@@ -93,3 +99,90 @@ def report_untrained(engine: Engine) -> None:
             f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
             "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
         )
+
+
+def set_modes(engine: Engine) -> None:
+    """Put the modules in training or eval mode; in training, frozen parts that were in eval mode alone stay in it.
+
+    A part is in eval mode alone if the module around it is in training mode, so that it is meant: a backbone whose statistics
+    and dropout are to rest. A model that is in eval mode as a whole was evaluated before, and is trained.
+    """
+    if not engine.training:
+        for root in engine.modules.values():
+            root.train(False)
+        return
+    kept: dict[str, nn.Module] = {}
+    trained: dict[str, nn.Module] = {}
+    for name, root in engine.modules.items():
+        if root.training:
+            for path, part in _in_eval_alone(root, name):
+                (kept if _is_frozen(part) else trained)[path] = part
+        elif len(engine.modules) > 1 and engine.model.training and _is_frozen(root):
+            kept[name] = root
+    modes = {module: module.training for part in kept.values() for module in part.modules()}
+    for root in engine.modules.values():
+        root.train()
+    for module, mode in modes.items():
+        module.training = mode
+    trained = {path: part for path, part in trained.items() if part.training}
+    for parts, what in ((kept, "frozen, and stay so"), (trained, "not frozen, and are put in training mode")):
+        if parts:
+            engine.findings.report(
+                "W52",
+                f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
+                "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
+                key=what,
+            )
+
+
+def _in_eval_alone(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if child.training:
+            yield from _in_eval_alone(child, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", child
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether a module has weights or statistics, and none of them is trained."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+
+
+_OF_TRAINING = (
+    Events.BACKWARD_STARTED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED,
+    Events.OPTIMIZER_STEP_COMPLETED,
+)  # fmt: skip
+
+
+def report_never_emitted(engine: Engine) -> None:
+    """Report functions of the user that are connected only to events that this engine never emits."""
+    never = set() if engine.training else set(_OF_TRAINING)
+    if all(update.forward is None for update in engine.updates):
+        never.add(Events.FORWARD_COMPLETED)
+    if all(update.loss_function is None and update.function is None for update in engine.updates):
+        never.add(Events.LOSS_COMPUTED)
+    late = [one for event in never for one in engine.signal(event).connections if one.owner is None and not _ours(one)]
+    for connection in late:
+        events = [signal.event for signal in engine.signals.all() if signal.has(connection.receiver)]
+        if not never.issuperset(events):
+            continue
+        why = (
+            "an engine that evaluates makes no backward and no steps"
+            if events[0] in _OF_TRAINING
+            else "its updates are single functions, without an output"
+            if events[0] is Events.FORWARD_COMPLETED
+            else "its updates have no loss"
+        )
+        engine.findings.report(
+            "W49",
+            f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: {why}",
+            "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
+            key=repr(connection),
+        )
+
+
+def _ours(connection: Connection) -> bool:
+    """Whether a receiver belongs to this package, which connects some to every event."""
+    receiver = getattr(connection.receiver, "func", connection.receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("signalfire.")

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import blinker
 from blinker import ANY
 
-from .connection import Connection, Phase, Plan, Receiver, do_nothing
+from .connection import Connection, Phase, Plan, Receiver, check_place, do_nothing
 from .events import NEVER, EventEnum, Events, Filter, check_receiver
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = ["Around", "Signal", "SignalGroup"]
 
 F = TypeVar("F", bound=Receiver)
 Around = Callable[["Signal", Connection], Receiver]
+_key = attrgetter("key")
 
 
 class Signal(blinker.NamedSignal):
@@ -43,6 +45,7 @@ class Signal(blinker.NamedSignal):
     """
 
     __slots__ = (
+        "_alike",
         "_connections",
         "_filtered",
         "_filtered_due",
@@ -72,6 +75,7 @@ class Signal(blinker.NamedSignal):
         self._muted = False
         self._last_phase = Phase.PERSIST
         self._connections: tuple[Connection, ...] = ()
+        self._alike: dict[Hashable, list[Connection]] = {}  # by `Connection.kind`
         self._plan = Plan([], [])  # the connections without a filter on counts
         self._filtered: list[Connection] = []  # those with one
         self._passing: list[Connection] = []  # the filtered ones that passed in the last selection
@@ -110,30 +114,34 @@ class Signal(blinker.NamedSignal):
                 "disconnect the receiver when it is no longer needed"
             )
         check_receiver(receiver, str(self.event))
-        connection = Connection(receiver, Phase(phase), rank, filter, owner)
-        if not any(connection.same(other) for other in self._connections):
+        connection = Connection(receiver, check_place(str(self.event), phase, rank), rank, filter, owner)
+        if not any(connection.same(other) for other in self.like(connection)):
             self.add(connection)
         return receiver
 
     def add(self, connection: Connection) -> None:
         """Insert a connection at its place in the order."""
         ordered = list(self._connections)
-        insort(ordered, connection, key=lambda one: one.key)
-        self._replan(tuple(ordered))
+        insort(ordered, connection, key=_key)
+        self._connections = tuple(ordered)
+        self._alike.setdefault(connection.kind, []).append(connection)
+        self._new_plans()
         super().connect(connection.receiver, weak=False)
 
     def remove(self, connection: Connection) -> None:
         """Undo one `add`; the receiver may stay connected under another filter or phase."""
         self._replan(tuple(one for one in self._connections if one is not connection))
-        if not any(one.of(connection.receiver) for one in self._connections):
+        if not any(one.of(connection.receiver) for one in self.like(connection)):
             super().disconnect(connection.receiver)
 
     def disconnect(self, receiver: Receiver, sender: Any = ANY) -> None:
         """Remove every connection of ``receiver`` to this event, whatever its filter and phase."""
         if sender is not ANY:
             raise ValueError(f"{self.event}: sender={sender!r}: signals take no sender; omit the argument")
-        self._replan(tuple(one for one in self._connections if not one.of(receiver)))
-        super().disconnect(receiver)
+        removed = [one for one in self._connections if one.of(receiver)]
+        self._replan(tuple(one for one in self._connections if one not in removed))
+        for connection in removed:  # a built-in method is another object at each access
+            super().disconnect(connection.receiver)
 
     def _clear_state(self) -> None:
         super()._clear_state()
@@ -142,6 +150,10 @@ class Signal(blinker.NamedSignal):
     def has(self, receiver: object) -> bool:
         """Whether this receiver is connected, with any filter and phase."""
         return any(connection.of(receiver) for connection in self._connections)
+
+    def like(self, connection: Connection) -> list[Connection]:
+        """The connections of the same function, or of functions of the same name."""
+        return self._alike.get(connection.kind, [])
 
     @property
     def connections(self) -> tuple[Connection, ...]:
@@ -179,14 +191,21 @@ class Signal(blinker.NamedSignal):
 
     def _replan(self, connections: tuple[Connection, ...]) -> None:
         # A plan that is executing is kept: added receivers are first called at the next emission, removed ones are silenced.
-        active = self._active(connections)
+        active = set(self._active(connections))
         for reference in self._plans:
             if (plan := reference()) is not None:
                 plan.silence(active)
-        self._selected, self._passing = None, []
         self._connections = connections
+        self._alike = {}
+        for one in connections:
+            self._alike.setdefault(one.kind, []).append(one)
+        self._new_plans()
+
+    def _new_plans(self) -> None:
+        active = self._active(self._connections)
+        self._selected, self._passing = None, []
         self._filtered = [one for one in active if one.filter is not None and one.filter.counts]
-        self._plan = self._new_plan([one for one in active if one not in self._filtered])
+        self._plan = self._new_plan([one for one in active if one.filter is None or not one.filter.counts])
         # 0: `_select` runs at the next count, whatever it is, and computes the one after it.
         self._filtered_due = 0 if self._filtered else NEVER
         first = [chosen.next_due(1) for one in self._filtered if (chosen := one.filter) is not None]
@@ -310,7 +329,7 @@ class Signal(blinker.NamedSignal):
             return self._plan
         if self._selected is None or self._passing != passing:  # usually the same ones pass as last time
             self._passing = passing
-            omitted = [one for one in self._filtered if one not in passing]
+            omitted = set(self._filtered).difference(passing)
             self._selected = self._new_plan([one for one in self._active(self._connections) if one not in omitted])
         return self._selected
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .distributed.sharded import read_shards
+from .acts import Override
+from .distributed.sharded import SHARDS, is_sharded, read_shards
+from .evaluation_findings import report_averages_left_out
 from .events import Events
+from .modules import unwrapped
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
@@ -44,6 +47,8 @@ class Snapshots(Part):
         self._shared: _Snapshot | None = None  # the one that all receivers of an event share
         self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
+        self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
+        self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -94,6 +99,21 @@ class Snapshots(Part):
         if shared is not None and (shared.is_copy or not engine.signal(Events.CHECKPOINT_SAVED).receivers):
             self._shared = shared  # other handlers may still have to write the state of this event
 
+    def add_write(self, join: Callable[[], object]) -> None:
+        """Note a write of this event's state that goes on in a thread; ``join`` waits for it."""
+        self._writes.append((self._event(), join))
+
+    def wait_for_earlier_writes(self) -> None:
+        """Wait for the writes of earlier events: a state that counts a version as kept is written after that version."""
+        now = self._event()
+        for event, join in self._writes:
+            if event != now:
+                join()
+        self._writes = [one for one in self._writes if one[0] == now]
+
+    def _event(self) -> tuple[int, bool]:
+        return self.engine.state.iteration, self.engine.state.epoch_open
+
     # ---- loading --------------------------------------------------------------------------------------------------
 
     @property
@@ -102,7 +122,7 @@ class Snapshots(Part):
         return self._loaded is not None
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Have a saved state put in place at the next run; see `Engine.load_state_dict`."""
+        """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`."""
         if self.engine.running and not self._accepting:
             raise RuntimeError(
                 "load_state_dict() was called during a run; call it before run(), or from a MODEL_SETUP receiver"
@@ -110,9 +130,49 @@ class Snapshots(Part):
         _check_is_state(state, "load_state_dict()")
         if isinstance(allow, str):
             raise TypeError(f"load_state_dict(allow={allow!r}): give a list of names: [{allow!r}]")
+        if not self.engine.training and _is_of_training(state):
+            self.load_weights(state)  # its position and its handlers are those of the training
+            return
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
         self.engine.handlers.drop_held_states()
+        if not self.engine.running:
+            self._put_weights_in_place(state)
+
+    def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
+        """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
+        roots, saved = self.engine.modules, state.get("modules", {})
+        if SHARDS in state and any(
+            Override.PROCESS_GROUP in self.engine.overrides.owned_by(one) for one in self.engine.handlers
+        ):
+            return  # the run reads this rank's shards alone
+        for name, root in roots.items():
+            own = root.state_dict()
+            if any(is_sharded(p) or p.device.type == "meta" for p in root.parameters()) or _differing(
+                own, saved.get(name, {})
+            ):
+                return
+        before = {name: _on_cpu(root.state_dict()) for name, root in roots.items()}
+        parameters = (p for root in roots.values() for p in root.parameters())
+        part = {key: state[key] for key in ("modules", SHARDS) if key in state}
+        weights = read_shards(part, parameters=parameters, device=self.engine.device)["modules"]
+        for name, root in roots.items():
+            root.load_state_dict(weights[name])
+        if self._before is None:
+            self._before = before
+
+    def begin_run(self) -> None:
+        """Put the weights back that loaded ones have replaced, so that the run begins as if these were not in place yet."""
+        before, self._before = self._before, None
+        for name, root in self.engine.modules.items() if before is not None and self._loaded is not None else ():
+            assert before is not None
+            if not _differing(root.state_dict(), before[name]):
+                root.load_state_dict(before[name])
+
+    def loaded_state_of(self, handler: str) -> Mapping[str, Any] | None:
+        """The state of a handler that was loaded, and is put in place at the next run; None without one."""
+        states = None if self._loaded is None else self._loaded.get("handlers")
+        return None if states is None else states.get(handler)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
@@ -203,21 +263,27 @@ class Snapshots(Part):
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
-        engine = self.engine
+        engine, given = self.engine, weights if "format" in weights else {}
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
-        if set(weights) != set(engine.modules):
+        weights = unwrapped(engine.modules, {"modules": weights})["modules"]
+        # A loss with parameters may be in the weights or in the engine alone.
+        modules = {
+            name: root for name, root in engine.modules.items() if name in weights or name in engine.modules.models
+        }
+        if {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys() or (
+            modules.keys() - weights.keys()
+        ):
             raise ValueError(
                 f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(engine.modules)}"
             )
-        for name, root in engine.modules.items():
-            own = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, torch.Tensor)}
-            given = {key: value.shape for key, value in weights[name].items() if isinstance(value, torch.Tensor)}
-            if different := sorted(key for key in own.keys() | given.keys() if own.get(key) != given.get(key)):
+        for name, root in modules.items():
+            if different := _differing(root.state_dict(), weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
-        for name, root in engine.modules.items():
+        for name, root in modules.items():
             root.load_state_dict(spread_over(root, weights[name]))
+        report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
     # ---- lineage --------------------------------------------------------------------------------------------------
@@ -229,8 +295,28 @@ class Snapshots(Part):
 
     def reset(self) -> None:
         """Forget what was loaded."""
-        self._loaded = None
+        self._loaded = self._before = None
         self.begin_lineage(None)
+
+
+def _is_of_training(state: Mapping[str, Any]) -> bool:
+    return any(part.get("optimizer") is not None for part in state.get("updates", {}).values())
+
+
+def _differing(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """The names under which two states of a module hold tensors of different shapes, or only one of them holds one."""
+    shapes, others = (
+        {key: value.shape for key, value in state.items() if isinstance(value, torch.Tensor)} for state in (own, given)
+    )
+    return sorted(key for key in shapes.keys() | others.keys() if shapes.get(key) != others.get(key))
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a module's state, in the main memory."""
+    kept = copy.copy(state)  # a copy keeps the metadata
+    for key, value in state.items():
+        kept[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return kept
 
 
 def _check_is_state(state: object, where: str) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from .checks import as_int
 from .interval import Interval
 
 if TYPE_CHECKING:
     from .update import UpdateState
 
-__all__ = ["MetricStore", "State", "as_number"]
+__all__ = ["Direction", "MetricStore", "State", "as_number", "did_you_mean"]
+
+Direction = Literal["min", "max"]
 
 
 class MetricStore(dict[str, Any]):
@@ -25,6 +29,8 @@ class MetricStore(dict[str, Any]):
         serial: Number of values written, over all metrics.
         serials: Number of values written of each metric.
         owners: Announced metrics, and the name of the writer of each.
+        directions: Metrics whose direction is known: "max" if greater is better, "min" if smaller is.
+        listeners: Called as ``listener(name, value)`` at each write, for loggers.
         running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
     """
 
@@ -33,13 +39,33 @@ class MetricStore(dict[str, Any]):
         self.serial = 0
         self.serials: dict[str, int] = {}
         self.owners: dict[str, str] = {}
+        self.directions: dict[str, Direction] = {}
+        self.listeners: list[Callable[[str, Any], None]] = []
         self.running: dict[str, Callable[[], float | None]] = {}
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.serial += 1
         self.serials[name] = self.serials.get(name, 0) + 1
-        # NumPy scalars, which scikit-learn returns, cannot be loaded from a checkpoint with weights_only=True.
-        super().__setitem__(name, value.item() if isinstance(value, np.generic) else value)
+        if isinstance(value, np.generic):  # scikit-learn returns them; weights_only=True refuses to load them
+            value = value.item()
+        elif getattr(value, "requires_grad", False):  # it would keep the graph of its batch alive
+            value = value.detach()
+        super().__setitem__(name, value)
+        for listener in self.listeners:
+            listener(name, value)
+
+    def __missing__(self, name: str) -> Any:
+        known = sorted({*self, *self.owners})
+        if name in self.owners:
+            raise KeyError(
+                f"the metric {name!r} has no value yet: {self.owners[name]!r} announced it and writes it later, for example at "
+                "the end of an epoch or after a validation; read it after that, or with metrics.get()"
+            )
+        there = ", ".join(f"{one} (by {self.owners[one]!r})" if one in self.owners else one for one in known)
+        raise KeyError(
+            f"there is no metric {name!r}; there are: {there or 'none; attach Metrics or Validation'}"
+            f"{did_you_mean(name, known)}"
+        )
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -66,12 +92,19 @@ class MetricStore(dict[str, Any]):
                 numbers[name] = number
         return numbers
 
-    def announce(self, owner: str, names: Iterable[str]) -> None:
+    def announce(self, owner: str, names: Iterable[str], directions: Mapping[str, Direction] | None = None) -> None:
         """Declare that ``owner`` will write these metrics.
+
+        Args:
+            owner: Name of the handler, or "user".
+            names: Names of the metrics.
+            directions: For metrics that have a direction, "max" if greater is better, "min" if smaller is: {"score": "max"}.
 
         Raises:
             ValueError: if another owner announced one of them.
         """
+        if isinstance(names, str):
+            raise TypeError(f"announce({owner!r}, {names!r}): expected a list of names: [{names!r}]")
         for name in names:
             other = self.owners.setdefault(name, owner)
             if other != owner:
@@ -79,9 +112,18 @@ class MetricStore(dict[str, Any]):
                     f"both {other!r} and {owner!r} write the metric {name!r}; rename one of them, "
                     "for example with Validation(prefix='val_')"
                 )
+        for name, direction in (directions or {}).items():
+            if direction not in ("min", "max"):
+                raise ValueError(
+                    f"announce({owner!r}): the direction of {name!r} is {direction!r}; expected 'min' or 'max'"
+                )
+            self.directions[name] = direction
 
     def withdraw(self, owner: str) -> None:
         """Undo what ``owner`` announced."""
+        for name, other in self.owners.items():
+            if other == owner:
+                self.directions.pop(name, None)
         self.owners = {name: other for name, other in self.owners.items() if other != owner}
 
     def __reduce__(self) -> Any:
@@ -104,6 +146,12 @@ class MetricStore(dict[str, Any]):
         super().update(state["values"])
         self.serials = dict(state["serials"])
         self.serial = state["serial"]
+
+
+def did_you_mean(name: str, there: Iterable[str]) -> str:
+    """The end of a message about a misspelt name: "; did you mean 'accuracy'?"; empty if no name is similar."""
+    close = difflib.get_close_matches(name, list(there), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def as_number(value: Any) -> float | None:
@@ -130,6 +178,7 @@ class State:
         metrics: The latest value of every metric.
         epoch_length: Number of iterations in an epoch; None while unknown (unsized data).
         max_epochs, max_iters, max_steps, max_seconds: The bounds of this run; None where there is none.
+        planned: ``max_epochs`` and ``epoch_length`` of the run that this one is a trial of; None if it is none.
         min_epochs, min_iters: Bounds that delay a stop until both are reached.
         stop_reason: Why the run was stopped before its bounds; None if it was not.
         exception: The error that ends the run, for receivers of EXCEPTION_RAISED; None otherwise.
@@ -137,7 +186,7 @@ class State:
 
     __slots__ = (
         "batch", "completed", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs",
-        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "stop_reason", "update",
+        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "planned", "stop_reason", "update",
     )  # fmt: skip
 
     def __init__(self, first: UpdateState) -> None:
@@ -151,6 +200,7 @@ class State:
         self.max_iters: int | None = None
         self.max_steps: int | None = None
         self.max_seconds: float | None = None
+        self.planned: tuple[int | None, int | None] | None = None
         self.min_epochs = 0
         self.min_iters = 0
         self.restart()
@@ -182,6 +232,8 @@ class State:
         epoch_length: int | None,
     ) -> None:
         """Set the bounds of the next run; the arguments are those of `Engine.run`."""
+        max_epochs, max_iters, max_steps = as_int(max_epochs), as_int(max_iters), as_int(max_steps)
+        min_epochs, min_iters, epoch_length = as_int(min_epochs), as_int(min_iters), as_int(epoch_length)
         numbers = {
             "max_epochs": max_epochs,
             "max_iters": max_iters,
@@ -207,6 +259,7 @@ class State:
             raise ValueError(
                 f"run(max_steps={max_steps}): an engine that evaluates makes no optimizer steps; omit max_steps"
             )
+        self.planned = None
         self.max_epochs, self.max_iters, self.max_steps, self.max_seconds = max_epochs, max_iters, max_steps, seconds
         self.min_epochs, self.min_iters = min_epochs, min_iters
 

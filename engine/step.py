@@ -18,7 +18,7 @@ from .events import Events
 from .explain import note_error
 from .signals import Signal, SignalGroup
 from .streams import model_streams
-from .update import Update, UpdateState, needs_closure
+from .update import NO_GRADIENT, Update, UpdateState, needs_closure
 from .window import ONE, ZERO, Kept, clear_gradients
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Step:
         if self.distributed:
             _average_over_ranks(self.engine, update)
         elif window.held == 0:
-            update.skip("the window holds no gradient")
+            update.skip(NO_GRADIENT)
         elif (window.held != 1 or window.extra_weight is not ZERO) and not window.average(update.parameters):
             update.skip("the weights of the window add up to zero")
         if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
@@ -326,7 +326,7 @@ def _average_over_ranks(engine: Engine, update: UpdateState) -> None:
     if skipped:
         _skip_on_all_ranks(engine, update)
     elif held == 0:
-        update.skip("the window holds no gradient")
+        update.skip(NO_GRADIENT)
     elif weight == 0:
         # As in a single process, tensors that sum to zero are not detected; the gradients are zero then.
         if not unknown:

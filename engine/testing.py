@@ -20,7 +20,7 @@ from .connection import Phase
 from .engine import Engine
 from .events import Events
 from .findings import allow
-from .handler import Handler
+from .handler import Handler, never_called
 from .randomness import seed_everything
 
 __all__ = ["check_handler", "fingerprint", "trace"]
@@ -61,8 +61,10 @@ def trace(engine: Engine) -> list[tuple[str, int, int]]:
 
 def check_handler(
     build: Build, make: Callable[[], Handler], data: Iterable[Any], *, changes_training: bool = True, **bounds: Any
-) -> None:
-    """Assert that a handler has no effect when disabled, resumes exactly, and cleans up after an error.
+) -> str:
+    """Assert that a handler is called, has no effect when disabled, resumes exactly, and cleans up after an error.
+
+    Its runs use one thread of torch, since the tensors of a test are small.
 
     Args:
         build: Builds a new, identical engine on each call.
@@ -71,19 +73,56 @@ def check_handler(
         changes_training: Whether the handler may change the result of the training.
         bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
 
+    Returns:
+        What was checked, to be printed: how many runs were made, and what held in them.
+
     Raises:
         AssertionError: naming the broken guarantee and the part that differs.
+
+    Example:
+        >>> from functools import partial
+        >>> from signalfire import Update
+        >>> from signalfire.handlers import EMA
+        >>> def build():
+        ...     torch.manual_seed(0)
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     return Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> print(check_handler(build, EMA, [(torch.ones(4, 2), torch.ones(4, 1))] * 2, max_epochs=2))
+        ema: 14 runs
+        - attached and detached, or disabled, it has no effect
+        - two runs with the same seed are equal
+        - on another engine it begins as new
+        - resumed after iterations 1, 2, 3, 4 the run ends in the same state
+        - after an error no region is open, and detaching removes all receivers
     """
     if not callable(make):
         raise TypeError(
             f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"
         )
     check = _Check(build, make, data, bounds)
-    plain = check.plain()
-    check.absent(plain)
-    whole = check.repeated(plain, changes_training=changes_training)
-    check.resumed(whole)
-    check.failed()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        # W10: a handler of evaluators runs for several epochs here, so that there is something to resume.
+        # W41, W44: what they report fails a check here.
+        with allow("W10", "W41", "W44"):
+            plain = check.plain()
+            check.called()
+            check.absent(plain)
+            whole = check.repeated(plain, changes_training=changes_training)
+            resumed = check.resumed(whole)
+            check.moved(whole)
+            check.failed()
+    finally:
+        torch.set_num_threads(threads)
+    held = [
+        "attached and detached, or disabled, it has no effect",
+        "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
+        "on another engine it begins as new",
+        f"resumed after iterations {', '.join(map(str, resumed))} the run ends in the same state",
+        "after an error no region is open, and detaching removes all receivers",
+    ]
+    return "\n- ".join([f"{check.name}: {check.runs} runs", *held])
 
 
 class _Check:
@@ -99,6 +138,7 @@ class _Check:
         self.data = data
         self.bounds = bounds
         self.name = make().name
+        self.runs = 0
 
     def engine(self) -> Engine:
         """A new engine with a new handler."""
@@ -108,8 +148,9 @@ class _Check:
 
     def run(self, engine: Engine, seed: int = 0) -> Engine:
         """Run an engine with the global generators seeded."""
+        self.runs += 1
         seed_everything(seed)
-        with allow("W10"):  # a handler of evaluators runs for several epochs here, so that there is something to resume
+        with allow("W10", "W55"):  # runs are short here, and evaluators run for several epochs
             engine.run(self.data, **self.bounds)
         return engine
 
@@ -123,6 +164,11 @@ class _Check:
             "build() or the data differ on each call; seed every generator that they use",
         )
         return plain
+
+    def called(self) -> None:
+        """The handler subscribes to something, or overrides something, and no method lacks its `on`."""
+        never = never_called(self.make())
+        assert never is None, "; ".join(never or ())
 
     def absent(self, plain: dict[str, str]) -> None:
         """After attach and detach, or while disabled, the handler has no effect on the run."""
@@ -147,8 +193,21 @@ class _Check:
             _same({part: plain[part] for part in without}, without, f"{self.name}: it changes training")
         return whole
 
-    def resumed(self, whole: dict[str, str]) -> None:
-        """A run that is saved after any iteration and resumed in a new engine ends like an uninterrupted run."""
+    def moved(self, whole: dict[str, str]) -> None:
+        """Attached to another engine after a run, the handler begins as new."""
+        handler = self.make()
+        for _ in range(2):
+            engine = self.build()
+            with engine.attach(handler):
+                after = fingerprint(self.run(engine))
+        _same(
+            whole,
+            after,
+            f"{self.name}: after a run on another engine it does not begin as new; load_state_dict() has to",
+        )
+
+    def resumed(self, whole: dict[str, str]) -> list[int]:
+        """A run that is saved after any iteration and resumed in a new engine ends like an uninterrupted run; which ones."""
         saved: list[tuple[int, bytes]] = []
 
         def save(engine: Engine) -> None:
@@ -168,6 +227,7 @@ class _Check:
                 fingerprint(resumed),
                 f"{self.name}: a run resumed after iteration {iteration} ends with another state",
             )
+        return [iteration for iteration, _ in saved]
 
     def failed(self) -> None:
         """After an error, no region is left open, and detaching the handler removes all of its receivers."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .batches import samples_in
 from .window import ONE, Window
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Update", "UpdateState", "needs_closure"]
+__all__ = ["NO_GRADIENT", "Update", "UpdateState", "loss_module", "needs_closure"]
 
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
+
+NO_GRADIENT = "the window holds no gradient"
+"""Why a step is skipped where no micro-batch of its window gave a loss."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Update:
         parameters: For a factory, called as ``parameters(engine)``; returns the parameters or parameter groups to optimize. By
             default, all parameters of the engine's modules.
         function: One function ``function(engine, batch) -> loss`` instead of forward and loss; see `from_function`.
+        samples: Called as ``samples(batch)``; returns the number of samples, by which averages weight a batch. By default
+            `batches.samples_in` finds it; needed for batches of classes that do not say how many they hold.
 
     Example:
         >>> def forward(engine, batch):
@@ -57,13 +64,14 @@ class Update:
     name: str = "main"
     parameters: Callable[[Engine], Iterable[Any]] | None = None
     function: Callable[[Engine, Any], Tensor | None] | None = None
+    samples: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         if (self.forward is None) == (self.function is None):
             raise TypeError(f"Update {self.name!r}: pass either forward= (and loss=) or function=")
         if self.function is not None and self.loss is not None:
             raise TypeError(f"Update {self.name!r}: function= returns the loss itself; omit loss=")
-        for argument in ("forward", "loss", "optimizer", "parameters", "function"):
+        for argument in ("forward", "loss", "optimizer", "parameters", "function", "samples"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
                 raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable")
@@ -87,8 +95,11 @@ class Update:
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
+        samples: Callable[[Any], int] | None = None,
     ) -> Update:
         """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
+
+        A loss that is a module with trainable parameters, such as class centres, is trained, moved and saved with the model.
 
         Example:
             >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD).name
@@ -99,7 +110,8 @@ class Update:
         def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
             return loss(output, batch[1])
 
-        return cls(_model_of_input, supervised_loss, optimizer, name, parameters)
+        vars(supervised_loss)["loss"] = loss  # where `loss_module` finds it
+        return cls(_model_of_input, supervised_loss, optimizer, name, parameters, samples=samples)
 
     @classmethod
     def from_function(
@@ -109,9 +121,10 @@ class Update:
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
+        samples: Callable[[Any], int] | None = None,
     ) -> Update:
         """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted."""
-        return cls(None, None, optimizer, name, parameters, function)
+        return cls(None, None, optimizer, name, parameters, function, samples)
 
     @classmethod
     def prediction(cls, forward: Forward | None = None, *, name: str = "main") -> Update:
@@ -121,6 +134,14 @@ class Update:
     def evaluation(self) -> Update:
         """A copy without the optimizer, for an engine that evaluates."""
         return replace(self, optimizer=None, parameters=None)
+
+
+def loss_module(update: Update) -> nn.Module | None:
+    """The module that computes an update's loss, also behind a partial or a bound method; None if a plain function does."""
+    loss = getattr(update.loss, "loss", None) or update.loss
+    while not isinstance(loss, nn.Module) and (inner := getattr(loss, "func", None) or getattr(loss, "__self__", None)):
+        loss = inner
+    return loss if isinstance(loss, nn.Module) else None
 
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:
@@ -158,6 +179,7 @@ class UpdateState:
         backward_loss: what the backward starts from, perhaps scaled or with penalties added at LOSS_COMPUTED.
         weight: how much this loss counts in its window, such as its number of tokens; set it at LOSS_COMPUTED.
         skipped: why the step is skipped; None if it is not.
+        last_skip: why the last step that was skipped was skipped; None if none was since the engine was built or reset.
         steps: the optimizer steps that really happened.
         evaluation: how many times this step's gradients have been recomputed; 0 in the first pass.
         again: inside a step that a handler overrides with ``again=True``, recomputes the gradients of the whole window and
@@ -183,6 +205,7 @@ class UpdateState:
         "forward",
         "function",
         "hidden",
+        "last_skip",
         "loss_function",
         "more",
         "name",
@@ -226,6 +249,7 @@ class UpdateState:
         self.can_skip = True
         self.omitted_in = 0
         self.steps = 0
+        self.last_skip: str | None = None
         self.abandon()
 
     def reset(self) -> None:
@@ -287,6 +311,23 @@ class UpdateState:
             self._parameters_of = sizes
         return self._parameters
 
+    def samples_in(self, batch: Any) -> int:
+        """The number of samples in a batch, by the spec's ``samples`` if it has one.
+
+        Raises:
+            TypeError: if that does not return a number.
+        """
+        if self.spec.samples is None:
+            return samples_in(batch)
+        count = self.spec.samples(batch)
+        if isinstance(count, Tensor) and count.numel() == 1:
+            count = int(count)
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+            raise TypeError(
+                f"update {self.name!r}: samples= returned {count!r}; expected the number of samples in the batch"
+            )
+        return int(count)
+
     def skip(self, reason: str) -> None:
         """Skip the step, or the whole update if its forward was not made yet; the first reason is kept.
 
@@ -294,7 +335,7 @@ class UpdateState:
         Schedules, averages and step counters do not move. Once the step was made it is too late, and nothing happens.
         """
         if self.skipped is None and self.can_skip:
-            self.skipped = reason
+            self.skipped = self.last_skip = reason
 
     def read_later(self, then: Callable[..., None], *flags: Tensor) -> None:
         """Have flags on a device read together with those of others: the next `read_flags` calls ``then(*values)``.

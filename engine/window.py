@@ -43,9 +43,10 @@ class Window:
         held: how many of them gave a gradient.
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.
         kept: what the window was computed from, for steps that compute it again; None if none do.
+        was_cleared: whether gradients of the epoch's first complete window were cleared before its end.
     """
 
-    __slots__ = ("extra_weight", "filled", "held", "kept", "length", "length_of")
+    __slots__ = ("_checked", "extra_weight", "filled", "held", "kept", "length", "length_of", "was_cleared")
 
     def __init__(self) -> None:
         self.length = 1
@@ -54,6 +55,8 @@ class Window:
         self.held = 0
         self.extra_weight: Any = ZERO
         self.kept: list[Kept] | None = None
+        self.was_cleared = False
+        self._checked = True
 
     def closes(self, feed: EpochEnd, iteration: int, *, more: bool) -> bool:
         """Count a micro-step, before its forward; returns whether it completes the window.
@@ -77,6 +80,8 @@ class Window:
 
     def average(self, parameters: Sequence[Tensor]) -> bool:
         """Make the gradients those of the weighted mean loss; False if the weights add up to zero."""
+        if not self._checked and self.held > 1:
+            self._checked, self.was_cleared = True, self._misses_gradients(parameters)
         total = self.held + self.extra_weight
         if isinstance(total, Tensor):
             total = total + (
@@ -86,6 +91,18 @@ class Window:
             return False
         self.divide(parameters, total)
         return True
+
+    def _misses_gradients(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether no gradient was added to as often as there were micro-steps: torch adds in place, and counts that."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        dense = [
+            one for one in gradients if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad
+        ]
+        return len(dense) == len(gradients) > 0 and all(one._version < self.held - 1 for one in dense)
+
+    def trust_gradients(self) -> None:
+        """Do not look for cleared gradients in this epoch: they were replaced for a good reason."""
+        self._checked = True
 
     def divide(self, parameters: Sequence[Tensor], total: Any) -> None:
         """Divide the gradients by a number."""
@@ -103,6 +120,7 @@ class Window:
     def begin_epoch(self, epoch: int) -> None:
         """Take the length of this epoch."""
         self.length = 1 if self.length_of is None else self.length_of(epoch)
+        self._checked, self.was_cleared = self.filled > 0, False
 
     def state_dict(self) -> dict[str, Any]:
         return {"filled": self.filled, "held": self.held, "extra_weight": self.extra_weight, "kept": self.kept}
@@ -110,6 +128,7 @@ class Window:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; the gradients are put back with the parameters."""
         self.filled, self.held, self.extra_weight = state["filled"], state["held"], state["extra_weight"]
+        self.trust_gradients()
         if self.kept is not None:
             self.kept.extend(state["kept"])
 

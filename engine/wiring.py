@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .connection import Connection, Phase
+from .evaluation import inherited
 from .events import EventEnum, Events
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ __all__ = ["Wiring"]
 
 
 class Wiring:
-    """A snapshot of the receivers of every event, in the order in which they run.
+    """A snapshot of the receivers of every event, in the order in which they run, and which of them evaluators inherit.
 
     Example:
         >>> from signalfire import Engine, Events, Update
@@ -33,6 +34,7 @@ class Wiring:
         place = {event: number for number, event in enumerate(Events)}
         signals.sort(key=lambda signal: place.get(signal.event, len(place)))  # type: ignore[call-overload]
         self.rows: list[tuple[EventEnum, tuple[Connection, ...]]] = [(one.event, one.connections) for one in signals]
+        self.inherited = list(dict.fromkeys(repr(one) for _, one in (inherited(engine) if engine.training else ())))
         self.disabled = [name for name, handler in engine.handlers.items() if not handler.enabled]
 
     def __str__(self) -> str:
@@ -40,6 +42,8 @@ class Wiring:
         for event, connections in self.rows:
             lines.append(event.name if type(event) is Events else str(event))
             lines += [f"  {one.phase.name:<9} {describe(one)}" for one in connections]
+        if self.inherited:
+            lines.append(f"inherited by evaluators: {', '.join(self.inherited)}")
         if self.disabled:
             lines.append(f"disabled: {', '.join(self.disabled)}")
         return "\n".join(lines) or "nothing is attached"

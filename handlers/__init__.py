@@ -22,12 +22,13 @@ from .gradient_accumulation import GradientAccumulation
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
+from .guards import Guards
 from .history import History
 from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lr_scheduling import LRScheduling
-from .metrics import Accuracy, Average, Metric, Metrics
+from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
@@ -68,6 +69,7 @@ __all__ = [
     "GradientClipping",
     "GradientNoise",
     "GradientNorms",
+    "Guards",
     "History",
     "JSONLinesLogger",
     "LRScheduling",
@@ -78,6 +80,7 @@ __all__ = [
     "MicroBatching",
     "MixUp",
     "MixedPrecision",
+    "MovingAverage",
     "NonFiniteGuard",
     "OverfitBatches",
     "ParameterScheduling",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_number
+from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part
 
 from ._common.parameters import all_names, longest_match, matches, norms, unmatched
@@ -76,7 +76,7 @@ class AdaptiveGradientClipping(Handler):
             self.exclude = patterns
         self.clipping = check_number(self, "clipping", clipping, above=0)
         self.eps = check_number(self, "eps", eps, above=0)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._excluded: list[Tensor] = []
         self._clipped: dict[
             str, tuple[list[Tensor], list[Tensor]]

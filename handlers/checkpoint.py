@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.checks import check_bool, check_int
+from signalfire.blame import warn
+from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.distributed import SHARDS, is_sharded, lost_another
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
 
 from ._common.folders import check_folder, open_folder
-from ._common.ranks import DECIDE_CHECKPOINTS
+from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
 
@@ -44,7 +44,7 @@ class Checkpoint(Handler):
     Args:
         folder: Folder of the versions; created if necessary.
         monitor: Name of the metric that selects the best versions; without it, the last ones are kept.
-        mode: "min" if smaller is better, "max" if greater is better.
+        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
         every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
             each run.
@@ -70,7 +70,7 @@ class Checkpoint(Handler):
 
     Example:
         >>> import tempfile
-        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", mode="max", keep=3, name="best").keep
+        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", keep=3, name="best").keep
         3
     """
 
@@ -86,7 +86,7 @@ class Checkpoint(Handler):
         folder: str | os.PathLike[str],
         *,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         keep: int | None = None,
         every: str | Interval | AnyEvent | None = None,
         filename: str = checkpoints.DEFAULT_FILENAME,
@@ -104,10 +104,16 @@ class Checkpoint(Handler):
                 f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
                 "metric; remove every="
             )
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
+        if mode is not None and monitor is None:
+            raise ValueError(
+                f"Checkpoint(mode={mode!r}): without monitor= the last versions are kept; add monitor=, or omit mode="
+            )
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
-        self.every = check_every(self, every or "1ep") if monitor is None else None
+        self.every = check_every(self, "1ep" if every is None else every) if monitor is None else None
         self.filename = checkpoints.NameTemplate(filename, self.name)
         self.weights_only = check_bool(self, "weights_only", weights_only)
         self.sync_files = check_bool(self, "sync_files", sync_files)
@@ -128,6 +134,7 @@ class Checkpoint(Handler):
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
         completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.select_event = None if monitor is None else completed
+        self.monitor_event = None if monitor is None else Events.STARTED
         self.check_event = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
         self.save_event = self.select_event or unfiltered(self.every or "1ep")
         self.collect_event = completed if asynchronous else None
@@ -256,6 +263,13 @@ class Checkpoint(Handler):
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST)
+    def write_missing(self, engine: Engine) -> None:
+        """Write the version that the loaded state counts as kept, if the run that saved this state ended before it did."""
+        entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
+        if entry is not None and origin is not None and origin["manifest"]["handler"] != self.name:
+            self._write(engine, entry, asynchronous=False)
+
     def _run(self, engine: Engine) -> checkpoints.SavingRun:
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         position["steps"] = {update.name: update.steps for update in engine.updates}
@@ -264,6 +278,12 @@ class Checkpoint(Handler):
         )
 
     # ---- selecting ------------------------------------------------------------------------------------------------
+
+    @on("monitor_event", phase=Phase.CONTROL)
+    def check_metric(self, engine: Engine) -> None:
+        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
+        assert self.monitor is not None
+        self.monitor.start(engine, self.name)
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
     def select_last(self, engine: Engine) -> None:
@@ -277,13 +297,14 @@ class Checkpoint(Handler):
         value = self.monitor.new_value(engine)
         if value is None:
             return
+        self.monitor.report_nan(engine, value, self.name, "so this state is not kept")
         place = self.retention.place(value, engine.state.iteration, self.monitor.better)
         if place is None:
             self.retention.drop(engine.state.iteration)
         else:
             self.retention.select_best(self._entry(engine, value), place)
 
-    @on("check_event", phase=Phase.CONTROL)
+    @on("check_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise a KeyError if the monitored metric, or one in the filename, does not exist."""
         if self.monitor is not None:
@@ -313,15 +334,22 @@ class Checkpoint(Handler):
             return
         if self._saver.pending is not None:  # at an event without `collect_finished`
             self._collect_write(engine)
+        self._write(engine, entry, asynchronous=self.asynchronous)
+
+    def _write(self, engine: Engine, entry: checkpoints.Entry, *, asynchronous: bool) -> None:
+        """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""
         try:
-            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not self.asynchronous)
+            engine.snapshots.wait_for_earlier_writes()
+            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not asynchronous)
             self._sync_written(engine)
             write = self._saver.prepare(self._run(engine), entry, state, counted=True)
         except BaseException:
             self.retention.failed()
             raise
-        self._saver.start(write, asynchronous=self.asynchronous)
-        if not self.asynchronous:
+        self._saver.start(write, asynchronous=asynchronous)
+        if asynchronous:
+            engine.snapshots.add_write(write.join)
+        else:
             self._collect_write(engine)
 
     @on("wait_event", phase=Phase.PREPARE)
@@ -350,10 +378,9 @@ class Checkpoint(Handler):
         try:
             self._sync_written(engine)
         except OSError as problem:  # perhaps the error that ended the run; the state is saved nevertheless
-            warnings.warn(
+            warn(
                 f"{self.name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
                 RuntimeWarning,
-                stacklevel=2,
             )
         self._save_uncounted(engine, held, "exception", rank_local=True)
 

@@ -31,8 +31,8 @@ class CSVLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations at which losses and learning rates are written, such as "10it". New metric values are
-            written after every evaluation and every epoch.
+        every: Interval in iterations at which losses and learning rates are written, such as "10it". Each new value of a metric
+            is written in the iteration in which it was measured, and after evaluations and epochs.
         time: Whether to add a column ``time`` before ``name``: when the row was written, in seconds since 1970.
 
     Raises:

@@ -48,7 +48,7 @@ class CutMix(SampleMixing):
     def __init__(
         self, alpha: float = 1.0, *, input: int | str = 0, target: int | str = 1, name: str | None = None
     ) -> None:
-        super().__init__(alpha, input=input, target=target, name=name or "cutmix")
+        super().__init__(alpha, input=input, target=target, name="cutmix" if name is None else name)
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator

@@ -50,7 +50,7 @@ class Cutout(Handler):
     ) -> None:
         super().__init__(name=name)
         self.length: int | tuple[int, ...]
-        if isinstance(length, Sequence) and not isinstance(length, str):
+        if isinstance(length, Sequence) and not isinstance(length, str | bytes):
             if not length:
                 raise ValueError(
                     f"Cutout(length={length!r}): expected an int of at least 1, or one per spatial dimension"

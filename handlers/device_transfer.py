@@ -19,9 +19,11 @@ __all__ = ["DeviceTransfer"]
 class DeviceTransfer(Handler):
     """Moves the model to a device before its optimizers are built, and every batch after it is loaded.
 
-    A batch may be a tensor, or nested tuples, lists, dicts, named tuples or dataclasses of tensors and of other objects with
-    a ``to`` method, such as packed sequences; objects without ``to`` are left unchanged. The model stays on the device after
-    the run.
+    A batch may be a tensor, or nested containers of tensors and of other objects with a ``to`` method, such as packed sequences.
+    Containers are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and pydantic.
+    A ``to`` that returns None moves the object in place. Objects without ``to`` are left unchanged; those that hold tensors are
+    reported as W22. The model stays on the device after the run. An evaluator that the trainer runs
+    (`Validation`, `Engine.evaluate`) inherits this handler.
 
     With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a
     value back (``loss.item()``), so the next batch is copied while the GPU still computes on this one. The order of loading
@@ -63,6 +65,7 @@ class DeviceTransfer(Handler):
                 "DeviceTransfer(prefetch=True, non_blocking=False): prefetch needs non-blocking copies; omit non_blocking="
             )
         self._copy_stream: torch.cuda.Stream | None = None  # only during a run
+        self._left: set[type] = set()  # classes of objects that were left where they were in this run
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.DEVICE, by=self)
@@ -77,7 +80,7 @@ class DeviceTransfer(Handler):
                     "materialise it first with model.to_empty(device=...), then initialise it"
                 )
             module.to(self.device)
-        if self.prefetch and self.device.type == "cuda":
+        if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
             self._copy_stream = torch.cuda.Stream(self.device)
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
@@ -100,11 +103,31 @@ class DeviceTransfer(Handler):
     def release(self, engine: Engine) -> None:
         """Release the copy stream."""
         self._copy_stream = None
+        self._left.clear()
 
     def _to_device(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value if value.device == self.device else value.to(self.device, non_blocking=self.non_blocking)
-        return value.to(self.device) if hasattr(value, "to") else value
+        if hasattr(value, "to"):
+            moved = value.to(self.device)
+            return value if moved is None else moved  # moved in place
+        if type(value) not in self._left:
+            self._report_unless_known(value)
+        return value
+
+    def _report_unless_known(self, value: Any) -> None:
+        """Report a class that holds tensors, but cannot be moved; each class is looked at once a run."""
+        kind = type(value)
+        self._left.add(kind)
+        held = getattr(value, "__dict__", {}).values()
+        if self.engine is not None and any(tensor.device.type != self.device.type for tensor in tensors_in(list(held))):
+            self.engine.findings.report(
+                "W22",
+                f"{self.name!r}: a batch holds a {kind.__name__}, whose tensors are not moved to {self.device}",
+                f"give {kind.__name__} a method to(device), or make it a dataclass",
+                self.name,
+                key=kind,
+            )
 
 
 def _has_known_tensors(value: Any) -> bool:

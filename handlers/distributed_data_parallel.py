@@ -165,7 +165,7 @@ class DistributedDataParallel(Distribution):
         roots = {root: self._wrapped.get(root, module) for root, module in engine.modules.items()}
         if self._original_model is not None:
             single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
-            engine.model = single[0] if single else nn.ModuleDict(roots)
+            engine.model = single[0] if single else nn.ModuleDict({root: roots[root] for root in engine.modules.models})
 
     def _owner(self, engine: Engine, root: str, parameters: list[nn.Parameter]) -> str | None:
         """The update that trains a module."""

@@ -12,7 +12,7 @@ from signalfire.checks import check_bool, check_int, check_number
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 
-from ._common.ranks import KEEP_BEST
+from ._common.ranks import CHECK_METRIC, KEEP_BEST
 
 __all__ = ["EarlyStopping"]
 
@@ -29,7 +29,7 @@ class EarlyStopping(Handler):
 
     Args:
         monitor: Name of the metric in ``state.metrics``.
-        mode: "min" if smaller is better, "max" if greater is better.
+        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         patience: Number of consecutive values without improvement after which the run stops.
         min_delta: Minimum difference to the best value that counts as an improvement.
         relative: Whether ``min_delta`` is relative to the magnitude of the best value.
@@ -46,7 +46,7 @@ class EarlyStopping(Handler):
         waited: Number of values since the last improvement.
 
     Example:
-        >>> EarlyStopping("accuracy", mode="max", patience=5, threshold=0.99).patience
+        >>> EarlyStopping("accuracy", patience=5, threshold=0.99).patience
         5
     """
 
@@ -56,7 +56,7 @@ class EarlyStopping(Handler):
         self,
         monitor: str,
         *,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
         relative: bool = False,
@@ -71,11 +71,7 @@ class EarlyStopping(Handler):
         self.monitor = Monitor("EarlyStopping", monitor, mode, min_delta=min_delta, relative=relative)
         self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
         self.divergence = None if divergence is None else check_number(self, "divergence", divergence)
-        if threshold is not None and divergence is not None and self._worse(threshold, divergence):
-            raise ValueError(
-                f"EarlyStopping(threshold={threshold!r}, divergence={divergence!r}): with mode={mode!r} the threshold is "
-                "worse than the divergence; swap the two, or change the mode"
-            )
+        self._check_limits()
         self.patience = check_int(self, "patience", patience)
         self.check_finite = check_bool(self, "check_finite", check_finite)
         self.after = None if after is None else check_every(self, after, argument="after", units=["ep", "it", "st"])
@@ -87,6 +83,14 @@ class EarlyStopping(Handler):
         self._weights: dict[str, Any] | None = None  # of the best value
         self._is_new_best = False  # whether the current event reported the best value
 
+    def _check_limits(self) -> None:
+        threshold, divergence, mode = self.threshold, self.divergence, self.monitor.mode
+        if threshold is not None and divergence is not None and mode is not None and self._worse(threshold, divergence):
+            raise ValueError(
+                f"EarlyStopping(threshold={threshold!r}, divergence={divergence!r}): with mode={mode!r} the threshold is "
+                "worse than the divergence; swap the two, or change the mode"
+            )
+
     def attached(self, engine: Engine) -> None:
         if self.restore_event is not None:
             engine.overrides.claim(Override.FINAL_WEIGHTS, by=self)
@@ -95,6 +99,29 @@ class EarlyStopping(Handler):
     def reset_new_best(self, engine: Engine) -> None:
         """Discard a new best value whose weights were not copied because of an error: the weights have changed since."""
         self._is_new_best = False
+
+    @on(Events.STARTED, phase=Phase.CONTROL)
+    def check_metric(self, engine: Engine) -> None:
+        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
+        self.monitor.start(engine, self.name)
+        self._check_limits()
+        self._report_patience(engine)
+
+    def _report_patience(self, engine: Engine) -> None:
+        """Report a patience that a metric with one value per epoch cannot exhaust in this run."""
+        epochs, metrics = engine.state.max_epochs, engine.state.metrics
+        limits = (self.threshold, self.divergence)
+        owner = engine.handlers.get(metrics.owners.get(self.monitor.metric, ""))
+        if epochs is None or limits != (None, None) or self.restore_event is not None or not hasattr(owner, "metrics"):
+            return
+        if self.patience >= epochs:
+            engine.findings.report(
+                "W07",
+                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in each of which "
+                f"{self.monitor.metric!r} has one value",
+                "give a smaller patience, or more epochs",
+                self.name,
+            )
 
     @on(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, phase=Phase.CONTROL)
     def check_patience(self, engine: Engine) -> None:
@@ -121,7 +148,7 @@ class EarlyStopping(Handler):
 
     def _stop_reason(self, value: float, non_finite: bool) -> str | None:
         """Why the run stops at this value; None if it continues."""
-        metric = self.monitor.metric
+        metric, better = self.monitor.metric, "greater" if self.monitor.mode == "max" else "smaller"
         if non_finite:
             return f"{metric} is {value}, which is not finite"
         if self.divergence is not None and self._worse(value, self.divergence):
@@ -129,7 +156,7 @@ class EarlyStopping(Handler):
         if self.threshold is not None and (value == self.threshold or self._worse(self.threshold, value)):
             return f"{metric} is {value}, which reaches threshold={self.threshold}"
         if self.waited >= self.patience:
-            return f"{metric} has not improved on {self.best} for {self.waited} values"
+            return f"{metric} has not improved on {self.best} for {self.waited} values ({better} is better)"
         return None
 
     def _worse(self, value: float, than: float) -> bool:
@@ -148,9 +175,9 @@ class EarlyStopping(Handler):
         if self._weights is not None:
             engine.load_weights(self._weights)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL, rank=CHECK_METRIC)
     def check_metric_exists(self, engine: Engine) -> None:
-        """Raise an error if the metric does not exist."""
+        """Raise an error if the metric does not exist, or differs between the ranks of a distributed run."""
         self.monitor.require(engine)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Literal
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.checks import check_bool, check_choice, check_int, check_number
 from signalfire.interval import check_every
+from signalfire.planning import steps_to_come
 
 from ._common.averages import AveragedWeights
 from ._common.ranks import AVERAGE
@@ -31,7 +32,7 @@ class EMA(AveragedWeights):
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.
-        every: Interval between updates of the average in optimizer steps, such as "1st" or 10.
+        every: Interval between updates of the average in optimizer steps, such as "1step" or 10.
         start: Number of optimizer steps before averaging starts.
         warmup: Whether to ramp up the decay: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the number of
             updates of the average so far.
@@ -62,7 +63,7 @@ class EMA(AveragedWeights):
         self,
         decay: float = 0.999,
         *,
-        every: str | Interval | int = "1st",
+        every: str | Interval | int = "1step",
         start: int = 0,
         warmup: bool = False,
         buffers: Literal["copy", "average"] = "copy",
@@ -77,6 +78,25 @@ class EMA(AveragedWeights):
         )
         self.start = check_int(self, "start", start, least=0)
         self.warmup = check_bool(self, "warmup", warmup)
+
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def check_decay(self, engine: Engine) -> None:
+        """Report a run that is too short for the decay: most of the average is then what it began with."""
+        update = engine.find_update(self.update)
+        to_come = None if engine.snapshots.has_loaded_state else steps_to_come(engine, update, planned=True)
+        if to_come is None or self.warmup or self.decay < 0.99:
+            return
+        every = int(self.every.value)
+        first = max(update.steps, self.start)
+        averages = self.count + (update.steps + to_come) // every - first // every
+        if averages > 0 and (share := self.decay ** (averages - 1)) > 0.5:
+            engine.findings.report(
+                "W55",
+                f"EMA(decay={self.decay:g}): after the {averages} updates of this run, {share:.1%} of the average are the "
+                "weights that it began with",
+                "use a smaller decay, or warmup=True, which ramps it up",
+                self.name,
+            )
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
     def average(self, engine: Engine) -> None:

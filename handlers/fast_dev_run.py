@@ -9,11 +9,17 @@ from signalfire.acts import Override
 from signalfire.checks import check_int
 from signalfire.data import FirstBatches
 
+from ._common.ranks import REHEARSE
+
 __all__ = ["FastDevRun"]
 
 
 class FastDevRun(Handler):
     """Limits every run to one epoch of a few batches, evaluations included, to find errors quickly.
+
+    Everything happens once: at the end, handlers whose interval is longer than these batches do what they do
+    (`Handler.rehearse`), as `Validation` validates. A schedule that needs more steps, for a warm-up, is built for the steps that
+    the run would make without this handler.
 
     `Engine.dry_run` is on while the handler is attached: handlers that write files or send data elsewhere are disabled during
     the run. Other limits given to `run` still apply. The weights are trained for real: before the actual training, call
@@ -34,13 +40,14 @@ class FastDevRun(Handler):
         super().__init__(name=name)
         self.batches = check_int(self, "batches", batches)
         self._dry_before = False
+        self._whole: int | None = None  # number of batches of the training data
 
     def attached(self, engine: Engine) -> None:
         if engine.running:
             raise RuntimeError(
                 f"{self.name!r} cannot be attached during a run, whose data is already set; attach it before run()"
             )
-        engine.overrides.replace(Override.DATA, self.limit, by=self)
+        engine.overrides.replace(Override.TRIAL, self.limit, by=self)
         self._dry_before, engine.dry_run = engine.dry_run, True
 
     def detached(self, engine: Engine) -> None:
@@ -48,14 +55,34 @@ class FastDevRun(Handler):
 
     def limit(self, engine: Engine, data: Any) -> Any:
         """The data that the engine iterates over: the first batches of the original."""
+        if engine is self.engine:
+            try:
+                self._whole = None if data is None else len(data)
+            except (TypeError, NotImplementedError):
+                self._whole = None
         return None if data is None else FirstBatches(data, self.batches)
 
     @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
     def limit_epochs(self, engine: Engine) -> None:
         """Limit the run to one epoch, without a minimum."""
         state = engine.state
+        if state.planned is None:
+            length = engine.feed.current.given_length
+            if length is None and self._whole is not None:
+                length = -(-self._whole // engine.processes.world_size)
+            state.planned = state.max_epochs, length
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def report(self, engine: Engine) -> None:
+        """List that this run is a trial, in case that the handler was forgotten."""
+        engine.findings.report(
+            "W58",
+            f"FastDevRun({self.batches}) ends this run after one epoch of at most {self.batches} batches, and nothing is written",
+            f"detach {self.name!r}, and call engine.reset(), for the actual training",
+            self.name,
+        )
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL)
     def end_epoch(self, engine: Engine) -> None:
@@ -63,3 +90,10 @@ class FastDevRun(Handler):
         state = engine.state
         if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.feed.on_last_batch():
             engine.terminate_epoch(f"{self.name} limits epochs to {self.batches} batches")
+
+    @on(Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.PREPARE, rank=REHEARSE)
+    def rehearse_all(self, engine: Engine) -> None:
+        """Let every handler do once what was not due in these few batches."""
+        for handler in list(engine.handlers.values()):
+            if handler.enabled:
+                handler.rehearse(engine)

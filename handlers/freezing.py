@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_number
+from signalfire.modules import Modules
 
 from ._common.parameters import all_names, longest_match, matches, unmatched
 
@@ -24,8 +25,9 @@ class Freezing(Handler):
     Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them: neither momentum nor weight decay
     changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
     normalisation layers with running statistics are in eval mode, because each forward would update the statistics; other
-    modules, such as dropout, stay in training mode. Unfreezing restores each parameter's own ``requires_grad``, so parameters
-    that the user froze stay frozen. After the run, everything is as before.
+    modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the run,
+    inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
+    ``requires_grad``, so parameters that the user froze stay frozen. After the run, everything is as before.
 
     What is frozen depends only on the epoch, also in a resumed run.
 
@@ -165,7 +167,7 @@ def discriminative_rates(
     }
     if default is not None:
         default = check_number("discriminative_rates", "default", default, least=0)
-    parameters = all_names({"model": model})
+    parameters = all_names(Modules(model, ()))
     known_names = [name for names in parameters.values() for name in names]
     for pattern in rates:
         if not any(matches(name, pattern) for name in known_names):
@@ -185,8 +187,7 @@ def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:
     """The normalisation layers with running statistics, with all names of each of their tensors."""
     norms: dict[nn.Module, dict[str, list[str]]] = {}
     for root, module in engine.modules.items():
-        prefix = "" if len(engine.modules) == 1 else root
-        for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for path, part in module.named_modules(prefix=engine.modules.prefix(root), remove_duplicate=False):
             if isinstance(part, _NormBase) and part.running_mean is not None:
                 inner = [key for key, own in part._parameters.items() if own is not None] or ["running_mean"]
                 for key in inner:

@@ -156,7 +156,7 @@ class FullyShardedDataParallel(Distribution):
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
                 mesh = init_device_mesh(engine.device.type, (engine.processes.world_size,))
-                self._shard(root, name if len(engine.modules) > 1 else "", mesh)
+                self._shard(root, engine.modules.prefix(name), mesh)
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
                 self._hooks.append(root.register_forward_hook(self._record_output))
@@ -167,11 +167,10 @@ class FullyShardedDataParallel(Distribution):
         self._set_sync(True)
 
     def _check_units(self, engine: Engine) -> None:
-        is_named = len(engine.modules) > 1
         paths = {
             path: module
             for name, root in engine.modules.items()
-            for path, module in root.named_modules(prefix=name if is_named else "")
+            for path, module in root.named_modules(prefix=engine.modules.prefix(name))
             if module is not root
         }
         for unit in self.units if isinstance(self.units, tuple) else ():

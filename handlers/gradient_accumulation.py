@@ -7,7 +7,7 @@ from typing import Any
 
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.checks import check_int, check_name
 
 __all__ = ["GradientAccumulation"]
 
@@ -54,7 +54,7 @@ class GradientAccumulation(Handler):
             raise TypeError(f"GradientAccumulation(weight={weight!r}): expected a function weight(engine)")
         self.schedule = dict(sorted(schedule.items()))
         self.weight = weight
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.weight_event = None if weight is None else Events.LOSS_COMPUTED
 
     def window(self, epoch: int) -> int:

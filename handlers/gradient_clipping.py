@@ -7,7 +7,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_number
+from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part
 
 from ._common.parameters import alike, any_sharded, gradients_of, norm_of_all
@@ -33,7 +33,7 @@ class GradientClipping(Handler):
         the arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
 
     Example:
-        >>> GradientClipping(max_norm=1.0).max_norm
+        >>> GradientClipping(1.0).max_norm
         1.0
     """
 
@@ -42,8 +42,8 @@ class GradientClipping(Handler):
 
     def __init__(
         self,
-        *,
         max_norm: float | None = None,
+        *,
         max_value: float | None = None,
         norm_type: float = 2.0,
         update: str | None = None,
@@ -57,7 +57,7 @@ class GradientClipping(Handler):
             None if max_value is None else check_number(self, "max_value", max_value, above=0, infinite=True)
         )
         self.norm_type = check_number(self, "norm_type", norm_type, above=0, infinite=True)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.total_norm: Tensor | None = None
 
     def attached(self, engine: Engine) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_number
+from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part, spread_like
 
 from ._common.parameters import gradients_of
@@ -53,7 +53,7 @@ class GradientNoise(Handler):
         super().__init__(name=name)
         self.eta = check_number(self, "eta", eta, above=0)
         self.gamma = check_number(self, "gamma", gamma, least=0)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._iteration: int | None = None
         self._drawing: dict[torch.device, torch.Generator] = {}  # of this iteration
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.checks import check_bool, check_number
+from signalfire.checks import check_bool, check_name, check_number
 from signalfire.interval import check_every, unfiltered
 
 from ._common.parameters import gradients_of, named_parameters, norms
@@ -50,7 +50,7 @@ class GradientNorms(Handler):
         *,
         norm_type: float = 2.0,
         per_parameter: bool = False,
-        every: str | Interval | AnyEvent = "1st",
+        every: str | Interval | AnyEvent = "1step",
         update: str | None = None,
         name: str | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class GradientNorms(Handler):
         self.norm_type = float(check_number(self, "norm_type", norm_type, above=0, infinite=True))
         self.per_parameter = check_bool(self, "per_parameter", per_parameter)
         self.every = interval
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.measure_event: AnyEvent = Events.GRADIENTS_READY if isinstance(interval, Interval) else interval
         self._reached: dict[str, int] = {}  # by update: the last measured multiple of an interval in iterations
         self._names: dict[int, str] = {}

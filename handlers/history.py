@@ -8,14 +8,15 @@ from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
 
+from ._common.new_values import NewValues
+
 __all__ = ["History"]
 
 
 class History(Handler):
-    """Records every new value of every scalar metric, with its epoch and iteration.
+    """Records every new value of every scalar metric, with the epoch and iteration in which it was measured.
 
-    Attributes:
-        records: Maps each name to a list of (epoch, iteration, value), in the order of recording.
+    Values may come in every iteration, as those of `GradientNorms` do, or with evaluations and epochs.
 
     Example:
         >>> history = History()
@@ -25,16 +26,33 @@ class History(Handler):
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        self.records: dict[str, list[tuple[int, int, float]]] = {}
-        self._seen: dict[str, int] = {}
+        self._records: dict[str, list[tuple[int, int, float]]] = {}
+        self._new = NewValues()
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def begin(self, engine: Engine) -> None:
+        """Collect the values of this run; those of an earlier one that are not recorded yet are kept as new."""
+        self._new.start(engine, keep_seen=True)
 
     @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
     def record(self, engine: Engine) -> None:
         """Record the new values."""
-        state = engine.state
-        for name, value in state.metrics.numbers_since(self._seen).items():
-            self.records.setdefault(name, []).append((state.epoch, state.iteration, value))
-        self._seen = dict(state.metrics.serials)
+        for epoch, iteration, _, values in self._new.take(engine):
+            for name, value in values.items():
+                self._records.setdefault(name, []).append((epoch, iteration, value))
+
+    @on(Events.ENDED, phase=Phase.RECORD)
+    def end(self, engine: Engine) -> None:
+        """Record what is left, also after an error."""
+        self.record(engine)
+        self._new.stop()
+
+    @property
+    def records(self) -> dict[str, list[tuple[int, int, float]]]:
+        """A list of (epoch, iteration, value) for each name, in the order of recording."""
+        if (engine := self.engine) is not None and self._new.collects:
+            self.record(engine)
+        return self._records
 
     @property
     def names(self) -> list[str]:
@@ -102,9 +120,9 @@ class History(Handler):
     def state_dict(self) -> dict[str, Any]:
         return {
             "records": {name: [list(record) for record in records] for name, records in sorted(self.records.items())},
-            "seen": dict(sorted(self._seen.items())),
+            "seen": dict(sorted(self._new.seen.items())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
-        self._seen = dict(state["seen"])
+        self._records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
+        self._new.load(state["seen"])

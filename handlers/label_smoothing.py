@@ -7,7 +7,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_number
+from signalfire.checks import check_name, check_number
 
 from ._common.ranks import SMOOTH_LOSS
 from ._common.updates import selected_updates
@@ -45,7 +45,7 @@ class LabelSmoothing(Handler):
     def __init__(self, alpha: float = 0.1, *, update: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
-        self.update = update
+        self.update = check_name(self, "update", update)
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):

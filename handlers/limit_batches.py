@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from signalfire import Engine, Handler
+from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.data import FirstBatches
 
@@ -51,6 +51,18 @@ class LimitBatches(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.replace(Override.DATA, self.limit, by=self)
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def report(self, engine: Engine) -> None:
+        """List that this run uses a part of the data, in case that the handler was forgotten."""
+        limits = ((name, getattr(self, name)) for name in ("train", "validation"))
+        given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
+        engine.findings.report(
+            "W58",
+            f"LimitBatches({given}) leaves out a part of the data",
+            f"detach {self.name!r} to use all of it",
+            self.name,
+        )
 
     def limit(self, engine: Engine, data: Any) -> Any:
         """The data that the engine iterates over: the first batches of the original."""

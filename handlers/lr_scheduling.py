@@ -12,12 +12,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.checks import check_int, check_name
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 from signalfire.planning import steps_to_come
 
-from ._common.torch_schedulers import base_of, missing_total, restore_rates, step, unwrap_step
+from ._common.ranks import CHECK_METRIC
+from ._common.torch_schedulers import (
+    base_of,
+    given_argument,
+    missing_total,
+    restore_rates,
+    set_mode,
+    step,
+    unwrap_step,
+)
 from ._common.updates import made_step
 
 __all__ = ["LRScheduling"]
@@ -36,8 +45,9 @@ class LRScheduling(Handler):
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
-        every: Interval between scheduler steps: "1st" (every optimizer step), "5st", "1ep", ...
-        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value.
+        every: Interval between scheduler steps: "1step" (every optimizer step), "5steps", "1ep", ...
+        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
+            without ``mode`` gets the metric's own direction.
         update: Name of the update whose optimizer is scheduled; the first by default.
 
     Attributes:
@@ -77,14 +87,17 @@ class LRScheduling(Handler):
             )
         self.factory = scheduler
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
-        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, "min")
-        self.update = update
+        given = given_argument(scheduler, "mode") if plateau else None
+        self._finds_mode = plateau and given is None
+        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
+        self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
         by_step = self.monitor is None and self.every.unit == "st"
         self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
         self.epoch_event: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
+        self.start_event = None if self.monitor is None else Events.STARTED
         self.metric_event = None if self.monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.check_metric_event = None if self.monitor is None else Events.EPOCH_COMPLETED
 
@@ -116,7 +129,15 @@ class LRScheduling(Handler):
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
         try:
-            self.scheduler = self._build_scheduler(optimizer, self.total)
+            try:
+                self.scheduler = self._build_scheduler(optimizer, self.total)
+            except ValueError:  # in a trial run, for a warm-up that is longer
+                if self.total is None or engine.state.planned is None:
+                    raise
+                if (planned := self._total_steps(engine, planned=True)) is None:
+                    raise
+                self.total = planned
+                self.scheduler = self._build_scheduler(optimizer, self.total)
         finally:
             unwrap_step(optimizer)
 
@@ -140,7 +161,7 @@ class LRScheduling(Handler):
                 )
             if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
                 counted, way_out = (
-                    ("steps", "t_in_epochs=True, or every='1st'")
+                    ("steps", "t_in_epochs=True, or every='1step'")
                     if self.every.unit == "ep"
                     else ("epochs", "t_in_epochs=False, or every='1ep'")
                 )
@@ -160,14 +181,16 @@ class LRScheduling(Handler):
                 "factory its number of steps explicitly, or restart with engine.reset()"
             )
 
-    def _total_steps(self, engine: Engine) -> int | None:
+    def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
         """The number of scheduler steps at the end of the run, earlier runs included; None if unknown."""
         state, every = engine.state, int(self.every.value)
         if self.every.unit == "ep":
-            done = state.epoch - state.epoch_open
-            return None if state.max_epochs is None else self.stepped + state.max_epochs // every - done // every
+            done, last = state.epoch - state.epoch_open, state.max_epochs
+            if planned and state.planned is not None:
+                last = state.planned[0]
+            return None if last is None else self.stepped + last // every - done // every
         update = engine.find_update(self.update)
-        to_come = steps_to_come(engine, update)
+        to_come = steps_to_come(engine, update, planned=planned)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
     @on("step_event", phase=Phase.CONTROL)
@@ -181,16 +204,27 @@ class LRScheduling(Handler):
         """Step the scheduler after an epoch."""
         self._step()
 
+    @on("start_event", phase=Phase.CONTROL)
+    def check_metric(self, engine: Engine) -> None:
+        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
+        assert self.monitor is not None
+        if not self._finds_mode:
+            self.monitor.given = self.scheduler.mode
+        self.monitor.start(engine, self.name)
+
     @on("metric_event", phase=Phase.CONTROL)
     def step_on_metric(self, engine: Engine) -> None:
         """Step the scheduler with a new value of the metric."""
         assert self.monitor is not None
         if (value := self.monitor.new_value(engine)) is not None:
+            self.monitor.report_nan(engine, value, self.name, "which counts as no improvement")
+            assert self.monitor.mode is not None
+            set_mode(self.scheduler, self.monitor.mode)
             self.scheduler.step(value)
 
-    @on("check_metric_event", phase=Phase.CONTROL)
+    @on("check_metric_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
     def check_metric_exists(self, engine: Engine) -> None:
-        """Raise an error if the metric does not exist."""
+        """Raise an error if the metric does not exist, or differs between the ranks of a distributed run."""
         assert self.monitor is not None
         self.monitor.require(engine)
 
@@ -264,6 +298,8 @@ class LRScheduling(Handler):
         groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in initial_rates]
         optimizer = torch.optim.SGD(groups, lr=initial_rates[0], momentum=momentum)
         scheduler = self._build_scheduler(optimizer, len(scheduler_steps))
+        if self._finds_mode and self.monitor is not None and self.monitor.mode is not None:  # known from a run
+            set_mode(scheduler, self.monitor.mode)
         rates: list[list[float]] = [[] for _ in groups]
         stepped = 0
         for optimizer_step in range(1, steps + 1):
@@ -350,7 +386,9 @@ class LRScheduling(Handler):
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # restart from the learning rate that the optimizer was built with
+            if (
+                self.scheduler is not None and self.engine is not None
+            ):  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         else:

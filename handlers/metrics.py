@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.batches import samples_in
-from signalfire.checks import check_number
+from signalfire.batches import hides_samples, samples_in, tensors_in
+from signalfire.checks import check_name
 from signalfire.state import as_number
 
+from ._common.measures import Accuracy, Average, MovingAverage
+from ._common.ranks import PUBLISH
 from ._common.updates import only_update
 
-__all__ = ["Accuracy", "Average", "Metric", "Metrics"]
+__all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
 
 Inputs = Callable[[Engine], tuple[Any, ...]]
 
@@ -31,168 +34,6 @@ class Metric(Protocol):
     def compute(self) -> Any: ...
 
 
-class Average:
-    """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
-
-    The values of the batches are kept as tensors on their device, and summed in double precision when the mean is computed: a
-    running mean in tensor arithmetic would cost several microseconds per iteration.
-
-    Args:
-        function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number.
-            By default, the update's loss is averaged.
-
-    Example:
-        >>> average = Average()
-        >>> average.add(torch.tensor(1.0), 30)
-        >>> average.add(torch.tensor(4.0), 10)
-        >>> average.compute()
-        1.75
-    """
-
-    _FOLD_AT = 1024  # the number of pending values at which they are added to the sum
-
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        if function is not None and not callable(function):
-            raise TypeError(f"Average({function!r}): expected a function (output, target) -> mean of the batch")
-        self.function = function
-        self.reset()
-
-    def reset(self) -> None:
-        self._clear_pending()
-        self._sum = 0.0
-        self._weight = 0.0
-
-    def _clear_pending(self) -> None:
-        self._values: list[Any] = []
-        self._weights: list[float] = []
-        self._room = self._FOLD_AT
-
-    def add(self, value: Any, weight: float) -> None:
-        """Add a batch's mean, weighted by the batch's size."""
-        self._values.append(value.detach() if isinstance(value, Tensor) else value)
-        self._weights.append(weight)
-        self._room -= 1
-        if self._room <= 0:
-            self._fold()
-
-    def update(self, *inputs: Any) -> None:
-        assert self.function is not None
-        self.add(self.function(*inputs), samples_in(inputs))
-
-    def compute(self) -> float:
-        """The mean so far; NaN without any sample."""
-        self._fold()
-        return self._sum / self._weight if self._weight else float("nan")
-
-    def _pending(self) -> list[float]:
-        values = self._values
-        if not any(isinstance(value, Tensor) for value in values):
-            return [float(value) for value in values]
-        # `map` with C functions is faster than a loop.
-        uniform = set(map(type, values)) == {Tensor} and len(set(map(attrgetter("dtype"), values))) == 1
-        if not uniform or set(map(Tensor.dim, values)) != {0}:
-            values = [torch.as_tensor(value).double() for value in values]
-            if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
-                raise ValueError(f"Average: a batch's value has shape {max(wrong)}; expected a scalar: take its mean")
-            values = [value.reshape(()) for value in values]
-        numbers: list[float] = torch.stack(values).double().tolist()
-        return numbers
-
-    def _fold(self) -> None:
-        # Values are added one by one, so that the sum does not depend on where the folds occur.
-        total, weights = self._sum, self._weight
-        for value, weight in zip(self._pending(), self._weights, strict=True):
-            total += value * weight
-            weights += weight
-        self._sum, self._weight = total, weights
-        self._clear_pending()
-
-    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the sums with those of all ranks, given as one `state_dict` per rank."""
-        self.reset()
-        for state in states:
-            self._sum += state["sum"]
-            self._weight += state["weight"]
-
-    def state_dict(self) -> dict[str, Any]:
-        self._fold()
-        return {"sum": self._sum, "weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        self._sum, self._weight = state["sum"], state["weight"]
-
-
-class Accuracy:
-    """The fraction of samples whose predicted class is the target.
-
-    Takes scores of shape (N, C, ...), of which the largest is the prediction, or predicted classes of the target's shape, and
-    integer targets of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than the
-    threshold predict class 1.
-
-    Example:
-        >>> accuracy = Accuracy()
-        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        >>> accuracy.compute()
-        0.5
-    """
-
-    def __init__(self, *, threshold: float | None = None) -> None:
-        self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
-        self.reset()
-
-    def reset(self) -> None:
-        self._correct: list[Tensor] = []
-        self._hits = 0
-        self._count = 0
-
-    def update(self, output: Tensor, target: Tensor) -> None:
-        predicted = output
-        if self.threshold is not None:
-            predicted = output > self.threshold
-        elif output.dim() == target.dim() + 1 and output.shape[1] > 1:
-            predicted = output.argmax(1)
-        elif output.is_floating_point():
-            raise ValueError(
-                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
-                "determine the predicted class; give scores of shape (N, C, ...) for targets (N, ...), "
-                "or threshold= for one score per target"
-            )
-        if predicted.shape != target.shape:
-            raise ValueError(
-                f"Accuracy: an output of shape {tuple(output.shape)} does not match targets of shape "
-                f"{tuple(target.shape)}; expected scores (N, C, ...) for targets (N, ...)"
-            )
-        self._correct.append((predicted == target).sum())
-        self._count += target.numel()
-        if len(self._correct) >= Average._FOLD_AT:
-            self._fold()
-
-    def compute(self) -> float:
-        """The fraction of correct samples so far; NaN without any sample."""
-        self._fold()
-        return self._hits / self._count if self._count else float("nan")
-
-    def _fold(self) -> None:
-        if self._correct:
-            self._hits += int(torch.stack(self._correct).sum())
-            self._correct = []
-
-    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the counts with those of all ranks, given as one `state_dict` per rank."""
-        self.reset()
-        self._hits = sum(state["hits"] for state in states)
-        self._count = sum(state["count"] for state in states)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._fold()
-        return {"hits": self._hits, "count": self._count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reset()
-        self._hits, self._count = state["hits"], state["count"]
-
-
 class Metrics(Handler):
     """Updates metrics with every batch, and writes the epoch's values to ``state.metrics`` when the epoch completes.
 
@@ -201,9 +42,12 @@ class Metrics(Handler):
 
     Args:
         metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
-            ``(output, target) -> mean of the batch``, which is averaged over the samples.
-        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics; by default the output and the
-            batch's second element. Needed if the output is a dict, or if the targets are elsewhere.
+            ``(output, target) -> mean of the batch``, which is averaged over the samples. A function may return several
+            values by name: those of ``scores`` are written as "scores/f1" and so on. Each metric's ``higher_is_better`` tells
+            monitors which way is better.
+        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics: a tuple, or a mapping of
+            keyword arguments; by default the output and the batch's second element. Needed if the output is a dict, or if the
+            targets are elsewhere.
         update: Name of the update that is measured; required if there are several.
         named: The same as ``metrics``, as keyword arguments.
 
@@ -223,8 +67,16 @@ class Metrics(Handler):
     ) -> None:
         super().__init__(name=name)
         if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
+            if isinstance(metrics, str):
+                known = {"accuracy": "Accuracy()", "loss": "Average()"}
+                raise TypeError(
+                    f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
+                    f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
+                )
             kind = type(metrics).__name__
-            raise TypeError(f"Metrics({kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
+            if not callable(getattr(metrics, "update", metrics)):
+                raise TypeError(f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics")
+            raise TypeError(f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
         self.metrics: dict[str, Any] = {**(metrics or {}), **named}
         if not self.metrics:
             raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
@@ -238,8 +90,21 @@ class Metrics(Handler):
                         "torchmetrics metric, or a function (output, target) -> mean of the batch"
                     )
                 self.metrics[key] = Average(metric)
+        places: dict[int, str] = {}
+        for key, metric in self.metrics.items():
+            if (other := places.setdefault(id(metric), key)) != key:
+                raise ValueError(
+                    f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
+                    "batch twice; build one for each name"
+                )
+        if inputs is not None and not callable(inputs):
+            raise TypeError(
+                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
+            )
         self.inputs = inputs or _output_and_target
-        self.update = update
+        self.update = check_name(self, "update", update)
+        self._placed = False  # whether torchmetrics metrics are on the output's device
+        self._counted = False  # whether the samples of a batch were found to be countable
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
@@ -254,9 +119,20 @@ class Metrics(Handler):
             names += [key] if parts is None else [f"{key}/{part}" for part in parts]
         return names
 
+    @property
+    def directions(self) -> dict[str, Literal["min", "max"]]:
+        """The values whose direction is known: "max" if greater is better, "min" if smaller is."""
+        found: dict[str, Literal["min", "max"]] = {}
+        for key, metric in self.metrics.items():
+            parts = metric.items() if isinstance(metric, torch.nn.ModuleDict) else None
+            for name, one in [(key, metric)] if parts is None else [(f"{key}/{part}", one) for part, one in parts]:
+                if isinstance(higher := getattr(one, "higher_is_better", None), bool):
+                    found[name] = "max" if higher else "min"
+        return found
+
     def attached(self, engine: Engine) -> None:
         update = only_update(engine, self.update, by=self, does="is measured")
-        engine.state.metrics.announce(self.name, self.names)
+        engine.state.metrics.announce(self.name, self.names, self.directions)
         if self._of_output and update.forward is None:
             raise ValueError(
                 f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
@@ -279,6 +155,25 @@ class Metrics(Handler):
                     "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
+    @on(Events.STARTED, phase=Phase.PREPARE)
+    def claim_metrics(self, engine: Engine) -> None:
+        """Raise an error for a metric object that a handler of another running engine updates, too."""
+        self._placed = self._counted = False
+        for key, metric in self.metrics.items():
+            other = _in_use.setdefault(id(metric), self)
+            if other is not self:
+                raise ValueError(
+                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in another Metrics handler "
+                    "that is running, so that each would reset and count the other's batches; build one for each"
+                )
+
+    @on(Events.ENDED)
+    def release_metrics(self, engine: Engine) -> None:
+        """Leave the metric objects to other runs."""
+        for metric in self.metrics.values():
+            if _in_use.get(id(metric)) is self:
+                del _in_use[id(metric)]
+
     def detached(self, engine: Engine) -> None:
         for key in self.metrics:
             engine.state.metrics.running.pop(key, None)
@@ -286,8 +181,10 @@ class Metrics(Handler):
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
     def reset_metrics(self, engine: Engine) -> None:
         """Reset the metrics at the start of an epoch."""
+        self._placed = False
         for metric in self.metrics.values():
-            metric.reset()
+            if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
+                metric.reset()
 
     @on(Events.STARTED, phase=Phase.RECORD)
     def publish_running(self, engine: Engine) -> None:
@@ -302,31 +199,86 @@ class Metrics(Handler):
         if self.update not in (None, update.name) or update.more:
             return
         if self._of_loss and update.raw_loss is not None:
-            size = samples_in(engine.state.batch)
+            size = (samples_in if update.spec.samples is None else update.samples_in)(engine.state.batch)
+            if not self._counted:
+                self._check_count(engine)
             for metric in self._of_loss:
                 metric.add(update.raw_loss, size)
         if self._of_output and update.output is not None:
             self._update_with_output(engine)
 
+    def _check_count(self, engine: Engine) -> None:
+        """Report a batch whose class hides its number of samples."""
+        self._counted = True
+        batch = engine.state.batch
+        if engine.state.update.spec.samples is None and hides_samples(batch):
+            engine.findings.report(
+                "W03",
+                f"a batch of class {type(batch).__name__} is counted as one sample, so that a short last batch weighs as much as "
+                "the others in averages",
+                "give the class a __len__, or pass Update(..., samples=lambda batch: ...)",
+                self.name,
+            )
+
     def _update_with_output(self, engine: Engine) -> None:
         with torch.no_grad():
             inputs = self.inputs(engine)
-            inputs = tuple(item.detach() if isinstance(item, Tensor) else item for item in inputs)
+            if not isinstance(inputs, tuple | list | Mapping):
+                raise TypeError(
+                    f"{self.name!r}: inputs= returned a {type(inputs).__name__}; expected a tuple of the metrics' arguments, "
+                    "such as (output, target), or a mapping of keyword arguments"
+                )
+            if not self._placed:
+                self._place(inputs)
+            named = {key: _detached(one) for key, one in inputs.items()} if isinstance(inputs, Mapping) else {}
+            given = () if named else tuple(_detached(one) for one in inputs)
+            update = engine.state.update
+            size = samples_in(given or named) if update.spec.samples is None else update.samples_in(engine.state.batch)
             for metric in self._of_output:
-                metric.update(*inputs)
+                if isinstance(metric, Average):
+                    metric.measure(given, named, size)
+                else:
+                    metric.update(*given, **named)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    def _place(self, inputs: Any) -> None:
+        """Move torchmetrics metrics, with their states, to the device of the output."""
+        self._placed = True
+        tensors = tensors_in(inputs)
+        for metric in self._of_output if tensors else ():
+            if _torchmetrics(metric):
+                metric.to(tensors[0].device)
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH)
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():
             if engine.processes.distributed and not _torchmetrics(metric):
                 metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
-            if isinstance(value, Mapping):  # a torchmetrics MetricCollection
+            if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
                     engine.state.metrics[f"{key}/{part}"] = one
             else:
                 engine.state.metrics[key] = value
+                self._check_value(engine, key, metric, value)
+
+    def _check_value(self, engine: Engine, key: str, metric: Any, value: Any) -> None:
+        """Report values that the metric cannot have."""
+        found = metric.doubt() if isinstance(metric, Average | Accuracy) else None
+        if (
+            found is None
+            and isinstance(value, float)
+            and _ACCURACY.search(key.lower())
+            and not (0 <= value <= 100 or value != value)
+        ):
+            found = (
+                "W04",
+                f"its value {value:.4g} is neither a fraction nor a percentage",
+                "return the mean of the batch, or use Accuracy",
+            )
+        if found is not None:
+            code, sentence, way_out = found
+            engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
 
     def state_dict(self) -> dict[str, Any]:
         return {key: _state_of(metric) for key, metric in self.metrics.items()}
@@ -334,8 +286,19 @@ class Metrics(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self.metrics):
             raise ValueError(f"{self.name!r} has the metrics {sorted(self.metrics)}, but the state has {sorted(state)}")
+        self._placed = False
         for key, metric in self.metrics.items():
             _load_state_of(metric, state[key])
+
+
+_in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
+"""The handlers of running engines by the ids of their metrics."""
+
+_ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
+
+
+def _detached(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) else item
 
 
 def _is_of_loss(metric: Any) -> TypeGuard[Average]:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
-from signalfire.checks import check_bool, check_int
+from signalfire.checks import check_bool, check_int, check_name
 from signalfire.restore import attempt
 
 __all__ = ["MicroBatching"]
@@ -104,7 +104,7 @@ class MicroBatching(Handler):
             raise ValueError("MicroBatching(halve_on_oom=False): this never splits a batch; give size or pieces")
         self.split = split
         self.samples = samples or _samples
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.reduced: int | None = None
         self._ran_out = False  # on this rank
 

@@ -17,6 +17,10 @@ from ._common.ranks import READ_FLAGS
 __all__ = ["MixedPrecision"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OTHER_NAMES: dict[Any, str] = {
+    torch.bfloat16: "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16",
+    torch.float16: "fp16", "float16": "fp16", "half": "fp16", "16-mixed": "fp16", "fp16-mixed": "fp16",
+}  # fmt: skip
 
 
 class MixedPrecision(Handler):
@@ -24,8 +28,8 @@ class MixedPrecision(Handler):
 
     Each update has its own GradScaler. Its scale is updated once for each accumulation window, and a step whose gradients are
     not finite is skipped, at the cost of one synchronisation with the device for each window, shared with `NonFiniteGuard`.
-    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies. The modules keep their
-    dtype; `TruePrecision` converts them.
+    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies; an evaluator that the trainer
+    runs (`Validation`, `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
 
     Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
@@ -34,7 +38,8 @@ class MixedPrecision(Handler):
     gradients of a step several times, such as LBFGS; "bf16" works with them.
 
     Args:
-        precision: "bf16" or "fp16". bfloat16 has float32's range and needs no scaling.
+        precision: "bf16" or "fp16"; also a dtype, torch.bfloat16 or torch.float16, or its name, and Lightning's "bf16-mixed" and
+            "16-mixed". bfloat16 has float32's range and needs no scaling.
         init_scale: Initial scale; for fp16 only, like the arguments below.
         growth_factor: Factor of the scale after ``growth_interval`` windows without a skipped step.
         backoff_factor: Factor of the scale after a step that was skipped for its gradients.
@@ -52,7 +57,7 @@ class MixedPrecision(Handler):
 
     def __init__(
         self,
-        precision: Literal["bf16", "fp16"] = "bf16",
+        precision: Literal["bf16", "fp16"] | str | torch.dtype = "bf16",
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -61,7 +66,10 @@ class MixedPrecision(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
+        if isinstance(precision, str | torch.dtype):
+            precision = _OTHER_NAMES.get(precision, precision)
+        precision = check_choice(self, "precision", precision, tuple(_DTYPES))
+        self.dtype = _DTYPES[precision]
         self.scaler_options = {
             "init_scale": float(check_number(self, "init_scale", init_scale, above=0)),
             "growth_factor": float(check_number(self, "growth_factor", growth_factor, above=1)),
@@ -107,6 +115,9 @@ class MixedPrecision(Handler):
     @on(Events.FORWARD_STARTED)
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
+        if engine is not self.engine:  # an evaluator that inherits it; the trainer may be in its own autocast now
+            engine.regions.enter(torch.autocast(engine.device.type, dtype=self.dtype))
+            return
         assert self._autocast is not None
         engine.regions.enter(self._autocast)
 

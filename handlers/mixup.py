@@ -44,7 +44,7 @@ class MixUp(SampleMixing):
     def __init__(
         self, alpha: float = 0.2, *, input: int | str = 0, target: int | str = 1, name: str | None = None
     ) -> None:
-        super().__init__(alpha, input=input, target=target, name=name or "mixup")
+        super().__init__(alpha, input=input, target=target, name="mixup" if name is None else name)
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator

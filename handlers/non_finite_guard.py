@@ -11,7 +11,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_choice, check_int
+from signalfire.checks import check_choice, check_int, check_name
 from signalfire.distributed import local_part
 
 from ._common.parameters import gradients_of, named_parameters, norms
@@ -73,7 +73,7 @@ class NonFiniteGuard(Handler):
                 f"NonFiniteGuard(patience={patience}): patience has no effect with action='skip'; give action='stop' or "
                 "action='raise'"
             )
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.skipped: dict[str, int] = {}
         self.loss_event = Events.LOSS_COMPUTED if check != "gradients" else None
         self._in_a_row: dict[str, int] = {}

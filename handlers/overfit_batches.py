@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from signalfire import Engine, Handler, seed_everything
+from signalfire import Engine, Events, Handler, Phase, on, seed_everything
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
 from signalfire.randomness import derived_seed, unchanged_random_state
@@ -46,6 +46,16 @@ class OverfitBatches(Handler):
 
     def detached(self, engine: Engine) -> None:
         self._kept = None
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def report(self, engine: Engine) -> None:
+        """List that this run uses a part of the data, in case that the handler was forgotten."""
+        engine.findings.report(
+            "W58",
+            f"OverfitBatches({self.count}) trains on {self.count} of the batches only",
+            f"detach {self.name!r} to train on all of them",
+            self.name,
+        )
 
     def replace_data(self, engine: Engine, data: Any) -> Any:
         """The kept batches, which the engine iterates instead of its data."""

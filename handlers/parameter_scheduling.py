@@ -9,7 +9,7 @@ from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_int, check_number
+from signalfire.checks import check_int, check_name, check_number
 from signalfire.interval import check_every
 
 from ._common.updates import made_step
@@ -32,7 +32,7 @@ class ParameterScheduling(Handler):
         schedule: Function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
             one of `linear` and `cosine`. For a field with multiple values, such as betas, it returns all of them, unless
             ``index`` is set.
-        every: Interval between changes: "1st" (every optimizer step), "10st", "1ep", ... The schedule is called with the
+        every: Interval between changes: "1step" (every optimizer step), "10steps", "1ep", ... The schedule is called with the
             number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
         update: Name of the update whose optimizer is scheduled; the first by default.
@@ -53,7 +53,7 @@ class ParameterScheduling(Handler):
         field: str,
         schedule: Schedule | Mapping[int, Any],
         *,
-        every: str | Interval = "1st",
+        every: str | Interval = "1step",
         index: int | None = None,
         update: str | None = None,
         groups: Iterable[int] | None = None,
@@ -81,6 +81,10 @@ class ParameterScheduling(Handler):
                 f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
                 "that number to values"
             )
+        if groups is not None and (isinstance(groups, str | bytes) or not isinstance(groups, Iterable)):
+            raise TypeError(
+                f"ParameterScheduling(groups={groups!r}): expected indices of parameter groups, such as [0]"
+            )
         self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
         if self.groups == []:
             raise ValueError("ParameterScheduling(groups=[]): expected at least one index; omit groups= for all")
@@ -88,7 +92,7 @@ class ParameterScheduling(Handler):
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
         self.every = check_every(self, every, units=["st", "ep"])
         self.index = None if index is None else check_int(self, "index", index, least=0)
-        self.update = update
+        self.update = check_name(self, "update", update)
         by_step = self.every.unit == "st"
         self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
         self.epoch_event: AnyEvent | None = None if by_step else self.every.event()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_name
+from signalfire.data.loading import is_shuffled
 
 from ._common.folders import check_folder, open_folder
 from ._common.updates import only_update
@@ -64,7 +66,7 @@ class Predictions(Handler):
                 raise TypeError(f"Predictions({argument}={value!r}): expected a bool, or a function of the batch")
         self.folder = None if folder is None else check_folder(self, folder)
         self.writes = self.folder is not None  # only files are omitted in a dry run
-        self.update = update
+        self.update = check_name(self, "update", update)
         self.files: list[Path] = []
         self._parts: dict[str, Callable[[Any], Any]] = {}
         for place, (part, wanted) in enumerate((("inputs", inputs), ("targets", targets))):
@@ -90,6 +92,13 @@ class Predictions(Handler):
         """Start empty, and remove the files of an earlier run."""
         self._collected = {part: [] for part in ("outputs", *self._parts)}
         self.files, self._iterations, self._number = [], [], 0
+        if not self._parts and is_shuffled(engine.feed.current.data):
+            engine.findings.report(
+                "W54",
+                f"{self.name!r} collects outputs of shuffled data: their order is not that of the data set",
+                "give a DataLoader with shuffle=False; or collect what identifies them, too: Predictions(targets=True)",
+                self.name,
+            )
         if self.folder is not None:
             open_folder(self, self.folder)
             for file in self.folder.glob(f"{self.name}-{'[0-9]' * 8}.pt") if engine.processes.is_rank_zero else ():

@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.blame import warn
 from signalfire.checks import check_int, check_number
 
 __all__ = ["Preemption"]
@@ -139,10 +139,9 @@ class Preemption(Handler):
         if self.preempted is not None and all(
             one.owner == self.name for one in engine.signal(Events.PREEMPTED).connections
         ):
-            warnings.warn(
+            warn(
                 f"{self.name!r}: the run was stopped by {self.preempted}, but nothing saved it; attach a Checkpoint of the "
                 "whole state, or connect a function to Events.PREEMPTED",
-                stacklevel=2,
             )
 
     @on(Events.ENDED, phase=Phase.PERSIST)

@@ -14,7 +14,7 @@ import torch
 
 from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, on
 from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int
+from signalfire.checks import check_bool, check_int, check_stream
 
 from ._common.folders import check_folder, open_folder
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
@@ -120,7 +120,7 @@ class Profiler(Handler):
         if self.torch_profiler and self.folder is None:
             raise ValueError("Profiler(torch_profiler=True): the trace needs a folder; give folder=")
         self.synchronize = check_bool(self, "synchronize", synchronize)
-        self.file = file
+        self.file = check_stream(self, "file", file)
         self.iterations = 0
         self._timings: dict[tuple[str, str], Timing] = {}
         self._marks: list[Attachment] = []

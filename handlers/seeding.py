@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
 from signalfire.acts import Override
-from signalfire.randomness import derived_seed
+from signalfire.randomness import check_seed, derived_seed
 
 from ._common.ranks import SEED
 
@@ -14,8 +14,10 @@ __all__ = ["Seeding"]
 class Seeding(Handler):
     """Seeds the global generators of Python, NumPy and torch when a run starts.
 
-    A run that continues, or resumes from a checkpoint, keeps its random states instead. The model's initial weights are drawn
-    before there is an engine: call ``signalfire.seed_everything(seed)`` before building the model.
+    So dropout and shuffling do not depend on what was drawn before the run. A run that continues, or resumes from a checkpoint,
+    keeps its random states instead. There are two other seeds. The model's initial weights are drawn before there is an engine:
+    call ``signalfire.seed_everything(seed)``, which seeds the same generators at once, before building the model.
+    ``Engine(seed=)`` seeds what handlers draw, such as MixUp, and leaves the global generators as they are.
 
     Args:
         seed: Seed with 0 <= seed < 2**32; the engine's seed by default.
@@ -27,9 +29,7 @@ class Seeding(Handler):
 
     def __init__(self, seed: int | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
-            raise ValueError(f"Seeding(seed={seed!r}): expected an int with 0 <= seed < 2**32")
-        self.seed = seed
+        self.seed = None if seed is None else check_seed("Seeding", seed)
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.SEEDING, by=self)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
 from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int, check_number
+from signalfire.checks import check_bool, check_int, check_name, check_number
 from signalfire.distributed import local_part
 from signalfire.restore import Buffers
 from signalfire.update import needs_closure
@@ -70,7 +70,7 @@ class SharpnessAwareMinimization(Handler):
         self.rho = float(check_number(self, "rho", (0.5 if adaptive else 0.05) if rho is None else rho, above=0))
         self.eta = float(check_number(self, "eta", eta, least=0))
         self.every = check_int(self, "every", every)
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._buffers = Buffers()
 
     def attached(self, engine: Engine) -> None:

@@ -229,7 +229,9 @@ class SWA(AveragedWeights):
         super().load_state_dict(state)
         self._statistics_of = state["statistics_of"]
         if state["scheduler"] is None:
-            if self.scheduler is not None:  # restart from the optimizer's initial learning rate
+            if (
+                self.scheduler is not None and self.engine is not None
+            ):  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = None
         elif self.lr is not None and self.engine is not None:

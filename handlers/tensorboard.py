@@ -13,6 +13,7 @@ from tensorboardX import FileWriter, RecordWriter, SummaryWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
 
 from ._common.folders import check_folder, open_folder
 from ._common.scalars import Record, ScalarLogger
@@ -31,8 +32,8 @@ class TensorBoardLogger(ScalarLogger):
 
     Args:
         folder: TensorBoard's log folder, created if it does not exist.
-        every: Interval of losses and learning rates, in iterations, such as "10it". New values of metrics are written after
-            every evaluation and epoch.
+        every: Interval of losses and learning rates, in iterations, such as "10it". Each new value of a metric is written in
+            the iteration in which it was measured, and after evaluations and epochs.
 
     Example:
         >>> TensorBoardLogger("runs/digits", every="50it").name
@@ -42,13 +43,16 @@ class TensorBoardLogger(ScalarLogger):
     def __init__(
         self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
     ) -> None:
-        super().__init__(every=every, name=name or "tensorboard")
+        super().__init__(every=every, name="tensorboard" if name is None else name)
         self.folder = check_folder(self, folder)
         self._writer: _Writer | None = None
         self._purge_from: int | None = None  # the step from which TensorBoard purges the entries of other files
         self._running = False
         self._last: dict[str, float] = {}  # the values written at the last step
         self._last_step = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
 
     @property
     def writer(self) -> SummaryWriter | None:
@@ -110,10 +114,10 @@ class TensorBoardLogger(ScalarLogger):
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
         if self._writer is not None:
             self._writer.flush()
-        last = {"step": self._last_step, "values": dict(self._last)} if self._last else {}
-        return super().state_dict() | last
+        return state | ({"step": self._last_step, "values": dict(self._last)} if self._last else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -30,7 +30,8 @@ class TruePrecision(Handler):
     their original dtypes. Tensors created in the forward must have the dtype of its input.
 
     Args:
-        precision: "bf16", "fp16" or "fp64". An evaluator of the same modules needs its own TruePrecision for its batches.
+        precision: "bf16", "fp16" or "fp64". An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits it; one
+            that is run by itself needs its own TruePrecision for its batches.
 
     Example:
         >>> TruePrecision("bf16").dtype
@@ -60,8 +61,8 @@ class TruePrecision(Handler):
                     self._before.setdefault((name, key), tensor.dtype)
                     converted = True
             module.to(self.dtype)
-        if converted:
-            _convert_optimizers(engine)
+        if converted:  # an evaluator that inherits this handler has no optimizers
+            _convert_optimizers(self.engine or engine)
 
     @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
     def convert_batch(self, engine: Engine) -> None:

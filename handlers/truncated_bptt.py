@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
-from signalfire.checks import check_int
+from signalfire.checks import check_int, check_name
 
 from ._common.updates import selected_updates
 
@@ -92,7 +92,7 @@ class TruncatedBPTT(Handler):
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
         self.split = split
-        self.update = update
+        self.update = check_name(self, "update", update)
         self._clear()
 
     def _clear(self) -> None:

@@ -56,7 +56,7 @@ class UpdateFrequency(Handler):
         **frequencies: int,
     ) -> None:
         super().__init__(name=name)
-        if not isinstance(every or {}, Mapping) or not isinstance(offset or {}, Mapping):
+        if not all(one is None or isinstance(one, Mapping) for one in (every, offset)):
             raise TypeError(
                 f"UpdateFrequency(every={every!r}, offset={offset!r}): give updates by name: UpdateFrequency({{'generator': 5}})"
             )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.checks import check_bool, check_int
-from signalfire.data import generators_of
+from signalfire.evaluation import check_evaluable, sanity_check
+from signalfire.evaluation_findings import watch_weights
 from signalfire.interval import check_every
-from signalfire.randomness import unchanged_random_state
 
 from ._common.batches import check_data
 
@@ -23,15 +22,23 @@ class Validation(Handler):
     An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so that training continues
     bit for bit as without it.
 
+    An evaluator inherits how the trainer prepares its batches: what runs at GET_BATCH_COMPLETED in Phase.PREPARE, such as
+    `DeviceTransfer`, and the precision of `MixedPrecision` or `TruePrecision`, unless it has such a handler of its own.
+    ``print(trainer)`` lists what is inherited.
+
     Args:
         evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
         data: The validation data, iterable more than once. Or a mapping from names to several data sets, evaluated in this
-            order; the metrics of each are prefixed with its name and a slash.
+            order; the metrics of each are prefixed with its name and a slash. `ReloadedData` is loaded for the trainer's epoch.
         every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations.
         at_start: Whether to evaluate before the first batch, too.
         sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
             discarded and no handler writes files.
+        inherit: Whether the evaluator inherits how the trainer prepares its batches, and its precision.
+
+    Raises:
+        DataError: at the start of a run, for data of length 0.
 
     Example:
         >>> from signalfire import Engine, Update
@@ -49,6 +56,7 @@ class Validation(Handler):
         prefix: str = "",
         at_start: bool = False,
         sanity: int = 0,
+        inherit: bool = True,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -67,9 +75,13 @@ class Validation(Handler):
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
+        if not isinstance(prefix, str):
+            raise TypeError(f"Validation(prefix={prefix!r}): expected a str, such as 'val/'")
         self.prefix = prefix
         self.start_event = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
         self.sanity = check_int(self, "sanity", sanity, least=0)
+        self.inherit = check_bool(self, "inherit", inherit)
+        self._evaluated = False  # in this run
         self.sanity_event = Events.EPOCH_STARTED(once=1) if sanity else None
 
     def attached(self, engine: Engine) -> None:
@@ -78,33 +90,40 @@ class Validation(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE)
     def announce(self, engine: Engine) -> None:
-        """Announce the metrics' names, so that a monitor with a misspelt name fails at once."""
-        names = list(self.evaluator.state.metrics.owners)
-        engine.state.metrics.announce(self.name, [self._prefix(key) + name for key in self.data_sets for name in names])
+        """Announce the metrics' names, so that a monitor with a misspelt name fails at once, and check the data."""
+        for key, data in self.data_sets.items():
+            check_evaluable(
+                engine, self.evaluator, data, repr(self.name) if key == "" else f"{self.name!r}, data {key!r}"
+            )
+        watch_weights(engine, self.evaluator)
+        self._evaluated = False
+        measured = self.evaluator.state.metrics
+        for prefix in map(self._prefix, self.data_sets):
+            directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
+            engine.state.metrics.announce(self.name, [prefix + name for name in measured.owners], directions)
 
     @on("sanity_event", phase=Phase.PREPARE)
     def sanity_check(self, engine: Engine) -> None:
         """Run the evaluator over a few batches, and discard the metrics."""
-        metrics = self.evaluator.state.metrics
-        before, was_dry = metrics.state_dict(), self.evaluator.dry_run
-        self.evaluator.dry_run = True
         try:
             for data in self.data_sets.values():
-                with unchanged_random_state(*generators_of(data)):
-                    self.evaluator.run(islice(iter(data), self.sanity))
+                sanity_check(engine, self.evaluator, data, self.sanity, inherit=self.inherit)
         except Exception as error:
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
-        finally:
-            self.evaluator.dry_run = was_dry
-            metrics.load_state_dict(before)
 
     @on("start_event", phase=Phase.PREPARE)
     @on("every", phase=Phase.PREPARE)
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets."""
+        self._evaluated = True
         for key, data in self.data_sets.items():
-            engine.evaluate(self.evaluator, data, prefix=self._prefix(key))
+            engine.evaluate(self.evaluator, data, prefix=self._prefix(key), inherit=self.inherit)
+
+    def rehearse(self, engine: Engine) -> None:
+        """Validate if no validation was due in this run."""
+        if not self._evaluated:
+            self.validate(engine)
 
     def _prefix(self, key: str) -> str:
         return f"{self.prefix}{key}/" if key else self.prefix

@@ -79,6 +79,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_seconds_are_due_at_the_first_iteration_after_them",
         ],
     },
+    "E10 what silently ruins training is noticed": {
+        "handlers/test_guards.py": [
+            "test_the_recipes_raise_no_alarm_and_end_as_without",
+            "test_handlers_that_change_the_training_raise_no_alarm",
+            "test_two_processes_raise_no_alarm",
+            "test_a_code_can_stop_the_run_or_be_silenced",
+            "test_between_its_looks_an_iteration_makes_no_call_more",
+        ],
+        "engine/test_epoch_checks.py": [
+            "test_what_changes_a_training_on_purpose_is_no_mistake",
+            "test_an_unused_head_is_listed_and_no_warning",
+        ],
+        "test_mistakes.py": ["test_a_mistake_is_noticed", "test_the_same_done_right_stays_silent"],
+    },
     "T1 gradient accumulation": {
         "handlers/test_gradient_accumulation.py": [
             "test_weights_equal_a_plain_loop",

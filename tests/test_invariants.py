@@ -38,6 +38,7 @@ from signalfire.handlers import (
     GradientClipping,
     GradientNoise,
     GradientNorms,
+    Guards,
     History,
     JSONLinesLogger,
     LabelSmoothing,
@@ -65,6 +66,9 @@ from signalfire.handlers import (
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 from tests.kit import cleaned_up, quick, shipped
+
+# A case is made without the engine, so that its evaluator has a model of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:W51")
 
 Batch = tuple[Tensor, Tensor]
 
@@ -182,6 +186,7 @@ CASES: dict[str, Case] = {
     "GradientClipping": Case(lambda: GradientClipping(max_norm=0.1), True),
     "GradientNoise": Case(lambda: GradientNoise(0.1), True),
     "GradientNorms": Case(lambda: GradientNorms(per_parameter=True), False),
+    "Guards": Case(lambda: Guards(every="2it"), False),
     "History": Case(lambda: History(), False),
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
@@ -242,8 +247,6 @@ REFUSED: dict[frozenset[str], str] = {
         ("CutMix", "MicroBatching"): "mixes the samples of a whole batch",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",
-        ("FastDevRun", "LimitBatches"): "override the data that is iterated",
-        ("FastDevRun", "OverfitBatches"): "override the data that is iterated",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
         ("MicroBatching", "MixUp"): "mixes the samples of a whole batch",

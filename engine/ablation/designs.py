@@ -149,15 +149,15 @@ class Swap(Design):
     Example:
         >>> from functools import partial
         >>> from signalfire.handlers import CutMix
-        >>> design = Swap({"mix_up": {"cutmix": CutMix, "cutmix 0.2": partial(CutMix, alpha=0.2)}})
+        >>> design = Swap({"mixup": {"cutmix": CutMix, "cutmix 0.2": partial(CutMix, alpha=0.2)}})
         >>> [variant.name for variant in design.variants([])]
-        ['baseline', 'mix_up = cutmix', 'mix_up = cutmix 0.2']
+        ['baseline', 'mixup = cutmix', 'mixup = cutmix 0.2']
     """
 
     def __init__(self, alternatives: Mapping[str, Mapping[str, Factory]]) -> None:
         if not isinstance(alternatives, Mapping) or not alternatives:
             raise TypeError(
-                f"Swap(alternatives={alternatives!r}): expected a mapping such as {{'mix_up': {{'cutmix': CutMix}}}}"
+                f"Swap(alternatives={alternatives!r}): expected a mapping such as {{'mixup': {{'cutmix': CutMix}}}}"
             )
         for name, factories in alternatives.items():
             if not isinstance(factories, Mapping) or not factories:

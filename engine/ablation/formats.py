@@ -95,10 +95,10 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
     text = []
     for part in parts:
         for number, line in enumerate(table):
-            names = textwrap.wrap(line[0], first) or [""]
+            names = textwrap.wrap(line[0], first, subsequent_indent="  ") or [""]
             cells = "".join(f"  {line[column + 1]:>{widths[column]}}" for column in part)
             text.append(f"{names[0]:<{first}}{cells}"[:WIDTH].rstrip())
-            text += [f"  {more}" if len(more) < first else more for more in names[1:]]
+            text += names[1:]
             if number == 0:
                 text.append("-" * min(WIDTH, first + sum(widths[column] + 2 for column in part)))
         text.append("")

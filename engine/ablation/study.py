@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from signalfire import Engine, Handler
 from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
 from .designs import Design
@@ -44,7 +45,8 @@ class Study:
         build: Called as ``build(seed)`` in each run; returns a new ``Engine(..., seed=seed)`` with everything attached, and a
             function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
         metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
-        mode: "max" if greater is better, "min" if smaller is better.
+        mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
+            `run` find.
         seeds: Distinct ints of 0 or more.
         store: File for the finished runs, such as "runs/ablation.jsonl"; studies may share it. None keeps them in memory.
         handlers: Names of the handlers that designs switch if they do not name their own. By default all enabled handlers that
@@ -73,7 +75,7 @@ class Study:
         ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
         ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
         ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
-        >>> study = Study(build, metric="loss", mode="min", seeds=range(3))
+        >>> study = Study(build, metric="loss", seeds=range(3))
         >>> print(study.plan(LeaveOneOut()))
         variant              finished  failed  to make  off or replaced
         baseline                    0       0        3  -
@@ -86,7 +88,7 @@ class Study:
         build: Build,
         *,
         metric: str,
-        mode: Literal["min", "max"] = "max",
+        mode: Literal["min", "max"] | None = None,
         seeds: Iterable[int] = range(8),
         store: str | os.PathLike[str] | None = None,
         handlers: Iterable[str] | None = None,
@@ -103,7 +105,9 @@ class Study:
             raise TypeError(f"Study(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
         self.build = build
         self.metric = metric
-        self.mode: Literal["min", "max"] = "min" if check_choice(self, "mode", mode, ("min", "max")) == "min" else "max"
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
+        self.mode: Literal["min", "max"] | None = mode
         self.seeds = _seeds(seeds)
         self.store = Store(store)
         if isinstance(handlers, str):
@@ -134,11 +138,14 @@ class Study:
 
         Raises:
             ValueError: for names of handlers that are not attached, and invalid variants, in which a handler that another one
-                requires, or that measures the metric, is off.
+                requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
         """
         check_bool("plan", "retry_failed", retry_failed)
         with self._composed() as (engine, run):
             reference = start(engine, run, "the composition as built")
+            self.mode = find_mode(engine, self.metric, self.mode, by="Study")
+            if self.mode is None:
+                raise self._no_direction(reference)
             variants = _variants(designs, candidates(engine, reference, self.handlers))
             factories = _factories(designs)
             enabled = {}
@@ -195,6 +202,8 @@ class Study:
         from .report import Report
 
         plan = plan or self.plan(*designs)
+        if self.mode is None:
+            raise self._no_direction(())
         return Report(self.results(plan), plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
 
     def results(self, plan: Plan) -> list[Result]:
@@ -332,6 +341,13 @@ class Study:
             line["timing"]["seconds"],
             line["timing"]["memory"],
             error,
+        )
+
+    def _no_direction(self, there: Iterable[str]) -> ValueError:
+        names = sorted(there)
+        return ValueError(
+            f"Study(metric={self.metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
+            f"Announced metrics: {', '.join(names) or 'none'}{close_match(self.metric, names)}"
         )
 
     def _no_metric(self, variant: str, there: Iterable[str]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from signalfire import Engine, Events, Handler, Phase
 from signalfire.acts import Override
 from signalfire.monitor import Monitor
+from signalfire.state import did_you_mean
 
 from .results import Variant
 from .runs import Run, exchange, writes_or_shows
@@ -123,5 +123,4 @@ def _check_attached(engine: Engine, name: str) -> None:
 
 
 def close_match(name: str, there: list[str]) -> str:
-    close = difflib.get_close_matches(name, there, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(name, there)

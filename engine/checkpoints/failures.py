@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections import Counter
 from pathlib import Path
 
+from ..blame import warn
 from .files import Files
 from .store import open_version
 
@@ -84,5 +84,5 @@ class ResumeFailures:
                 f"{where}: {failed}, and there is no other checkpoint; remove {self.path.name!r} from the folder to try again"
             ) from None
         if given_up:
-            warnings.warn(f"{where}: {failed}; this run resumes from {path.name}", RuntimeWarning, stacklevel=2)
+            warn(f"{where}: {failed}; this run resumes from {path.name}", RuntimeWarning)
         return path.name

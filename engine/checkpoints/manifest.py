@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import platform
-import warnings
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..blame import warn
 from ..distributed.sharded import sha256_of
 from .files import Files
 
@@ -110,10 +110,9 @@ def warn_if_environment_changed(origin: Mapping[str, Any] | None, device: torch.
         f"{key}: {then.get(key)} when saved, {value} now" for key, value in now.items() if then.get(key) != value
     ]
     if changes:
-        warnings.warn(
+        warn(
             f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}): it may not be bit-exact",
             RuntimeWarning,
-            stacklevel=3,
         )
 
 

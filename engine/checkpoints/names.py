@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.liveness import identity
-from ..state import as_number
+from ..state import as_number, did_you_mean
 
 if TYPE_CHECKING:
     from ..state import MetricStore
@@ -73,8 +72,7 @@ class NameTemplate:
         for key in self.metrics:
             if key not in metrics and key not in metrics.owners:
                 there = sorted({*self.counters, *metrics, *metrics.owners})
-                close = difflib.get_close_matches(key, there, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(key, there)
                 raise KeyError(f"{self.where}: there is no {key!r}; there are: {', '.join(there)}{hint}")
 
     def fill(self, name: str, epoch: int, iteration: int, step: int, metrics: Mapping[str, Any]) -> str:

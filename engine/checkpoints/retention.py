@@ -149,15 +149,22 @@ class Retention:
             manifests: Manifests of the versions that the run owns, by name.
             iteration: Iteration at which the run resumes.
         """
+        past = {name: manifest for name, manifest in manifests.items() if manifest["iteration"] <= iteration}
         for one in self.planned:
-            names = [
-                name
-                for name, manifest in manifests.items()
-                if manifest["iteration"] == one.iteration and is_numbered(name, one.base)
-            ]
+            names = [name for name, manifest in past.items() if _is_version_of(one, name, manifest)]
             if names:
                 self.names[one.iteration] = max(names, key=lambda name: (len(name), name))
+        if (missing := self.missing(iteration)) is not None:
+            self.written = [one for one in self.planned if one is not missing]
         kept = set(self.names.values())
-        self.superseded = [
-            name for name, manifest in manifests.items() if name not in kept and manifest["iteration"] <= iteration
-        ]
+        self.superseded = [name for name in past if name not in kept]
+
+    def missing(self, iteration: int) -> Entry | None:
+        """The planned entry of an iteration, if it is not on disk."""
+        return next((one for one in self.planned if one.iteration == iteration and iteration not in self.names), None)
+
+
+def _is_version_of(entry: Entry, name: str, manifest: Mapping[str, Any]) -> bool:
+    value = manifest["value"]
+    same_value = (value is None) is (entry.value is None) and (value is None or float(value) == entry.value)
+    return manifest["iteration"] == entry.iteration and same_value and is_numbered(name, entry.base)

@@ -7,11 +7,11 @@ import itertools
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..blame import warn
 from ..distributed.liveness import identity, is_alive
 from .files import Files, remove_folder
 from .manifest import (
@@ -308,9 +308,7 @@ def _open_newest(
     good = []
 
     def skip(label: str, path: Path, error: Exception) -> None:
-        warnings.warn(
-            f"{where}: the checkpoint {label!r} is damaged and skipped: {error}", RuntimeWarning, stacklevel=5
-        )
+        warn(f"{where}: the checkpoint {label!r} is damaged and skipped: {error}", RuntimeWarning)
         bad.append(f"{label}: {error}")
         if isinstance(error, Damaged):
             damaged.append(path)
@@ -343,8 +341,7 @@ def _open_newest(
 
 def _compare_names(label: str, manifest: Mapping[str, Any], where: str) -> None:
     if manifest["name"] != visible_name(label):
-        warnings.warn(
+        warn(
             f"{where}: {label!r} contains the checkpoint that was written as {manifest['name']!r}",
             RuntimeWarning,
-            stacklevel=5,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..blame import warn
 from ..distributed import Processes, ShardFiles
 from .files import Files
 from .manifest import serialize
@@ -94,10 +94,9 @@ class Write:
     def warn_about_leftovers(self) -> None:
         """Warn about superseded versions that could not be removed."""
         for problem in self.problems:
-            warnings.warn(
+            warn(
                 f"{self.about['handler']!r}: a version that {self.name!r} supersedes could not be removed: {problem}",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
     def share(self, processes: Processes) -> None:

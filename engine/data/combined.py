@@ -10,7 +10,7 @@ import torch
 from ..checks import check_choice, check_int
 from ..randomness import derived_seed, seed_everything, unchanged_random_state
 from .loading import SkippingLoader, generators_of, skippable
-from .source import Streamed
+from .streamed import Streamed
 
 __all__ = ["CombinedData", "ReloadedData"]
 
@@ -143,3 +143,9 @@ class ReloadedData:
         if self._loaded is None or self._loaded[0] != first:
             self._loaded = first, self.load(first)
         return self._loaded[1]
+
+    def of_pass(self, epoch: int) -> Any:
+        """As `of_epoch`; an iterator, which ends with its first pass, is loaded anew."""
+        if self._loaded is not None and isinstance(self._loaded[1], Iterator):
+            self._loaded = None
+        return self.of_epoch(epoch)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..distributed.processes import Processes
 from ..randomness import unchanged_random_state
 from .source import DataError, Source
+from .streamed import END
 
 if TYPE_CHECKING:
     from ..state import State
@@ -23,6 +24,7 @@ class Feed:
         position: Saved position in the data, until an epoch resumes there.
         has_data: Whether the run has data. Without data, every batch is None.
         epoch_end: Last iteration of the epoch; 0 while unknown.
+        versions: How often the tensors of a list of batches had been changed in place when the run began; None if not known.
     """
 
     def __init__(self, state: State) -> None:
@@ -31,6 +33,7 @@ class Feed:
         self.position: dict[str, Any] | None = None
         self.has_data = False
         self.epoch_end = 0
+        self.versions: int | None = None
 
     @property
     def current(self) -> Source:
@@ -72,8 +75,24 @@ class Feed:
         source = self.current
         self.position = position
         source.load(max(self.state.epoch - 1, 0))
+        source.loaded = True
         self.state.epoch_length = source.epoch_length
         source.seed = seed
+
+    def check_extent(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError if a saved run stood inside an epoch of data with another length or batch size."""
+        position, source = saved.get("data"), self.source
+        place = saved["engine"]
+        if (
+            position is None
+            or source is None
+            or "random" not in position
+            or not (place["epoch_open"] or source.continues)
+        ):
+            return
+        read = place["iteration"] - position["started_at"]
+        if read > 0 and (source.continues or read != position.get("extent_now", {}).get("batches")):
+            source.check_extent(position, f"epoch {place['epoch']}, iteration {place['iteration']}")
 
     def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
         """Raise DataError if the data cannot go back to a position within this run."""
@@ -113,13 +132,13 @@ class Feed:
             before_pass: Called before a new pass over the data draws its order.
         """
         state, source = self.state, self.current
-        if source.iterator is not None and isinstance(source.data, Iterator):
+        if source.iterator is not None and source.has_iterator() and isinstance(source.data, Iterator):
             return source.iterator
         fits = position is not None and source.fits(position, state.epoch, state.epoch_start)
         if position is not None and fits and (resumed or source.continues):
             with unchanged_random_state():
                 return source.resume(position, state.iteration)
-        if source.iterator is not None and source.continues:
+        if source.iterator is not None and source.has_iterator() and source.continues:
             return source.iterator
         if position is not None:
             with unchanged_random_state():
@@ -168,6 +187,19 @@ class Feed:
             return self.state.epoch_iteration >= source.epoch_length
         with unchanged_random_state():  # may read one batch ahead, which is read again if the run continues
             return source.ended()
+
+    def read_to_end(self) -> bool:
+        """Read the end of the epoch's data, as ``for batch in data`` does; whether there is one, and no further batch."""
+        return self.current.read_to_end() in (END, None)
+
+    def give_back(self, batch: Any) -> None:
+        """Let a batch that was read, but of which no iteration was made, come first where the data continues."""
+        self.current.give_back(batch)
+
+    def end_run(self, *, last: bool) -> None:
+        """Let go of the iterator and its workers; of persistent ones in the ``last`` run, which evaluations are not."""
+        if self.source is not None:
+            self.source.release(persistent=last)
 
     def only_its_end_is_missing(self) -> bool:
         """Whether the resumed epoch has no batches left, but EPOCH_COMPLETED has not been emitted."""

@@ -37,7 +37,16 @@ from torch.utils.data import (
 
 from ..randomness import derived_seed, mixed, reseed
 
-__all__ = ["SkippingLoader", "generators_of", "has_torch_order", "is_plain", "record_share", "set_epochs", "skippable"]
+__all__ = [
+    "SkippingLoader",
+    "generators_of",
+    "has_torch_order",
+    "is_plain",
+    "is_shuffled",
+    "record_share",
+    "set_epochs",
+    "skippable",
+]
 
 T = TypeVar("T")
 
@@ -59,7 +68,7 @@ def is_plain(data: Any) -> bool:
 class SkippingLoader:
     """A twin of a DataLoader, with the same dataset, samplers and options, that can start at any batch.
 
-    Each DataLoader has one twin for its lifetime, so that persistent workers persist.
+    Each DataLoader has one twin during a run, so that persistent workers persist.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -95,6 +104,11 @@ class SkippingLoader:
         if twin is None:
             twin = _TWINS[loader] = cls(loader)
         return twin
+
+    @staticmethod
+    def forget(loader: DataLoader[Any]) -> None:
+        """Free the twin of a DataLoader, which ends its persistent workers."""
+        _TWINS.pop(loader, None)
 
     def iterate(
         self,
@@ -406,6 +420,15 @@ def has_torch_order(loader: DataLoader[Any]) -> bool:
     if batches is None:
         return type(loader.sampler) in _TORCH_SAMPLERS
     return type(batches) is BatchSampler and type(batches.sampler) in _TORCH_SAMPLERS
+
+
+def is_shuffled(data: Any) -> bool:
+    """Whether data, or a part of it, is known to be iterated in a random order: by one of torch's random samplers."""
+    return any(
+        isinstance(part, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        or (isinstance(part, DistributedSampler) and part.shuffle)
+        for part in _samplers(data)
+    )
 
 
 def epochs_of(data: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
@@ -10,29 +9,20 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, default_convert
 
+from ..blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes
-from ..randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
+from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
+from .extent import check_same_extent, extent_of
+from .held_generators import HeldGenerators, draws_in_workers
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
+from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
 
-__all__ = ["END", "DataError", "FirstBatches", "RereadingWarning", "Source", "Streamed"]
-
-
-class _End:
-    def __repr__(self) -> str:
-        return "END"
-
-
-END: Any = _End()
-"""Returned in place of a batch when the data is exhausted; None is a batch to skip."""
+__all__ = ["DataError", "FirstBatches", "RereadingWarning", "Source"]
 
 
 class DataError(ValueError):
     """The data is empty, shorter than its length, or cannot be iterated again."""
-
-
-class RereadingWarning(UserWarning):
-    """The data is re-read from its start to reach the saved position: it supports neither skipping nor ``state_dict()``."""
 
 
 class FirstBatches:
@@ -44,8 +34,9 @@ class FirstBatches:
     """
 
     def __init__(self, data: Any, count: int) -> None:
-        self.data = data
-        self.count = count
+        limited = isinstance(data, FirstBatches)
+        self.data = data.data if limited else data
+        self.count = min(count, data.count) if limited else count
 
     @property
     def limited_data(self) -> Any:
@@ -105,22 +96,27 @@ class Source:
         self.seed = seed
         self.load(epoch)
         self.iterator: Iterator[Any] | None = None
+        self.iterated: Any = None  # the data that the iterator belongs to: `ReloadedData` changes it
+        self.completed = False  # whether the pass was read to its end
         self.started_at = 0
         self.number = 0
         self.saved: dict[str, Any] = {}
+        self.loaded = False  # whether the position comes from a loaded state
+        self._held: tuple[Any, HeldGenerators] | None = None
+        self.left: dict[str, Any] | None = None  # the position at which the iterator was released
         self.round_shares: dict[int, float] = {}  # share of this rank's batch, by round, where sizes differ
         # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
         self.reseed: Callable[[int, int], None] | None = None
 
     def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
         """Raise DataError for data that can be read only once, or whose own position is not known there."""
-        data = _inner(self.data)
+        data = inner(self.data)
         if isinstance(data, Iterator):
             raise DataError(
                 f"restore(): the data ({type(data).__name__}) is an iterator, which cannot go back; give run() an iterable, such "
                 "as a DataLoader or a list"
             )
-        if _keeps_position(data) and "random" not in (position or {}):
+        if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
                 f"restore(): the state was taken before the first pass over the data ({type(data).__name__}), which keeps "
                 "its own position; take it at ITERATION_COMPLETED or later"
@@ -142,11 +138,15 @@ class Source:
 
     def load(self, epoch: int) -> None:
         """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
-        of_epoch = getattr(self.given, "of_epoch", None)
-        self.data = of_epoch(epoch) if callable(of_epoch) else self.given
-        first_of = getattr(self.given, "first_of", None)
+        given = inner(self.given)
+        of_epoch = getattr(given, "of_epoch", None)
+        self.data = self.given
+        if callable(of_epoch):
+            data = of_epoch(epoch)
+            self.data = FirstBatches(data, self.given.count) if isinstance(self.given, FirstBatches) else data
+        first_of = getattr(given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
-        self.policy = shard_policy(_inner(self.data), self.processes, self.shard_policy)
+        self.policy = shard_policy(inner(self.data), self.processes, self.shard_policy)
         self.length = self._rounds(self.data)
         if self.policy == "own":
             lengths = self.processes.gather(self.length)
@@ -157,8 +157,8 @@ class Source:
     def _rounds(self, data: Any) -> int | None:
         """Number of this rank's batches of the data; None if unknown."""
         if isinstance(data, FirstBatches):
-            inner = self._rounds(data.data)
-            return None if inner is None else min(self._limit(data), inner)
+            of_all = self._rounds(data.data)
+            return None if of_all is None else min(self._limit(data), of_all)
         length = _length_of(data)
         if length is not None and self.policy == "round_robin":
             return rounds(length, self.processes)
@@ -212,6 +212,8 @@ class Source:
             "generators": states[1],
             "epochs": epochs_of(self.data),
         }
+        if self.held:
+            self.saved["held"] = self.held.states()
         if self.policy != "round_robin" or self.processes.is_rank_zero:
             return self._iterate(0)
         with unchanged_random_state():
@@ -223,13 +225,14 @@ class Source:
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
         self.skips = True
         self.round_shares = {}
-        read_by_all = self.policy == "round_robin" and self.data is not None and draws_while_read(_inner(self.data))
+        self.iterated, self.completed, self.left = self.data, False, None
+        read_by_all = self.policy == "round_robin" and self.data is not None and draws_while_read(inner(self.data))
         if self.data is None:
             self.iterator = repeat(None)
-        elif self.epoch_length is None or _keeps_position(_inner(self.data)) or read_by_all:
-            own_streams = self.saved["ahead"] or _keeps_position(_inner(self.data)) or read_by_all
+        elif self.epoch_length is None or keeps_position(inner(self.data)) or read_by_all:
+            own_streams = self.saved["ahead"] or keeps_position(inner(self.data)) or read_by_all
             seed = derived_seed(self.seed, "data", self.started_at) if own_streams else None
-            self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start))
+            self.iterator = Streamed(self.data, seed, lambda: self._reseeded(start), self.held)
             if start and self.skips and (place := self.saved.get("place")) is not None:
                 self.iterator.streams = place["streams"]
         else:
@@ -239,7 +242,7 @@ class Source:
     def _reseeded(self, start: int) -> Iterator[Any]:
         """The batches; with `reseed`, data that may draw random numbers has a separate stream for each batch."""
         batches = self._batches(self.data, start)
-        return batches if self.reseed is None or not may_draw(_inner(self.data)) else self._reseeding(batches, start)
+        return batches if self.reseed is None or not may_draw(inner(self.data)) else self._reseeding(batches, start)
 
     def _reseeding(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         assert self.reseed is not None
@@ -254,8 +257,8 @@ class Source:
     def _batches(self, data: Any, start: int, limit: int | None = None) -> Iterator[Any]:
         """The batches, starting at ``start``; where they cannot be skipped, all of them, and `skips` becomes False."""
         if isinstance(data, FirstBatches):
-            inner = self._batches(data.data, start, data.count)
-            return data.limited(inner, start if self.skips else 0, self._limit(data))
+            batches = self._batches(data.data, start, data.count)
+            return data.limited(batches, start if self.skips else 0, self._limit(data))
         if self.policy == "round_robin":
             length = _length_of(data)
             return shard(data, start, length, limit, self.processes, self.seed, self.number, self.round_shares)
@@ -279,8 +282,8 @@ class Source:
             batches: Iterator[Any] = begin(start)
             return batches
         if isinstance(data, Sequence) or not hasattr(type(data), "__iter__"):
-            return islice(iter(data), start, None) if isinstance(data, list | tuple) else _items(data, start)
-        self.skips = start == 0 or (self.saved.get("place") is not None and _keeps_position(data))
+            return islice(iter(data), start, None) if isinstance(data, list | tuple) else items(data, start)
+        self.skips = start == 0 or (self.saved.get("place") is not None and keeps_position(data))
         if start and self.skips:
             data.load_state_dict(self.saved["place"]["position"])
         return iter(data)
@@ -294,10 +297,64 @@ class Source:
     def take_over_iterator(self, other: Source) -> None:
         """Continue the iterator of an earlier run, which cannot be restarted, with the batches read ahead."""
         self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
-        self.round_shares = other.round_shares
+        self.iterated, self.round_shares = other.iterated, other.round_shares
+
+    def has_iterator(self) -> bool:
+        """Whether there is an iterator of the data of this epoch."""
+        return self.iterator is not None and self.iterated is self.data
+
+    def read_to_end(self) -> Any:
+        """Read the end of a sized pass, as ``for batch in data`` does; returns a batch too many, or END.
+
+        Only then do a DataLoader's workers end, and does the code behind the last ``yield`` of a generator run.
+        """
+        if self.continues or self.length is None or is_plain(self.data) or self.completed:
+            return END
+        if isinstance(self.data, Iterator) or not self.has_iterator():
+            return END
+        assert self.iterator is not None
+        self.completed = True
+        return next(self.iterator, END)
+
+    def give_back(self, batch: Any) -> None:
+        """Have the iterator yield a batch again that it has just yielded."""
+        if isinstance(self.iterator, Streamed):
+            self.iterator.read.append(batch)
+        elif self.iterator is not None:
+            self.iterator = chain([batch], self.iterator)
+
+    def release(self, *, persistent: bool) -> None:
+        """Let go of the iterator and its workers as a run ends, also of ``persistent`` ones; the position stays."""
+        if not isinstance(self.data, Iterator) and self.iterator is not None:
+            self.left = self.state_dict()
+            self.iterator = None
+        if persistent and skippable(inner(self.data)):
+            SkippingLoader.forget(inner(self.data))
+
+    @property
+    def held(self) -> HeldGenerators:
+        """The generators that the data of a training run holds; those of an evaluation are left as they are."""
+        data = None if self.omit_padding else inner(self.data)
+        if self._held is None or self._held[0] is not data:
+            self._held = data, HeldGenerators(data)
+        return self._held[1]
+
+    def check_extent(self, saved: Mapping[str, Any], place: str) -> None:
+        """Raise ValueError if a position inside an epoch was saved with data of another length or batch size."""
+        if not callable(getattr(self.given, "of_epoch", None)):
+            check_same_extent(saved.get("extent_now", {}), inner(self.data), place)
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Continue the pass of a saved run after the batches it had read: these are skipped if possible, else read again."""
+        self.held.put_back(saved.get("held", {}))
+        iterator = self._resume(saved, iteration)
+        data = inner(self.data)
+        # With workers only samplers draw here, as far ahead as they did; `batches_from` may draw the order as it begins.
+        if not draws_in_workers(data) and not (self.skips and hasattr(data, "batches_from")):
+            self.held.put_back(saved.get("held_now", {}))
+        return iterator
+
+    def _resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         set_random_state(saved["random"])
         self._set_generators(saved["generators"])
         set_epochs(self.data, saved["epochs"])
@@ -311,12 +368,11 @@ class Source:
         iterator = self._iterate(wanted)
         if self.skips:
             return iterator
-        warnings.warn(
+        warn(
             f"the data ({type(self.data).__name__}) cannot skip batches: {wanted} batches are read again. A DataLoader "
             "over a map-style dataset skips them; other data can implement batches_from(start), or state_dict() and "
             "load_state_dict()",
             RereadingWarning,
-            stacklevel=2,
         )
         for taken in range(wanted):
             if next(iterator, END) is END:
@@ -329,24 +385,34 @@ class Source:
     @property
     def batch_size(self) -> int | None:
         """Batch size of a DataLoader; None if unknown."""
-        inner = _inner(self.data)
-        size = getattr(inner, "batch_size", None) or getattr(getattr(inner, "batch_sampler", None), "batch_size", None)
+        data = inner(self.data)
+        size = getattr(data, "batch_size", None) or getattr(getattr(data, "batch_sampler", None), "batch_size", None)
         return size if isinstance(size, int) else None
 
     def state_dict(self) -> dict[str, Any]:
+        if self.left is not None:
+            return self.left
         now = {
             "generators_now": [generator.get_state() for generator in generators_of(self.data)],
             "epochs_now": epochs_of(self.data),
             "batch_size_now": self.batch_size,
             "first": self.first,
+            "extent_now": extent_of(inner(self.data)),
         }
+        if self.held:
+            ahead = isinstance(self.iterator, Streamed) and self.iterator.read and self.iterator.held
+            now["held_now"] = ahead or self.held.states()
         if not self.saved:
             return now
+        if self.completed:
+            now["completed"] = True
         saved = self.saved | {"random": packed(self.saved["random"])}
         iterator = self.iterator
-        if not isinstance(iterator, Streamed) or not _keeps_position(_inner(self.data)):
+        if not isinstance(iterator, Streamed) or not keeps_position(inner(self.data)):
             return saved | now
         place = iterator.place()
+        if place is None:
+            return saved | now
         return saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
 
     def prepare_next_pass(self, saved: Mapping[str, Any], *, announced: bool) -> None:
@@ -359,12 +425,14 @@ class Source:
         if saved["first"] != self.first:
             return  # the data was reloaded for this epoch
         self._set_generators(saved["generators_now"])
+        if self.loaded:
+            self.held.put_back(saved.get("held_now", {}))
         if announced:
             set_epochs(self.data, saved["epochs_now"])
-        data = _inner(self.data)
-        if saved.get("place_now") is not None and _keeps_position(data):
+        data = inner(self.data)
+        if saved.get("place_now") is not None and keeps_position(data):
             data.load_state_dict(saved["place_now"]["position"])
-            if self.length is not None:  # all of its batches were read, but not its end
+            if self.length is not None and not saved.get("completed"):  # all of its batches were read, but not its end
                 next(iter(data), END)
 
     def _set_generators(self, states: list[Any]) -> None:
@@ -388,59 +456,6 @@ class Source:
         return self.last()
 
 
-class Streamed:
-    """An iterator over data that can read ahead and report the position of the data.
-
-    With a seed, the data has separate random streams, so that neither reading ahead nor returning to a position changes the
-    random numbers of the model.
-
-    Attributes:
-        read: The batch read ahead, or END.
-        before: Position of the data before reading ahead, for data with ``state_dict``.
-    """
-
-    def __init__(self, data: Any, seed: int | None, begin: Callable[[], Iterator[Any]]) -> None:
-        self.read: list[Any] = []
-        self.before: dict[str, Any] | None = None
-        self.data = _inner(data)
-        self.streams: dict[str, Any] | None = None
-        if seed is not None:
-            with unchanged_random_state():
-                seed_everything(seed % 2**32)
-                self.streams = random_state()
-        self.iterator: Iterator[Any] = self._with_streams(begin)
-
-    def place(self) -> dict[str, Any]:
-        """Position and random streams of data with ``state_dict``."""
-        return {"position": self._with_streams(self.data.state_dict), "streams": self.streams}
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self.read.pop() if self.read else self._with_streams(lambda: next(self.iterator, END))
-        if batch is END:
-            self.read = [END]
-            raise StopIteration
-        return batch
-
-    def exhausted(self) -> bool:
-        """Whether no batch is left; reads one ahead."""
-        if not self.read:
-            self.before = self.place() if _keeps_position(self.data) else None
-            self.read.append(self._with_streams(lambda: next(self.iterator, END)))
-        return self.read[0] is END
-
-    def _with_streams(self, call: Callable[[], Any]) -> Any:
-        if self.streams is None:
-            return call()
-        with unchanged_random_state():
-            set_random_state(self.streams)
-            result = call()
-            self.streams = random_state()
-        return result
-
-
 def may_draw(data: Any) -> bool:
     """Whether data may draw from the global generators between batches: DataLoaders with torch's collate functions do not."""
     return not (is_plain(data) or (skippable(data) and data.collate_fn in (default_collate, default_convert)))
@@ -453,24 +468,6 @@ def _state_before_order(data: Any) -> dict[str, Any]:
     if skippable(data) and has_torch_order(data):
         return {"torch": torch.get_rng_state()}
     return random_state()
-
-
-def _inner(data: Any) -> Any:
-    return data.data if isinstance(data, FirstBatches) else data
-
-
-def _keeps_position(data: Any) -> bool:
-    return callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
-
-
-def _items(data: Any, start: int) -> Iterator[Any]:
-    """The items of data without ``__iter__``, starting at index ``start``, as `iter` would yield them."""
-    for index in count(start):
-        try:
-            item = data[index]
-        except IndexError:
-            return
-        yield item
 
 
 def _length_of(data: Any) -> int | None:

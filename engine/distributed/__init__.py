@@ -5,7 +5,7 @@
 states of all ranks into one.
 """
 
-from .processes import SINGLE_PROCESS, Processes, lost_another, process_group
+from .processes import SINGLE_PROCESS, Processes, expected_processes, lost_another, process_group
 from .rendezvous import note_failure
 from .sharded import (
     SHARDS,
@@ -30,6 +30,7 @@ __all__ = [
     "ShardFiles",
     "Watch",
     "discard_unreduced",
+    "expected_processes",
     "is_sharded",
     "local_part",
     "lost_another",

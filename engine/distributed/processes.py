@@ -17,7 +17,7 @@ from ..batches import map_leaves, tensors_in
 from .rendezvous import bounded, join, launched, launched_in_part
 from .watch import Watch
 
-__all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "lost_another", "process_group"]
+__all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "expected_processes", "lost_another", "process_group"]
 
 
 class Processes:
@@ -112,6 +112,21 @@ class Processes:
 
 SINGLE_PROCESS = Processes()
 """The group of a single process."""
+
+
+class _LaunchedProcesses(Processes):
+    """The ranks that the launcher has started, before they have joined: their numbers, and no collectives."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+
+    def _not_joined(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError(
+            f"rank {self.rank} of {self.world_size} has not joined the process group yet: attach the handler to the engine first"
+        )
+
+    sum = any = gather = collect = broadcast = barrier = gather_samples = watch = _not_joined
 
 
 class ProcessGroup(Processes):
@@ -215,3 +230,8 @@ def process_group(*, backend: str | None = None, timeout: float = 300.0) -> Proc
         with bounded(timeout, f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"):
             _joined[:] = [ProcessGroup(join(backend=backend, timeout=timeout), timeout)]
     return _joined[0]
+
+
+def expected_processes() -> Processes:
+    """The processes that `process_group` would join, with the launcher's numbers; it joins nothing."""
+    return _joined[0] if _joined and dist.is_initialized() else _LaunchedProcesses() if launched() else SINGLE_PROCESS

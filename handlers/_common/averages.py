@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.checks import check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
+from signalfire.evaluation_findings import watch_averages
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -31,7 +33,8 @@ class AveragedWeights(Handler):
 
     def __init__(self, *, average_buffers: bool, update: str | None, name: str | None) -> None:
         super().__init__(name=name)
-        self.update = update
+        self.update = check_name(self, "update", update)
+        self._versions: list[int] | None = None  # of the parameters as the last run ended
         self._averages = Averages(average_buffers=average_buffers)
 
     @property
@@ -46,13 +49,26 @@ class AveragedWeights(Handler):
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, now that the model is set up."""
         self._averages.bind(engine, self.name)
+        watch_averages(self)
 
     @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE)
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
+            if (loaded := engine.snapshots.loaded_state_of(self.name)) is not None:
+                self.load_state_dict(loaded)  # before the run that puts it in place, too
             self._averages.bind(engine, self.name)
         engine.regions.enter(self._averages.in_place())
+
+    def differs(self) -> bool:
+        """Whether the engine's weights are not the averages that an evaluation would put in their place.
+
+        Averages of weights that were changed after the run, by a further training or a load, do not count any more.
+        """
+        engine = self.engine
+        if engine is None or (not engine.running and self._versions != _versions_of(engine)):
+            return False
+        return self._averages.differ_from(engine)
 
     @on(Events.WEIGHTS_LOADED)
     def use_loaded_weights(self, engine: Engine) -> None:
@@ -63,6 +79,7 @@ class AveragedWeights(Handler):
     def release(self, engine: Engine) -> None:
         """Drop the references to the model after the run."""
         self._averages.release()
+        self._versions = _versions_of(engine)
 
     def state_dict(self) -> dict[str, Any]:
         return self._averages.state_dict()
@@ -193,6 +210,17 @@ class Averages:
             torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
             self.swapped = False
 
+    def differ_from(self, engine: Engine) -> bool:
+        """Whether there are averages to swap in, and a parameter of the engine that is not equal to its average."""
+        if self.swapped or self.overruled or not self.values:
+            return False
+        return any(
+            (average := self.values.get(f"{name}.{key}")) is not None
+            and (is_sharded(tensor) or not torch.equal(tensor.detach().to(average), average))
+            for name, root in engine.modules.items()
+            for key, tensor in root.named_parameters()
+        )
+
     @torch.no_grad()
     def take_buffers(self) -> None:
         """Copy the current buffers into the averages."""
@@ -209,6 +237,12 @@ class Averages:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not bound to the modules."""
         return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "swapped": False}
+
+
+def _versions_of(engine: Engine) -> list[int]:
+    """How often each parameter was changed in place; swaps of `Averages.in_place` do not count."""
+    parameters = [parameter for root in engine.modules.values() for parameter in root.parameters()]
+    return [0 if one.is_inference() else one._version for one in parameters]
 
 
 def _tensors(places: list[_Place]) -> list[Tensor]:

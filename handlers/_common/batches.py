@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch import Tensor
@@ -69,12 +69,22 @@ def check_data(where: str, data: object) -> None:
         data: The data.
 
     Raises:
-        TypeError: If it cannot be iterated, or only once.
+        TypeError: If it cannot be iterated, or only once, or is no data.
+        ValueError: If it has a length of 0.
     """
-    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+    if isinstance(data, str | bytes) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):
         raise TypeError(f"{where}: expected an iterable, such as a DataLoader or a list of batches")
     if isinstance(data, Iterator):
         raise TypeError(
             f"{where}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a list "
             "or a DataLoader"
         )
+    if isinstance(data, Sized) and not _has_items(data):
+        raise ValueError(f"{where}: it is empty; give at least one batch")
+
+
+def _has_items(data: Sized) -> bool:
+    try:
+        return len(data) > 0
+    except TypeError:  # a DataLoader over data without a length
+        return True

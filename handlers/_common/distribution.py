@@ -12,7 +12,15 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_choice, check_number
-from signalfire.distributed import SINGLE_PROCESS, Processes, Watch, lost_another, note_failure, process_group
+from signalfire.distributed import (
+    SINGLE_PROCESS,
+    Processes,
+    Watch,
+    expected_processes,
+    lost_another,
+    note_failure,
+    process_group,
+)
 
 from .ranks import BROADCAST_BUFFERS, RECORD_EVENT
 
@@ -38,7 +46,8 @@ class Distribution(Handler):
         timeout: Timeout in seconds; see `process_group`.
 
     Attributes:
-        processes: The process group: a single process before the handler is attached, and without torchrun.
+        processes: The process group. Before the handler is attached, only the launcher's numbers are known: ``rank``,
+            ``local_rank`` and ``world_size``. A single process without a launcher such as torchrun.
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
@@ -49,7 +58,7 @@ class Distribution(Handler):
             raise TypeError(f"{type(self).__name__}(backend={backend!r}): expected a name, such as 'gloo' or 'nccl'")
         self.backend = backend
         self.timeout = check_number(self, "timeout", timeout, least=1)
-        self.processes: Processes = SINGLE_PROCESS
+        self.processes: Processes = expected_processes()
         self.watch: Watch | None = None
         self._last_event = ""
         self._failed_at: str | None = None
@@ -57,6 +66,11 @@ class Distribution(Handler):
         self._buffers: list[Tensor] = []  # broadcast from rank 0
 
     def attached(self, engine: Engine) -> None:
+        if engine.modules.wrapped:
+            raise ValueError(
+                f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is wrapped in torch's {engine.modules.wrapper} already, "
+                f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
+            )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
         engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
         several = self.processes.distributed  # a single process needs no work in an iteration

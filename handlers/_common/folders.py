@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from signalfire import Handler
 
-__all__ = ["check_folder", "open_folder"]
+__all__ = ["check_folder", "check_local", "open_folder"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
@@ -15,16 +16,27 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: If it is not a path.
+        ValueError: If it is a URL.
         NotADirectoryError: If the path exists and is not a folder.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"{type(handler).__name__}(folder={folder!r}): expected a path, such as 'runs/first'")
+    check_local(handler, "folder", folder)
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
             f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; give another one"
         )
     return path
+
+
+def check_local(handler: Handler, argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a URL, which would become a folder of that name."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
+        raise ValueError(
+            f"{type(handler).__name__}({argument}={os.fspath(path)!r}): a URL is not a path of a file system, which crash-safe "
+            "writes need; write to a local or mounted folder, and copy the files from there"
+        )
 
 
 def open_folder(handler: Handler, folder: Path) -> None:

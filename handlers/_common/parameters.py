@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, UpdateState
 from signalfire.distributed import is_sharded, local_part, norms_over_ranks
+from signalfire.modules import Modules
 
 __all__ = [
     "alike",
@@ -28,20 +29,18 @@ __all__ = [
 
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """All parameters of the engine's modules by name; several modules prefix the names with their own."""
-    several = len(engine.modules) > 1
     return {
         name: parameter
         for root, module in engine.modules.items()
-        for name, parameter in module.named_parameters(prefix=root if several else "")
+        for name, parameter in module.named_parameters(prefix=engine.modules.prefix(root))
     }
 
 
-def all_names(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, list[str]]:
+def all_names(modules: Modules) -> dict[nn.Parameter, list[str]]:
     """All names of every parameter, of which a shared one has several; prefixed as in `named_parameters`."""
     names: dict[nn.Parameter, list[str]] = {}
     for root, module in modules.items():
-        prefix = root if len(modules) > 1 else ""
-        for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
+        for name, parameter in module.named_parameters(prefix=modules.prefix(root), remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
     return names
 

@@ -44,6 +44,9 @@ this phase sees a step skipped for non-finite gradients if its rank is greater."
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
+REHEARSE = 10
+"""EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""
+
 BROADCAST_BUFFERS = -20
 """OPTIMIZER_STEP_COMPLETED and EVALUATION_STARTED / PREPARE: the buffers of rank 0 are broadcast before averages copy them."""
 
@@ -52,6 +55,12 @@ GATHER_WEIGHTS = 10
 
 KEEP_BEST = -10
 """PERSIST of the completed events: EarlyStopping copies the best weights before a checkpoint saves them with its state."""
+
+PUBLISH = -10
+"""EPOCH_COMPLETED / PREPARE: training metrics are written before a validation, whatever was attached first."""
+
+CHECK_METRIC = -10
+"""EPOCH_COMPLETED / CONTROL: a monitored metric is checked on all ranks before anything is decided by it."""
 
 COMMUTING = {
     ("MODEL_SETUP", "PREPARE"): "moving a module and changing its dtype give the same result in either order",
@@ -63,6 +72,7 @@ COMMUTING = {
         "STARTED",
         "CHANGE",
     ): "each finds its own parameters, or builds its own schedule; none changes what another one finds",
+    ("STARTED", "CONTROL"): "each checks the metrics that it reads",
     ("STARTED", "FINALIZE"): "DistributedDataParallel wraps modules; ParameterScheduling sets a field of the groups",
     ("CHECKPOINT_LOADED", "FINALIZE"): "as in STARTED",
     ("CHECKPOINT_LOADED", "CHANGE"): "LRScheduling compares numbers of steps; Freezing sets requires_grad",

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.interval import check_every
 
+from .new_values import NewValues, Record
+
 __all__ = ["Record", "ScalarLogger"]
-
-
-class Record(NamedTuple):
-    """Values logged at one point of the run, by tag; ``step`` counts the first update's optimizer steps."""
-
-    epoch: int
-    iteration: int
-    step: int
-    values: dict[str, float]
 
 
 class ScalarLogger(Handler):
@@ -27,8 +20,8 @@ class ScalarLogger(Handler):
     the next step. Each new value of a metric is written once, even if the run stops and resumes in between.
 
     Args:
-        every: Interval of losses and learning rates, in iterations. New values of metrics are written after every evaluation
-            and epoch, and at the end.
+        every: Interval of losses and learning rates, in iterations. Each new value of a metric is written in the iteration in
+            which it was measured, and after evaluations and epochs.
     """
 
     writes = True
@@ -41,18 +34,17 @@ class ScalarLogger(Handler):
         self.rates_event: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
         self._rates: dict[str, float] = {}
         self._rates_at = 0
-        self._seen: dict[str, int] = {}
-        self._seen_loaded = False  # `_seen` is from a loaded state
+        self._new = NewValues()
+        self._wrote_losses = False
+        self._seen_loaded = False  # what `_new` has seen is from a loaded state
         self._early: list[Record] = []
 
     def record(self, record: Record) -> None:
         """Write the values."""
         raise NotImplementedError
 
-    def _record(self, engine: Engine, values: dict[str, float]) -> None:
-        state = engine.state
-        record = Record(state.epoch, state.iteration, engine.updates[0].steps, values)
-        if state.epoch == 0:  # before the first epoch: a state loaded later may include these values
+    def _record(self, record: Record) -> None:
+        if record.epoch == 0:  # before the first epoch: a state loaded later may include these values
             self._early.append(record)
             return
         if self._early:
@@ -64,15 +56,15 @@ class ScalarLogger(Handler):
     @on(Events.STARTED, phase=Phase.RECORD)
     def begin(self, engine: Engine) -> None:
         """Skip the metrics measured so far: the previous run wrote them."""
-        self._seen = dict(engine.state.metrics.serials)
-        self._seen_loaded = False
+        self._new.start(engine)
+        self._seen_loaded = self._wrote_losses = False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
     def resume(self, engine: Engine) -> None:
         """Resume from the logger's state in the checkpoint; without one, log what is measured from here on."""
         self._early = []
         if not self._seen_loaded:
-            self._seen = dict(engine.state.metrics.serials)
+            self._new.skip(engine)
 
     @on("rates_event", phase=Phase.RECORD)
     def record_rates(self, engine: Engine) -> None:
@@ -83,7 +75,9 @@ class ScalarLogger(Handler):
 
     @on("every", phase=Phase.RECORD)
     def write_losses(self, engine: Engine) -> None:
-        """Write the losses and the rates."""
+        """Write the losses and the rates, after the metrics of earlier iterations."""
+        if self._new.pending:
+            self.write_metrics(engine)
         iteration = engine.state.iteration
         several = len(engine.updates) > 1
         if self._rates_at != iteration:
@@ -96,27 +90,41 @@ class ScalarLogger(Handler):
             for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)
         if values:
-            self._record(engine, values)
+            self._wrote_losses = True
+            self._record(Record(engine.state.epoch, iteration, engine.updates[0].steps, values))
 
     @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
-        metrics = engine.state.metrics
-        values = {f"metrics/{name}": value for name, value in metrics.numbers_since(self._seen).items()}
-        self._seen = dict(metrics.serials)
-        if values:
-            self._record(engine, values)
+        for record in self._new.take(engine):
+            self._record(record._replace(values={f"metrics/{name}": value for name, value in record.values.items()}))
+
+    @on(Events.COMPLETED, phase=Phase.RECORD)
+    def report_interval(self, engine: Engine) -> None:
+        """Report an interval that no iteration of the run has reached."""
+        if engine.training and 0 < engine.state.iteration < self.every.value and not self._wrote_losses:
+            engine.findings.report(
+                "W63",
+                f"{self.name!r} wrote no losses and learning rates: its interval {str(self.every)!r} is longer than the run of "
+                f"{engine.state.iteration} iterations",
+                "give a shorter every=",
+                self.name,
+            )
 
     @on(Events.ENDED, phase=Phase.PERSIST)
     def close(self, engine: Engine) -> None:
-        """Drop the records of a run that ended before its first epoch."""
+        """Write what is new, unless the run ended before its first epoch."""
+        self.write_metrics(engine)
+        self._new.stop()
         self._early = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": dict(sorted(self._seen.items()))} if self._seen else {}
+        if (engine := self.engine) is not None and self._new.collects:  # a checkpoint is to hold what was measured
+            self.write_metrics(engine)
+        return {"seen": dict(sorted(self._new.seen.items()))} if self._new.seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = dict(state.get("seen", {}))
+        self._new.load(state.get("seen", {}))
         self._seen_loaded = True
 
 
@@ -124,5 +132,7 @@ def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     groups = [] if update.optimizer is None else update.optimizer.param_groups
     tag = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update.name}"
     if len(groups) == 1:
-        return {tag: float(groups[0]["lr"])}
-    return {f"{tag}/group{i}": float(group["lr"]) for i, group in enumerate(groups)}
+        rate = groups[0]["lr"]
+        return {} if rate is None else {tag: float(rate)}  # Adafactor finds its rates itself where the group's is None
+    rates = {f"{tag}/group{i}": group["lr"] for i, group in enumerate(groups)}
+    return {name: float(rate) for name, rate in rates.items() if rate is not None}

@@ -73,6 +73,14 @@ class TextLogger(ScalarLogger):
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         open_folder(self, self.path.parent)
+        if engine.findings.is_within:
+            engine.findings.report(
+                "W62",
+                f"{self.name!r} is attached to an evaluator that another engine runs, so that its log starts again with each "
+                "evaluation",
+                "attach it to the engine that trains: it writes what an evaluation measures, too",
+                self.name,
+            )
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
     def resume(self, engine: Engine) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["base_of", "missing_total", "restore_rates", "step", "unwrap_step"]
+__all__ = ["base_of", "given_argument", "missing_total", "restore_rates", "set_mode", "step", "unwrap_step"]
 
 _TOTALS = ("total_steps", "T_max")
 
@@ -19,6 +21,26 @@ def base_of(factory: Any) -> Any:
     while isinstance(factory, partial):
         factory = factory.func
     return factory
+
+
+def given_argument(factory: Any, name: str) -> Any:
+    """The value of a keyword argument in nested ``partial`` objects; None if it is in none of them."""
+    while isinstance(factory, partial):
+        if name in factory.keywords:
+            return factory.keywords[name]
+        factory = factory.func
+    return None
+
+
+def set_mode(scheduler: ReduceLROnPlateau, mode: Literal["min", "max"]) -> None:
+    """Make a plateau schedule minimise or maximise; its counts stay as they are."""
+    if scheduler.mode == mode:
+        return
+    state = scheduler.state_dict()
+    best = state["best"]
+    if math.isinf(best):  # no value yet: it is the worst one of the other mode
+        best = -math.inf if mode == "max" else math.inf
+    scheduler.load_state_dict(state | {"mode": mode, "best": best})
 
 
 def missing_total(factory: Any) -> str | None:

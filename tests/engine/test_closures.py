@@ -293,6 +293,7 @@ def test_what_records_and_decides_sees_the_first_evaluation_only(window: int) ->
 
 
 @pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.filterwarnings("ignore:W18")
 def test_metrics_measure_each_batch_once(window: int) -> None:
     # A rate of zero: every evaluation gives the same, so that the epoch's values can be computed at once.
     engine = make_trainer(

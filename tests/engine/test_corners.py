@@ -128,7 +128,7 @@ def test_two_new_values_in_one_iteration_take_one_place_among_the_best(tmp_path:
 
 def test_a_load_that_failed_is_not_forgotten() -> None:
     first = make_engine()
-    first.attach(EarlyStopping("loss"))
+    first.attach(EarlyStopping("loss"), Metrics(loss=Average()))
     first.run(make_data(2), max_iters=1)
     state = first.state_dict()
     second = make_engine()
@@ -378,6 +378,7 @@ def test_an_epochs_end_is_emitted_once_wherever_the_run_was_cut(bounds: dict[str
 # ---- compositions ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_metrics_of_one_of_several_updates_have_to_say_which() -> None:
     models = {"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)}
 
@@ -540,6 +541,9 @@ def test_a_handler_that_cannot_give_its_state_yet_is_not_half_attached() -> None
     class Late(Handler):
         def state_dict(self) -> dict[str, Any]:
             return {"x": self.x}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.x = state["x"]
 
         @on(Events.STARTED)
         def begin(self, engine: Engine) -> None:

@@ -85,7 +85,7 @@ def test_its_device_is_that_of_the_first_parameter_and_the_cpu_without_one() -> 
 def test_without_a_seed_it_takes_torchs_initial_one() -> None:
     torch.manual_seed(2**40 + 1)  # more than a seed that is given may be
     assert (Engine(Update.prediction()).seed, Engine(Update.prediction(), seed=3).seed) == (2**40 + 1, 3)
-    with pytest.raises(ValueError, match=r"Engine: seed=-1: expected an int with 0 <= seed < 2\*\*32"):
+    with pytest.raises(ValueError, match=r"Engine\(seed=-1\): expected an int with 0 <= seed < 2\*\*32"):
         make_engine(seed=-1)
 
 

@@ -25,7 +25,7 @@ def counts_of(event: AnyEvent, *, epochs: int = 3, epoch_length: int = 10) -> li
     engine = idle_engine()
     seen: list[int] = []
     engine.connect(event, lambda engine: seen.append(engine.state.iteration))
-    engine.run(max_epochs=epochs, epoch_length=epoch_length)
+    engine.run(range(epoch_length), max_epochs=epochs)
     return seen
 
 
@@ -282,7 +282,7 @@ def test_an_event_without_a_count_refuses_filters_on_it(event: Events, arguments
 
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="evry"):
-        Events.ITERATION_COMPLETED(evry=2)  # type: ignore[call-arg]
+        Events.ITERATION_COMPLETED(evry=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("event", ["iteration_completed", "STARTED", None, 5, Events, [Events.STARTED]], ids=str)

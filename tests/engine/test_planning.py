@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation
+from signalfire.handlers import FastDevRun, GradientAccumulation, LimitBatches
 from signalfire.planning import steps_to_come
 
 
@@ -52,3 +52,24 @@ def test_for_data_without_a_length_it_is_known_only_where_a_bound_says_it(
     engine.connect(Events.STARTED, lambda engine: found.append(steps_to_come(engine, engine.updates[0])))
     engine.run(Unsized(), **bounds)  # type: ignore[arg-type]
     assert found == [expected]
+
+
+def test_a_trial_run_knows_the_steps_of_the_run_that_it_is_a_trial_of() -> None:
+    found: list[tuple[int | None, int | None]] = []
+    for handlers, bounds in (
+        ([FastDevRun(2)], {}),
+        ([FastDevRun(2), LimitBatches(5)], {}),
+        ([], {}),
+        ([FastDevRun(2)], {"epoch_length": 4}),
+    ):
+        engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=nn.Linear(1, 1), seed=0)
+        engine.attach(*handlers)
+
+        def ask(engine: Engine) -> None:
+            update = engine.updates[0]
+            found.append((steps_to_come(engine, update), steps_to_come(engine, update, planned=True)))
+
+        engine.connect(Events.STARTED, ask)
+        engine.run(list(Unsized()), max_epochs=3, **bounds)  # type: ignore[arg-type]
+    assert found[:3] == [(2, 21), (2, 15), (21, 21)]
+    assert found[3][1] == 12

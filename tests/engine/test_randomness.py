@@ -90,7 +90,7 @@ def test_a_seed_that_some_generator_does_not_take_seeds_none(seed: Any) -> None:
     seed_everything(0)
     expected = draw()
     seed_everything(0)
-    with pytest.raises(ValueError, match=r"seed_everything: seed=.*: expected an int with 0 <= seed < 2\*\*32"):
+    with pytest.raises(ValueError, match=r"seed_everything\(seed=.*\): expected an int with 0 <= seed < 2\*\*32"):
         seed_everything(seed)
     assert draw() == expected
 

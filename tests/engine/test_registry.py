@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,28 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+import signalfire
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.acts import Override
 from signalfire.distributed import Processes
 from signalfire.evaluation import prepare_batch
-from signalfire.handlers import EMA, DeviceTransfer, History, MicroBatching, Profiler
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    DeviceTransfer,
+    EarlyStopping,
+    History,
+    LRScheduling,
+    Metrics,
+    MicroBatching,
+    MixedPrecision,
+    Profiler,
+)
+from signalfire.testing import fingerprint
+from tests import kit
 
 
 def make_engine(*handlers: Handler) -> Engine:
@@ -202,3 +220,142 @@ def test_an_engine_with_separate_streams_is_freed_without_the_garbage_collector(
         assert reference() is None
     finally:
         gc.enable()
+
+
+# ---- on one engine after another ------------------------------------------------------------------------------------
+
+
+def folds(*handlers: Handler) -> list[Any]:
+    """What each handler's state and the weights are after two engines in turn, as in cross-validation."""
+    states = []
+    for _ in range(2):
+        engine = kit.build(kit.linear(5, 1), Metrics(loss=Average()))
+        with engine.attach(*handlers):
+            engine.run(kit.batches(3), max_epochs=3)
+            states.append(fingerprint(engine))
+    return states
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        History,
+        lambda: EMA(0.5),
+        lambda: EarlyStopping("loss", patience=2, mode="min"),
+        lambda: LRScheduling(partial(ReduceLROnPlateau, patience=0), monitor="loss"),
+        lambda: LRScheduling(partial(StepLR, step_size=2)),
+        lambda: MixedPrecision("fp16"),
+    ],
+    ids=["history", "ema", "early stopping", "plateau", "schedule", "fp16"],
+)
+def test_a_handler_that_moves_to_another_engine_begins_there_as_new(make: Any) -> None:
+    first, second = folds(make())
+    assert first == second
+
+
+def test_a_checkpoint_that_moves_to_another_engine_knows_nothing_of_the_first_ones_best(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, monitor="loss", mode="min")
+    first, second = folds(handler)
+    assert first == second
+
+
+def test_a_handler_that_comes_back_to_its_engine_goes_on() -> None:
+    history, engine = History(), kit.build(kit.linear(5, 1), Metrics(loss=Average()))
+    engine.attach(history).detach()
+    engine.attach(history)
+    engine.run(kit.batches(3), max_epochs=1)
+    engine.detach(history)
+    engine.run(kit.batches(3), max_epochs=2)
+    engine.attach(history)
+    engine.run(kit.batches(3), max_epochs=3)
+    assert [epoch for epoch, _, _ in history.records["loss"]] == [1, 3]
+    engine.reset()
+    assert not history.records, "as it was first attached"
+
+
+def test_moving_a_schedule_leaves_the_rate_of_the_first_engine_as_it_is() -> None:
+    schedule = LRScheduling(partial(StepLR, step_size=1))
+    first, second = (kit.build(kit.linear(5, 1)) for _ in range(2))
+    with first.attach(schedule):
+        first.run(kit.batches(3), max_epochs=1)
+    rates = [group["lr"] for group in first.updates[0].optimizer.param_groups]  # type: ignore[union-attr]
+    with second.attach(schedule):
+        second.run(kit.batches(3), max_epochs=1)
+    assert [group["lr"] for group in first.updates[0].optimizer.param_groups] == rates  # type: ignore[union-attr]
+
+
+def test_a_copy_of_a_handler_begins_as_new_too() -> None:
+    history, engine = History(), kit.build(kit.linear(5, 1), Metrics(loss=Average()))
+    engine.attach(history)
+    engine.run(kit.batches(3), max_epochs=1)
+    again = kit.build(kit.linear(5, 1), Metrics(loss=Average()), copy.deepcopy(history))
+    again.run(kit.batches(3), max_epochs=1)
+    assert len(again.find(History).records["loss"]) == 1
+
+
+# ---- names, handles, blocks -----------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
+    engine = make_engine(History(), EMA())
+    with pytest.raises(
+        KeyError, match="no handler 'historry' is attached; there are: history, ema; did you mean 'history'"
+    ):
+        engine.handlers["historry"]
+    with pytest.raises(AttributeError, match=r"engine.handlers\['ema'\]"):
+        engine.handlers.ema  # noqa: B018
+    assert engine.handlers.get("historry") is None
+    assert "ema" in engine.handlers
+
+
+def test_handles_that_outlive_the_engine_keep_nothing_alive() -> None:
+    engine = make_engine()
+    history = History()
+    handles = [engine.attach(history), engine.connect(Events.STARTED, lambda engine: None)]
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    for handle in handles:
+        handle.detach()
+
+
+def test_without_that_is_not_entered_is_reported_and_an_unknown_name_refused_at_once() -> None:
+    engine = make_engine(EMA())
+    with pytest.warns(signalfire.FindingWarning, match="W45.*'ema'.*nothing was disabled"):
+        engine.without("ema")
+    with pytest.raises(KeyError, match="no handler 'emma'"):
+        engine.without("emma")
+    block = engine.without("ema")
+    with block:
+        assert not engine.handlers["ema"].enabled
+    del block
+    assert engine.handlers["ema"].enabled
+
+
+def test_own_events_are_known_once_a_handler_subscribes_to_them() -> None:
+    class Own(signalfire.EventEnum):
+        PING = "ping"
+
+    class Listening(Handler):
+        heard = 0
+
+        @on(Own.PING)
+        def listen(self, engine: Engine) -> None:
+            self.heard += 1
+
+    listening = Listening()
+    engine = make_engine(listening)
+    engine.fire(Own.PING)
+    assert listening.heard == 1
+
+
+def test_a_method_that_takes_no_engine_is_refused_also_where_it_would_join_later() -> None:
+    class Wrong(Handler):
+        when = None
+
+        @on("when")
+        def act(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* a receiver is called as receiver"):
+        make_engine(Wrong())

@@ -58,7 +58,7 @@ def always_the_same(engine: Engine) -> None:
 def test_a_stop_that_was_asked_for_when_the_state_was_saved_holds(tmp_path: Path) -> None:
     def build() -> Engine:
         engine = make_engine()
-        engine.attach(EarlyStopping("m", patience=2), Checkpoint(tmp_path))
+        engine.attach(EarlyStopping("m", mode="min", patience=2), Checkpoint(tmp_path))
         engine.connect(Events.EPOCH_COMPLETED, always_the_same, phase=Phase.PREPARE)
         return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -125,3 +126,92 @@ def test_an_engine_that_evaluates_builds_no_optimizer() -> None:
     )
     evaluator.run(make_data())
     assert evaluator.updates[0].optimizer is None
+
+
+# ---- modes --------------------------------------------------------------------------------------------------------
+
+
+class Backboned(nn.Module):
+    """A model with a backbone that has statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout())
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.backbone(x))
+        return result
+
+
+def modes_in_training(model: nn.Module | dict[str, nn.Module]) -> tuple[dict[str, bool], Engine]:
+    engine = Engine(Update.from_function(lambda engine, batch: _loss_of(engine, batch), SGD), model=model, seed=0)
+    modes: dict[str, bool] = {}
+
+    def note(engine: Engine) -> None:
+        for root in engine.modules:
+            modes.update((f"{root}.{name}", part.training) for name, part in engine.modules[root].named_modules())
+
+    engine.connect(Events.FORWARD_STARTED(once=1), note)
+    engine.run(make_data(), max_epochs=1)
+    return modes, engine
+
+
+def _loss_of(engine: Engine, batch: Batch) -> Tensor:
+    total: Tensor = sum((root(batch[0]) - batch[1]).square().mean() for root in engine.modules.values())
+    return total
+
+
+def test_a_frozen_part_in_eval_mode_stays_in_it_as_in_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    model = Backboned()
+    model.backbone.requires_grad_(False).eval()
+    plain = copy.deepcopy(model)
+    modes, engine = modes_in_training(model)
+    assert modes == {"model.": True, "model.backbone": False, "model.backbone.0": False, "model.backbone.1": False,
+                     "model.backbone.2": False, "model.head": True}  # fmt: skip
+    assert [one.severity for one in engine.findings.of_run().of("W52")] == ["info"]
+    optimizer = SGD(plain.parameters())
+    for x, y in make_data():
+        (plain(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(model, plain)
+
+
+def test_a_part_that_is_trained_and_a_model_that_was_evaluated_are_put_in_training_mode() -> None:
+    model = Backboned()
+    model.backbone.eval()  # not frozen, such as a pretrained one
+    modes, engine = modes_in_training(model)
+    assert all(modes.values())
+    assert "not frozen, and are put in training mode: model.backbone" in str(engine.findings.of_run())
+    model = Backboned()
+    model.backbone.requires_grad_(False)
+    model.eval()  # all of it
+    modes, engine = modes_in_training(model)
+    assert all(modes.values())
+    assert not engine.findings.of_run()
+
+
+def test_a_frozen_teacher_in_eval_mode_stays_in_it() -> None:
+    student, teacher = Backboned(), Backboned().requires_grad_(False).eval()
+    modes, _ = modes_in_training({"student": student, "teacher": teacher})
+    assert {name.partition(".")[0]: mode for name, mode in modes.items()} == {"student": True, "teacher": False}
+    engine = Engine(Update.from_function(_loss_of, SGD), model={"student": student, "teacher": teacher})
+    engine.model.eval()  # all of it was evaluated
+    seen: list[bool] = []
+    engine.connect(Events.FORWARD_STARTED(once=1), lambda engine: seen.append(teacher.training))
+    engine.run(make_data(), max_epochs=1)
+    assert seen == [True]
+
+
+def test_a_model_that_keeps_a_part_in_eval_mode_by_itself_is_left_to_do_so() -> None:
+    class Keeping(Backboned):
+        def train(self, mode: bool = True) -> Keeping:
+            super().train(mode)
+            self.backbone.eval()
+            return self
+
+    modes, engine = modes_in_training(Keeping().train())
+    assert [modes["model.backbone"], modes["model.head"]] == [False, True]
+    assert not engine.findings.of_run()

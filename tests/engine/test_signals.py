@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -609,6 +610,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 
 @pytest.mark.parametrize("event", spread([event for event in Events if event.counter == "iteration"], 3), ids=str)
 @pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.filterwarnings("ignore:W49")
 def test_an_iteration_that_nobody_listens_to_is_known_by_one_comparison(kind: str, event: Events) -> None:
     """Nothing is looked at where a filter does not pass, or where the event is one that this engine never emits."""
     data = [torch.ones(2, 1)] * 3
@@ -687,3 +689,42 @@ def test_an_event_that_is_waited_for_is_due_until_it_no_longer_is() -> None:
     assert signal.due == 10
     signal.disconnect(signal.connections[0].receiver)
     assert signal.due == never
+
+
+# ---- many receivers -------------------------------------------------------------------------------------------------
+
+
+def calls_to_connect(count: int) -> int:
+    """How many functions are called to connect so many receivers to one event, and to disconnect the last."""
+    engine, calls = idle_engine(), 0
+    receivers = [recorder([], str(number)) for number in range(count)]
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        for receiver in receivers:
+            engine.connect(Events.ITERATION_COMPLETED, receiver)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_to_connect_grows_with_the_number_of_receivers_and_not_with_its_cube() -> None:
+    assert calls_to_connect(200) < 5 * calls_to_connect(50)
+
+
+def test_a_built_in_method_is_known_again() -> None:
+    engine = idle_engine()
+    seen: list[Engine] = []
+    other: list[Engine] = []
+    engine.connect(Events.ITERATION_COMPLETED, seen.append)
+    assert engine.has(seen.append)
+    assert not engine.has(other.append), "an equal list is another one"
+    with pytest.raises(ValueError, match="already connected"):
+        engine.connect(Events.ITERATION_COMPLETED, seen.append)
+    engine.detach(seen.append)
+    assert not engine.has(seen.append)
+    assert not engine.signal(Events.ITERATION_COMPLETED).receivers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,13 +17,15 @@ from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import DataError, Engine, Events, Handler, Phase, Update, on
+from signalfire import DataError, Engine, Events, FindingWarning, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
+    Average,
     GradientAccumulation,
     GradientClipping,
     History,
     LRScheduling,
+    Metrics,
     MixedPrecision,
     SharpnessAwareMinimization,
     TruncatedBPTT,
@@ -411,3 +414,94 @@ def test_receivers_with_a_filter_are_called_again_where_the_run_goes_back() -> N
     go_back_once(engine, 4, taken)
     engine.run(loader(), max_epochs=2)
     assert called == [3, 3, 6, 9]
+
+
+# ---- a loaded state before the next run ---------------------------------------------------------------------------
+
+
+def evaluator_of(engine: Engine) -> Engine:
+    evaluator = Engine(Update.supervised(cross_entropy), model=engine.model)
+    evaluator.attach(Metrics(loss=Average(), name="measured"))
+    return evaluator
+
+
+@pytest.mark.parametrize("until", [{"max_iters": 3}, {"max_epochs": 1}], ids=["within an epoch", "at its end"])
+def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of_its_data(until: Any) -> None:
+    engine = make_engine(EMA(0.9), History(), Metrics(loss=Average()))
+    engine.run(loader(), **until)
+    state = engine.state_dict()
+    engine.detach("ema")
+    expected = dict(evaluator_of(engine).run(loader(shuffle=False)).metrics)
+    fresh = make_engine()
+    evaluator = evaluator_of(fresh)
+    with pytest.warns(FindingWarning, match="W56: the state holds averages"):
+        evaluator.load_state_dict(state)
+    found = evaluator.run(loader(shuffle=False))
+    assert (found.epoch, found.iteration) == (1, BATCHES)
+    assert dict(found.metrics) == expected
+    with pytest.raises(ValueError, match="differs in"):
+        Engine(Update.supervised(cross_entropy), model=nn.Linear(3, 2)).load_state_dict(state)
+
+
+def test_loaded_weights_are_in_place_at_once_and_the_next_run_is_the_same() -> None:
+    whole = make_engine(EMA(0.9), MixedPrecision("bf16"))
+    whole.run(loader(), max_iters=7)
+    state = copy.deepcopy(whole.state_dict())
+    whole.run(loader(), max_epochs=3)
+    ends = []
+    for use in (False, True):
+        engine = make_engine(EMA(0.9), MixedPrecision("bf16"))
+        begun_with = digest(engine.model.state_dict())
+        engine.load_state_dict(state)
+        assert digest(engine.model.state_dict()) == digest(state["modules"]["model"])
+        if use:
+            engine.model(torch.ones(2, 3))
+            engine.evaluate(evaluator_of(engine), loader(shuffle=False))
+            with torch.no_grad():
+                engine.model[0].weight.zero_()
+        seen: list[str] = []
+        engine.connect(Events.STARTED, lambda engine, seen=seen: seen.append(digest(engine.model.state_dict())))
+        engine.run(loader(), max_epochs=3)
+        assert seen == [begun_with]  # what a receiver measures there is the same, loaded or not
+        ends.append(digest(engine.state_dict()))
+    assert ends == [digest(whole.state_dict())] * 2
+
+
+def test_an_evaluation_after_a_load_is_that_of_the_averages() -> None:
+    engine = make_engine(EMA(0.5))
+    engine.run(loader(), max_epochs=1)
+    expected = engine.evaluate(evaluator_of(engine), loader(shuffle=False))
+    resumed = make_engine(EMA(0.5))
+    resumed.load_state_dict(engine.state_dict())
+    assert resumed.evaluate(evaluator_of(resumed), loader(shuffle=False)) == expected
+    assert digest(resumed.weights()) == digest(engine.weights())
+
+
+def test_a_state_that_does_not_fit_changes_nothing_before_it_is_refused() -> None:
+    engine, other = make_engine(), make_engine()
+    engine.run(loader(), max_epochs=1)
+    state = engine.state_dict()
+    other.attach(EMA(0.9))
+    before = digest(other.model.state_dict())
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="without a saved state: ema"):
+        other.run(loader(), max_epochs=2)
+    assert digest(other.model.state_dict()) == before
+    smaller = Engine(Update.supervised(cross_entropy, partial(SGD, lr=0.1)), model=nn.Linear(3, 2))
+    before = digest(smaller.model.state_dict())
+    smaller.load_state_dict(state)
+    assert digest(smaller.model.state_dict()) == before
+    with pytest.raises(ValueError, match="module 'model' differs"):
+        smaller.run(loader(), max_epochs=1)
+
+
+def test_a_reset_after_a_load_keeps_the_weights_that_were_loaded() -> None:
+    engine = make_engine()
+    engine.run(loader(), max_epochs=1)
+    other = make_engine()
+    other.load_state_dict(engine.state_dict())
+    other.reset()
+    seen: list[str] = []
+    other.connect(Events.STARTED, lambda engine: seen.append(digest(engine.model.state_dict())))
+    assert other.run(loader(), max_epochs=1).iteration == BATCHES
+    assert seen == [digest(engine.model.state_dict())]

@@ -199,3 +199,61 @@ class Swallowing(Handler):
 def test_a_broken_guarantee_is_named_with_what_differs(kind: type[Handler], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_handler(build, kind, make_data(), max_epochs=2)
+
+
+class Mute(Handler):
+    """Has methods, none of which is declared with `on`."""
+
+    def epoch_done(self, engine: Engine) -> None:
+        raise AssertionError
+
+
+class Misdeclared(Handler):
+    """Subscribes to one event, and has the name of another."""
+
+    @on(Events.STARTED)
+    def start(self, engine: Engine) -> None: ...
+
+    def on_epoch_completed(self, engine: Engine) -> None:
+        raise AssertionError
+
+
+class Hoarding(Handler):
+    """Counts its runs, and neither saves nor restores the count, which matters from the second one on."""
+
+    runs = 0
+
+    @on(Events.STARTED)
+    def count(self, engine: Engine) -> None:
+        engine.model.weight.data += self.runs
+        self.runs += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Mute, "Mute does nothing: none of its methods is declared with `on`"),
+        (Misdeclared, "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above it"),
+        (Hoarding, "hoarding: after a run on another engine it does not begin as new.*modules.model"),
+    ],
+    ids=["no subscription", "a forgotten one", "keeps what it counted"],
+)
+def test_a_handler_that_is_never_called_or_keeps_what_it_saw_fails(kind: type[Handler], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_handler(build, kind, make_data(), max_epochs=2)
+
+
+def test_the_check_says_what_held_and_takes_one_thread() -> None:
+    threads = []
+
+    class Observing(Handler):
+        @on(Events.STARTED)
+        def start(self, engine: Engine) -> None:
+            threads.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    report = check_handler(build, Observing, make_data(), max_epochs=2, changes_training=False)
+    assert report.splitlines()[0] == "observing: 16 runs"
+    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run ends in the same state" in report
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == before

@@ -371,6 +371,7 @@ def test_one_update_serves_several_engines() -> None:
     assert one.updates[0].optimizer is not two.updates[0].optimizer
 
 
+@pytest.mark.filterwarnings("ignore:W49")
 def test_the_evaluation_of_an_update_has_its_loss_and_changes_nothing() -> None:
     evaluator = make_trainer(Update.supervised(mse, SGD).evaluation())
     losses: list[Tensor | None] = []

@@ -44,6 +44,7 @@ def test_the_wiring_is_printed_by_event_and_phase_in_the_order_of_the_loop() -> 
         "  CHANGE    show (every=100)",
         "ENDED",
         "  CHANGE    mixed_precision.clear_scalers",
+        "inherited by evaluators: mixed_precision.autocast",
         "disabled: gradient_accumulation",
     ]
     assert str(make_engine()) == "nothing is attached"

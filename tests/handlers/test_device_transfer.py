@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from signalfire import Engine, Events, Update
 from signalfire.evaluation import prepare_batch
+from signalfire.findings import FindingWarning
 from signalfire.handlers import DeviceTransfer
 
 META = torch.device("meta")  # a second device that every machine has: it shows what moved
@@ -104,6 +106,64 @@ def test_what_cannot_be_moved_stays_as_it_is() -> None:
     found = moved(batch)
     assert found == batch
     assert found[4] is plain
+
+
+def test_a_batch_that_moves_itself_in_place_is_trained_on() -> None:
+    class InPlace:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(2)
+
+        def to(self, device: torch.device) -> None:
+            self.tensor = self.tensor.to(device)
+
+    batch = InPlace()
+    assert moved([batch])[0] is batch
+    assert moved(batch).tensor.device == META
+
+
+class WithFields:
+    """What attrs and pydantic make of a class, as far as it matters here."""
+
+    def __init__(self, inputs: Tensor, label: str) -> None:
+        self.inputs, self.label = inputs, label
+
+
+class Attrs(WithFields):
+    __attrs_attrs__ = SimpleNamespace(name="inputs"), SimpleNamespace(name="label")
+
+
+class Pydantic(WithFields):
+    __pydantic_fields__: ClassVar[dict[str, Any]] = {"inputs": None, "label": None}
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError("frozen")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [Attrs, Pydantic, SimpleNamespace])
+def test_classes_with_known_fields_are_moved(kind: type) -> None:
+    batch = kind(inputs=torch.ones(2), label="cat")
+    found = moved({"sample": batch})["sample"]
+    assert type(found) is kind
+    assert (found.inputs.device, found.label) == (META, "cat")  # type: ignore[attr-defined]
+    assert batch.inputs.device.type == "cpu"
+
+
+def test_deques_are_moved_and_keep_their_length() -> None:
+    found = moved(deque([torch.ones(2), torch.ones(1)], maxlen=2))
+    assert isinstance(found, deque)
+    assert ([tensor.device for tensor in found], found.maxlen) == ([META, META], 2)
+
+
+def test_a_class_that_cannot_be_moved_is_reported_once_a_run() -> None:
+    class Boxed:
+        def __init__(self) -> None:
+            self.inputs = torch.ones(2)
+
+    with pytest.warns(FindingWarning, match="a batch holds a Boxed, whose tensors are not moved to meta") as caught:
+        moved([Boxed(), Boxed()])
+    assert len(caught) == 1
 
 
 def test_ordered_dicts_keep_their_type() -> None:

@@ -35,7 +35,7 @@ def engine_of(scores: Sequence[float], *handlers: Any, every: int = 1) -> Engine
 
 def stops_at(scores: Sequence[float], **options: Any) -> int:
     """The epoch in which the run ends."""
-    engine = engine_of(scores, EarlyStopping("score", **options))
+    engine = engine_of(scores, EarlyStopping("score", **{"mode": "min", **options}))
     return engine.run(BATCHES, max_epochs=len(scores)).epoch
 
 
@@ -46,7 +46,7 @@ def test_it_stops_at_the_patience_th_value_in_a_row_without_improvement(patience
 
 
 def test_without_a_plateau_it_does_not_stop() -> None:
-    handler = EarlyStopping("score", patience=1)
+    handler = EarlyStopping("score", mode="min", patience=1)
     engine = engine_of([4.0, 3.0, 2.0, 1.0], handler)
     state = engine.run(BATCHES, max_epochs=4)
     assert (state.epoch, state.stop_reason) == (4, None)
@@ -58,7 +58,7 @@ def test_the_greatest_is_best_in_mode_max() -> None:
 
 
 def test_the_reason_is_reported_and_the_run_completes() -> None:
-    engine = engine_of([1.0, 2.0, 2.0, 2.0], EarlyStopping("score", patience=2))
+    engine = engine_of([1.0, 2.0, 2.0, 2.0], EarlyStopping("score", mode="min", patience=2))
     reported: list[str] = []
     for event in (Events.TERMINATED, Events.COMPLETED):
         engine.connect(event, lambda engine, event=event: reported.append(event.name))
@@ -96,26 +96,26 @@ def test_a_relative_min_delta_works_for_negative_scores(mode: Any, scores: list[
 def test_nan_is_never_an_improvement() -> None:
     assert stops_at([math.nan] * 5, patience=3, check_finite=False) == 3
     assert stops_at([2.0, math.nan, math.nan, 1.0], patience=2, check_finite=False) == 3
-    handler = EarlyStopping("score", patience=3, check_finite=False)
+    handler = EarlyStopping("score", mode="min", patience=3, check_finite=False)
     engine_of([math.nan, 2.0, math.nan, 1.0, 3.0], handler).run(BATCHES, max_epochs=5)
     assert (handler.best, handler.waited) == (1.0, 1)
 
 
 def test_a_recovery_takes_back_a_stop_that_min_epochs_holds() -> None:
     scores = [1.0, 2.0, 2.0, 0.5, 0.6, 0.4, 0.5, 0.5]
-    engine = engine_of(scores, EarlyStopping("score", patience=2))
+    engine = engine_of(scores, EarlyStopping("score", mode="min", patience=2))
     assert engine.run(BATCHES, max_epochs=8, min_epochs=5).epoch == 8
-    engine = engine_of(scores, EarlyStopping("score", patience=2))
+    engine = engine_of(scores, EarlyStopping("score", mode="min", patience=2))
     assert engine.run(BATCHES, max_epochs=8).epoch == 3
 
 
 def test_without_a_recovery_it_stops_as_soon_as_min_epochs_allow() -> None:
-    engine = engine_of([1.0] * 8, EarlyStopping("score", patience=2))
+    engine = engine_of([1.0] * 8, EarlyStopping("score", mode="min", patience=2))
     assert engine.run(BATCHES, max_epochs=8, min_epochs=5).epoch == 5
 
 
 def test_it_acts_once_for_each_new_value() -> None:
-    handler = EarlyStopping("score", patience=3)
+    handler = EarlyStopping("score", mode="min", patience=3)
     engine = engine_of([1.0] * 5, handler, every=2)
     engine.state.metrics.announce("user", ["score"])  # it is not there yet when the first epoch ends
     assert engine.run(BATCHES, max_epochs=10).epoch == 8  # values at 2, 4, 6, 8: one best and three that are not
@@ -138,7 +138,7 @@ def test_validation_every_second_epoch_counts_once_each() -> None:
 
 
 def test_a_metric_that_comes_inside_the_epoch_stops_there() -> None:
-    engine = engine_of([9.0] * 9, EarlyStopping("inner", patience=2))
+    engine = engine_of([9.0] * 9, EarlyStopping("inner", mode="min", patience=2))
 
     @engine.on(Events.ITERATION_COMPLETED)
     def inner(engine: Engine) -> None:
@@ -149,7 +149,7 @@ def test_a_metric_that_comes_inside_the_epoch_stops_there() -> None:
 
 
 def test_a_missing_metric_is_an_error_that_names_those_there_are() -> None:
-    engine = engine_of([1.0] * 4, EarlyStopping("scor"))
+    engine = engine_of([1.0] * 4, EarlyStopping("scor", mode="min"))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(accuracy=0.5))
     with pytest.raises(KeyError, match=r"EarlyStopping.*'scor'.*accuracy, score.*did you mean 'score'"):
         engine.run(BATCHES, max_epochs=4)
@@ -168,7 +168,7 @@ def test_an_announced_metric_that_comes_later_is_no_error() -> None:
 
 
 def test_a_metric_that_is_no_number_is_refused() -> None:
-    engine = engine_of([1.0], EarlyStopping("vector"))
+    engine = engine_of([1.0], EarlyStopping("vector", mode="min"))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(vector=torch.ones(3)))
     with pytest.raises(TypeError, match=r"EarlyStopping.*'vector'.*\(3,\)"):
         engine.run(BATCHES, max_epochs=1)
@@ -176,11 +176,11 @@ def test_a_metric_that_is_no_number_is_refused() -> None:
 
 def test_a_saved_run_stops_where_the_whole_run_does() -> None:
     scores = [3.0, 2.0, 2.5, 2.4, 2.3, 2.2, 2.1]
-    whole = engine_of(scores, EarlyStopping("score", patience=4))
+    whole = engine_of(scores, EarlyStopping("score", mode="min", patience=4))
     saved: list[dict[str, Any]] = []
     whole.connect(Events.ITERATION_COMPLETED(once=8), lambda engine: saved.append(engine.state_dict()))
     assert whole.run(BATCHES, max_epochs=7).epoch == 6
-    handler = EarlyStopping("score", patience=4)
+    handler = EarlyStopping("score", mode="min", patience=4)
     other = engine_of(scores, handler)
     other.load_state_dict(saved[0])
     assert other.run(BATCHES, max_epochs=7).epoch == 6
@@ -188,7 +188,7 @@ def test_a_saved_run_stops_where_the_whole_run_does() -> None:
 
 
 def test_larger_bounds_go_on_after_a_stop() -> None:
-    engine = engine_of([1.0] * 9, EarlyStopping("score", patience=2))
+    engine = engine_of([1.0] * 9, EarlyStopping("score", mode="min", patience=2))
     assert engine.run(BATCHES, max_epochs=5).epoch == 3
     # The next value is again no improvement.
     assert engine.run(BATCHES, max_epochs=9).epoch == 4
@@ -196,7 +196,7 @@ def test_larger_bounds_go_on_after_a_stop() -> None:
 
 @pytest.mark.parametrize("way", ["without", "disabled", "detached"])
 def test_switched_off_nothing_stops(way: str) -> None:
-    handler = EarlyStopping("score", patience=1)
+    handler = EarlyStopping("score", mode="min", patience=1)
     engine = engine_of([1.0] * 4, handler)
     if way == "without":
         with engine.without("early_stopping"):
@@ -226,7 +226,7 @@ def test_switched_off_nothing_stops(way: str) -> None:
         (TypeError, {"divergence": True}),
         (ValueError, {"threshold": math.nan}),
         (ValueError, {"divergence": math.inf}),
-        (ValueError, {"threshold": 2.0, "divergence": 1.0}),
+        (ValueError, {"threshold": 2.0, "divergence": 1.0, "mode": "min"}),
         (ValueError, {"threshold": 1.0, "divergence": 2.0, "mode": "max"}),
         (TypeError, {"after": 5}),
         (ValueError, {"after": "5min"}),
@@ -246,7 +246,7 @@ def test_bad_arguments_are_refused(error: type[Exception], options: dict[str, An
 
 def test_tensors_are_judged_as_numbers() -> None:
     scores: list[Any] = [torch.tensor(2.0), torch.tensor([1.0]), torch.tensor(1.5)]
-    handler = EarlyStopping("score")
+    handler = EarlyStopping("score", mode="min")
     engine_of(scores, handler).run(BATCHES, max_epochs=3)
     assert (handler.best, handler.waited) == (1.0, 1)
     assert not isinstance(handler.best, Tensor)
@@ -291,7 +291,7 @@ def test_it_stops_at_a_value_worse_than_the_divergence(
 def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
     assert stops_at([3.0, value, 2.0, 1.0], patience=9) == 2
     assert stops_at([3.0, value, 2.0, 1.0], patience=9, check_finite=False) == 4
-    handler = EarlyStopping("score")
+    handler = EarlyStopping("score", mode="min")
     engine_of([3.0, value], handler).run(BATCHES, max_epochs=2)
     assert (handler.best, handler.waited) == (3.0, 1)  # infinitely small is not the best
 
@@ -306,7 +306,7 @@ def test_it_stops_at_once_at_a_value_that_is_not_finite(value: float) -> None:
     ],
 )
 def test_the_reason_names_the_metric_and_the_values(scores: list[float], message: list[str]) -> None:
-    engine = engine_of(scores, EarlyStopping("score", patience=2, threshold=0.75, divergence=8.0))
+    engine = engine_of(scores, EarlyStopping("score", mode="min", patience=2, threshold=0.75, divergence=8.0))
     reason = engine.run(BATCHES, max_epochs=9).stop_reason
     assert reason is not None
     assert engine.state.epoch == len(scores)
@@ -322,14 +322,19 @@ def test_the_reason_names_the_metric_and_the_values(scores: list[float], message
     ],
 )
 def test_every_stop_that_min_epochs_holds_back_is_decided_anew(scores: list[float], options: dict[str, Any]) -> None:
-    assert engine_of(scores, EarlyStopping("score", patience=9, **options)).run(BATCHES, max_epochs=6).epoch == 2
-    engine = engine_of(scores, EarlyStopping("score", patience=9, **options))
+    assert (
+        engine_of(scores, EarlyStopping("score", patience=9, **{"mode": "min", **options}))
+        .run(BATCHES, max_epochs=6)
+        .epoch
+        == 2
+    )
+    engine = engine_of(scores, EarlyStopping("score", patience=9, **{"mode": "min", **options}))
     state = engine.run(BATCHES, max_epochs=6, min_epochs=4)
     assert (state.epoch, state.stop_reason) == (6, None)
 
 
 def test_a_stop_that_is_held_back_reports_its_latest_reason() -> None:
-    engine = engine_of([2.0, 3.0, 9.0, 9.5], EarlyStopping("score", patience=1, divergence=8.0))
+    engine = engine_of([2.0, 3.0, 9.0, 9.5], EarlyStopping("score", mode="min", patience=1, divergence=8.0))
     reason = engine.run(BATCHES, max_epochs=4, min_epochs=3).stop_reason
     assert reason is not None
     assert "divergence" in reason
@@ -338,7 +343,7 @@ def test_a_stop_that_is_held_back_reports_its_latest_reason() -> None:
 @pytest.mark.parametrize(("after", "epoch"), [(None, 3), ("1ep", 4), ("4ep", 7), ("8it", 7), ("9it", 7), ("8st", 7)])
 def test_values_up_to_the_end_of_the_warm_up_are_not_judged(after: str | None, epoch: int) -> None:
     """Each epoch has two iterations and steps; without a warm-up the values 2 and 3 are worse than the first."""
-    handler = EarlyStopping("score", patience=2, after=after)
+    handler = EarlyStopping("score", mode="min", patience=2, after=after)
     scores = [1.0, 5.0, 6.0, 7.0, 3.0, 4.0, 4.0, 1.0, 1.0]
     assert engine_of(scores, handler).run(BATCHES, max_epochs=9).epoch == epoch
 
@@ -380,7 +385,7 @@ def plain_loop(epochs: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("patience", "stopped_in", "best_in"), [(2, 4, 2), (9, 6, 5)])
 def test_the_modules_get_the_weights_of_the_best_value_back(patience: int, stopped_in: int, best_in: int) -> None:
     engine = build()
-    engine.attach(EarlyStopping("score", patience=patience, restore_best=True))
+    engine.attach(EarlyStopping("score", mode="min", patience=patience, restore_best=True))
     last: list[dict[str, Tensor]] = []
     engine.connect(Events.COMPLETED, lambda engine: last.append(weights_of(engine)), phase=Phase.PREPARE)
     assert engine.run(data(), max_epochs=6).epoch == stopped_in
@@ -390,15 +395,15 @@ def test_the_modules_get_the_weights_of_the_best_value_back(patience: int, stopp
 
 def test_without_the_option_the_last_weights_stay() -> None:
     engine = build()
-    engine.attach(EarlyStopping("score", patience=2))
+    engine.attach(EarlyStopping("score", mode="min", patience=2))
     engine.run(data(), max_epochs=6)
     assert same(weights_of(engine), plain_loop(4))
 
 
 def test_what_is_put_back_is_what_the_best_checkpoint_holds(tmp_path: Any) -> None:
     engine = build()
-    checkpoint = Checkpoint(tmp_path, monitor="score")
-    engine.attach(checkpoint, EarlyStopping("score", patience=2, restore_best=True))
+    checkpoint = Checkpoint(tmp_path, monitor="score", mode="min")
+    engine.attach(checkpoint, EarlyStopping("score", mode="min", patience=2, restore_best=True))
     # A decision of the same event that comes after the judgement, and before anything is written.
     engine.connect(Events.EPOCH_COMPLETED, change_a_weight, phase=Phase.CONTROL, rank=50)
     engine.run(data(), max_epochs=6)
@@ -414,7 +419,7 @@ def change_a_weight(engine: Engine) -> None:
 
 def test_a_later_run_goes_on_from_the_best_weights_with_the_optimizer_of_the_end() -> None:
     engine = build()
-    engine.attach(EarlyStopping("score", patience=2, restore_best=True))
+    engine.attach(EarlyStopping("score", mode="min", patience=2, restore_best=True))
     engine.run(data(), max_epochs=6)
     model = build().model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -435,7 +440,7 @@ def test_a_later_run_goes_on_from_the_best_weights_with_the_optimizer_of_the_end
 
 def test_an_error_leaves_the_last_weights() -> None:
     engine = build()
-    engine.attach(EarlyStopping("score", patience=9, restore_best=True))
+    engine.attach(EarlyStopping("score", mode="min", patience=9, restore_best=True))
 
     def fail(engine: Engine) -> None:
         raise ArithmeticError("on purpose")
@@ -448,16 +453,19 @@ def test_an_error_leaves_the_last_weights() -> None:
 
 def test_two_that_restore_refuse_each_other() -> None:
     engine = build()
-    engine.attach(EarlyStopping("score", restore_best=True, name="one"), EarlyStopping("score", name="two"))
+    engine.attach(
+        EarlyStopping("score", mode="min", restore_best=True, name="one"),
+        EarlyStopping("score", mode="min", name="two"),
+    )
     with pytest.raises(ValueError, match="both 'one' and 'three'"):
-        engine.attach(EarlyStopping("score", restore_best=True, name="three"))
+        engine.attach(EarlyStopping("score", mode="min", restore_best=True, name="three"))
 
 
 @pytest.mark.parametrize("options", spread([{}, {"threshold": 0.75, "after": "1ep"}], 1), ids=str)
 def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
     check_handler(
         build,
-        lambda: EarlyStopping("score", patience=2, restore_best=True, **options),
+        lambda: EarlyStopping("score", mode="min", patience=2, restore_best=True, **options),
         data(),
         changes_training=True,
         max_epochs=6,

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from signalfire import Engine, Events, Phase, Update, seed_everything
+from signalfire import Engine, Events, FindingWarning, Phase, Update, seed_everything
 from signalfire.handlers import (
     EMA,
     EarlyStopping,
+    FastDevRun,
     GradientAccumulation,
     LRScheduling,
     MixedPrecision,
@@ -300,7 +301,7 @@ def test_half_precision_weights_have_averages_in_float32() -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 1).to(torch.bfloat16)
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches()]
-    engine = trainer_of(model, handler := EMA(0.999))
+    engine = trainer_of(model, handler := EMA(0.999), allow=["W55"])
     seen: list[Tensor] = []
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(model.weight.detach().float().clone()))
     engine.run(data, max_epochs=3)
@@ -520,3 +521,39 @@ def test_the_best_weights_that_early_stopping_restores_are_those_that_are_evalua
     assert engine.state.epoch == 4
     assert_same(model.state_dict(), kept[2])
     assert_same(engine.weights()["model"], kept[2])
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs", "reported"),
+    [
+        ({"decay": 0.9999}, 3, True),
+        ({"decay": 0.99}, 3, True),  # 0.99 ** 17 is 0.84
+        ({"decay": 0.99}, 12, False),  # 0.99 ** 71 is 0.49
+        ({"decay": 0.99, "every": 2}, 12, True),
+        ({"decay": 0.99, "start": 10}, 12, True),
+        ({"decay": 0.9999, "warmup": True}, 3, False),
+        ({"decay": 0.9999, "start": 99}, 3, False),  # it never begins
+        ({"decay": 0.9}, 1, False),  # so short a memory is meant for a short run
+    ],
+    ids=str,
+)
+def test_a_run_that_is_too_short_for_the_decay_is_reported(options: Any, epochs: int, reported: bool) -> None:
+    engine = trainer_of(network(), EMA(**options), allow=["W55"])
+    engine.run(batches(), max_epochs=epochs)
+    allowed = build(network(), EMA(**options))
+    if reported:
+        with pytest.warns(FindingWarning, match=r"W55: EMA\(decay=.*warmup=True"):
+            allowed.run(batches(), max_epochs=epochs)
+    else:
+        allowed.run(batches(), max_epochs=epochs)
+
+
+def test_a_resumed_run_counts_the_averages_that_were_made() -> None:
+    engine = build(network(), EMA(0.99), allow=["W55"])
+    engine.run(batches(), max_epochs=11)
+    state = engine.state_dict()
+    resumed = build(network(), EMA(0.99))
+    resumed.load_state_dict(state)
+    resumed.run(batches(), max_epochs=13)  # 78 averages in all
+    tried = build(network(), EMA(0.99), FastDevRun())
+    tried.run(batches(), max_epochs=13)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Update, seed_everything
+from signalfire import Engine, Events, Handler, Update, seed_everything
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -24,9 +24,12 @@ from signalfire.handlers import (
     LimitBatches,
     LRScheduling,
     Metrics,
+    OverfitBatches,
     Seeding,
     TensorBoardLogger,
     Validation,
+    cosine_with_warmup,
+    warmup,
 )
 from signalfire.testing import check_handler
 from tests.kit import build, mlp
@@ -203,14 +206,112 @@ def test_wrong_use_is_refused() -> None:
         kind = ValueError if type(count) is int else TypeError
         with pytest.raises(kind, match=rf"FastDevRun\(batches={count!r}\)"):
             FastDevRun(count)  # type: ignore[arg-type]
-    trainer = engine_of(network(), FastDevRun())
-    with pytest.raises(ValueError, match="both 'fast_dev_run' and 'limit_batches'"):
-        trainer.attach(LimitBatches(2))
     trainer = engine_of(network())
     trainer.connect(Events.ITERATION_COMPLETED, lambda engine: engine.attach(FastDevRun()) and None)
     with pytest.raises(RuntimeError, match=r"'fast_dev_run'.*before run\(\)"):
         trainer.run(batches(), max_epochs=1)
     assert not trainer.dry_run
+
+
+@pytest.mark.parametrize("every", ["2ep", "500it", "100st", "3h", "0.9ep", "1it"])
+def test_it_validates_once_however_long_the_interval_is(every: str) -> None:
+    model = network()
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    evaluated: list[int] = []
+    evaluator.connect(Events.COMPLETED, lambda engine: evaluated.append(engine.state.iteration))
+    trainer = engine_of(
+        model, FastDevRun(1), Validation(evaluator, loader(), every=every), EarlyStopping("loss", mode="min")
+    )
+    for epoch in (1, 2):
+        assert trainer.run(batches(), max_epochs=20).epoch == epoch
+    assert evaluated == [1, 1]
+
+
+def test_it_validates_also_where_a_smaller_bound_ends_the_run() -> None:
+    model = network()
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    trainer = engine_of(model, FastDevRun(5), Validation(evaluator, loader(), every="9ep"))
+    assert "loss" in trainer.run(batches(), max_iters=2).metrics
+
+
+def test_handlers_of_the_users_own_are_rehearsed_while_they_are_enabled() -> None:
+    class Rare(Handler):
+        rehearsed = 0
+
+        def rehearse(self, engine: Engine) -> None:
+            self.rehearsed += 1
+
+    trainer = engine_of(network(), FastDevRun(), Rare(), rare := Rare(name="disabled"))
+    rare.enabled = False
+    trainer.run(batches(), max_epochs=2)
+    assert trainer.find(FastDevRun).engine is trainer
+    assert [handler.rehearsed for handler in trainer.handlers.values() if isinstance(handler, Rare)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "trained", "evaluated", "afterwards"),
+    [
+        (lambda: LimitBatches(2, 1), 2, 1, 2),
+        (lambda: LimitBatches(9, 9), 3, 3, 9),
+        (lambda: OverfitBatches(2, validation=True), 2, 2, 2),
+    ],
+    ids=["few", "many", "overfit"],
+)
+def test_other_limits_may_be_attached_beside_it(
+    make: Callable[[], Handler], trained: int, evaluated: int, afterwards: int
+) -> None:
+    losses = []
+    for order in (1, -1):
+        model = network()
+        evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+        evaluator.attach(Metrics(loss=Average()))
+        lengths: list[int] = []
+        evaluator.connect(Events.COMPLETED, lambda engine, lengths=lengths: lengths.append(engine.state.iteration))
+        trainer = engine_of(model, *[FastDevRun(3), make(), Validation(evaluator, loader())][::order])
+        seed_everything(0)
+        state = trainer.run(loader(), max_epochs=5)
+        assert (state.iteration, lengths) == (trained, [evaluated])
+        losses.append(state.metrics["loss"])
+        trainer.detach("fast_dev_run")
+        trainer.reset()
+        assert trainer.run(loader(), max_epochs=1).iteration == afterwards
+    assert losses[0] == losses[1]
+
+
+def test_a_schedule_that_needs_more_steps_is_built_for_the_run_that_is_tried() -> None:
+    for make, expected in (
+        (partial(cosine_with_warmup, warmup=20), 1 / 21),
+        (partial(warmup, 20, then=partial(torch.optim.lr_scheduler.CosineAnnealingLR)), 1 / 21),
+        (partial(cosine_with_warmup, warmup=0.5), 1.0),  # which fits one step
+    ):
+        rates: list[float] = []
+        schedule = LRScheduling(make())
+        trainer = engine_of(network(), FastDevRun(), schedule, optimizer=partial(torch.optim.SGD, lr=1.0))
+        trainer.connect(
+            Events.OPTIMIZER_STEP_STARTED,
+            lambda engine, rates=rates: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"]),
+        )
+        trainer.run(batches(), max_epochs=9)
+        assert rates == [pytest.approx(expected)]
+    with pytest.raises(ValueError, match="add up to 99 steps, but the run has only 54"):
+        engine_of(network(), FastDevRun(), LRScheduling(cosine_with_warmup(warmup=99))).run(batches(), max_epochs=9)
+    with pytest.raises(ValueError, match="add up to 99 steps, but the run has only 6"):
+        engine_of(network(), LRScheduling(cosine_with_warmup(warmup=99))).run(batches(), max_epochs=1)
+
+
+def test_a_schedule_by_epochs_is_built_for_the_run_that_is_tried() -> None:
+    schedule = LRScheduling(cosine_with_warmup(warmup=3), every="1ep")
+    assert engine_of(network(), FastDevRun(), schedule).run(batches(), max_epochs=9).epoch == 1
+    assert schedule.total == 9
+
+
+def test_it_is_listed_as_a_finding() -> None:
+    trainer = engine_of(network(), FastDevRun())
+    trainer.run(batches(), max_epochs=9)
+    (found,) = trainer.findings.of_run().of("W58")
+    assert "nothing is written" in found.sentence
 
 
 def test_it_keeps_its_promises() -> None:

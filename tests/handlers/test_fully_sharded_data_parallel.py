@@ -242,7 +242,7 @@ def test_handlers_do_with_shards_what_they_do_with_whole_tensors(company: str) -
 def part(folder: Path, size: int, epochs: int, load: bool = False, **options: Any) -> Any:
     """A part of a run, with averages and best weights in its state."""
     engine = make(
-        EMA(0.5), EarlyStopping("loss_seen", patience=100, restore_best=True), FullyShardedDataParallel(),
+        EMA(0.5), EarlyStopping("loss_seen", mode="min", patience=100, restore_best=True), FullyShardedDataParallel(),
         Checkpoint(folder, keep=2, **options),
     )  # fmt: skip
 

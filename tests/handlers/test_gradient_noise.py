@@ -109,6 +109,7 @@ def test_a_skipped_step_does_not_let_the_noise_fade() -> None:
     assert same(engine.model, plain_loop(0.3, skipped=3))
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_the_noise_has_the_papers_variance() -> None:
     update = Update.from_function(lambda engine, batch: 0 * engine.model.weight.sum(), partial(torch.optim.SGD, lr=0.0))
     engine = Engine(update, model=nn.Linear(100, 100, bias=False), seed=0)
@@ -125,6 +126,7 @@ def test_the_noise_has_the_papers_variance() -> None:
         assert variance == pytest.approx(0.3 / (1 + step) ** 0.55, rel=0.07)
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_several_updates_and_several_evaluations_in_an_iteration_draw_different_numbers() -> None:
     models = {"a": nn.Linear(50, 1, bias=False), "b": nn.Linear(50, 1, bias=False)}
     noise: dict[str, list[Tensor]] = {"a": [], "b": []}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Update, seed_everything
+from signalfire import Engine, Events, ReloadedData, Update, seed_everything
 from signalfire.handlers import (
     Average,
     DeviceTransfer,
@@ -228,6 +228,17 @@ def test_what_cannot_be_limited_is_refused_before_the_first_batch() -> None:
 def test_bad_arguments_are_refused(error: type[Exception], options: dict[str, Any]) -> None:
     with pytest.raises(error, match=f"LimitBatches\\({next(iter(options), '')}"):
         LimitBatches(**options)
+
+
+def test_data_that_is_reloaded_is_limited_in_each_epoch() -> None:
+    loaded: list[int] = []
+
+    def load(epoch: int) -> Batches:
+        loaded.append(epoch)
+        return batches(2 + epoch)
+
+    assert engine_of(network(), LimitBatches(3)).run(ReloadedData(load), max_epochs=3).iteration == 2 + 3 + 3
+    assert loaded == [0, 1, 2]
 
 
 def test_two_refuse_each_other() -> None:

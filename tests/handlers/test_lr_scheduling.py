@@ -274,7 +274,7 @@ def score(engine: Engine) -> None:
 
 def test_plateau_follows_each_new_value_of_its_metric() -> None:
     engine, rates = engine_of(
-        network(), LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+        network(), LRScheduling(partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=1), monitor="score")
     )
     engine.connect(Events.EPOCH_COMPLETED, score)
     engine.run(batches(2), max_epochs=8)
@@ -293,7 +293,7 @@ def test_reset_brings_back_the_rate_that_a_plateau_lowered_in_an_optimizer_that_
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model, seed=0)
-    engine.attach(LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score"))
+    engine.attach(LRScheduling(partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=1), monitor="score"))
     engine.connect(Events.EPOCH_COMPLETED, score)
     engine.run(batches(2), max_epochs=8)
     assert optimizer.param_groups[0]["lr"] < 0.1
@@ -304,7 +304,7 @@ def test_reset_brings_back_the_rate_that_a_plateau_lowered_in_an_optimizer_that_
 
 def test_plateau_does_not_count_a_value_twice() -> None:
     engine, rates = engine_of(
-        network(), LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+        network(), LRScheduling(partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=1), monitor="score")
     )
     engine.connect(Events.EPOCH_COMPLETED(every=3), score)
     engine.state.metrics["score"] = 1.0  # better than all that come
@@ -499,7 +499,7 @@ def test_switched_off_in_a_run_the_rate_stays_where_it_is() -> None:
 
 def test_a_saved_plateau_goes_on_with_what_it_has_seen() -> None:
     def build() -> tuple[Engine, list[float]]:
-        handler = LRScheduling(partial(ReduceLROnPlateau, factor=0.5, patience=1), monitor="score")
+        handler = LRScheduling(partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=1), monitor="score")
         engine, rates = engine_of(network(), handler)
         engine.connect(Events.EPOCH_COMPLETED, score)
         return engine, rates
@@ -543,7 +543,7 @@ def test_every_group_is_simulated_from_its_own_rate() -> None:
 
 
 def test_a_plateau_is_simulated_with_the_values_of_its_metric() -> None:
-    factory = partial(ReduceLROnPlateau, factor=0.5, patience=1)
+    factory = partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=1)
     engine, rates = engine_of(network(), LRScheduling(factory, monitor="score"))
     engine.connect(Events.EPOCH_COMPLETED, score)
     engine.run(batches(2), max_epochs=8)
@@ -703,6 +703,7 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
 
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.filterwarnings("ignore:W18")
 def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str, every: str) -> None:
     factory = partial(COUNTED[kind], t_in_epochs=every == "1ep")
     for window in (1, 4):
@@ -733,8 +734,8 @@ def test_a_scheduler_that_gets_every_few_steps_knows_how_many_they_were() -> Non
 
 def test_a_scheduler_that_counts_the_other_thing_is_refused_before_the_first_batch() -> None:
     for every, in_epochs, message in (
-        ("1st", True, r"Counted counts epochs.*every='1st'.*t_in_epochs=False, or every='1ep'"),
-        ("1ep", False, r"Counted counts steps.*every='1ep'.*t_in_epochs=True, or every='1st'"),
+        ("1st", True, r"Counted counts epochs.*every='1step'.*t_in_epochs=False, or every='1ep'"),
+        ("1ep", False, r"Counted counts steps.*every='1ep'.*t_in_epochs=True, or every='1step'"),
     ):
         engine, rates = engine_of(
             network(), LRScheduling(partial(Counted, t_initial=4, t_in_epochs=in_epochs), every=every)

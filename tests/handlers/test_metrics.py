@@ -267,6 +267,7 @@ def test_the_loss_of_an_update_that_has_none_is_refused(more: dict[str, Any]) ->
         engine.attach(Metrics(loss=Average(), **more))
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_a_batch_in_time_chunks_is_measured_once_as_a_whole() -> None:
     generator = torch.Generator().manual_seed(2)
     data = [

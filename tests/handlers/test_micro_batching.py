@@ -175,6 +175,7 @@ def test_a_piece_without_a_loss_has_weight_zero() -> None:
     assert_close(engine.model, model)
 
 
+@pytest.mark.filterwarnings("ignore:W29")
 def test_without_any_loss_there_is_no_step() -> None:
     update = Update(lambda e, b: e.model(b[0]), lambda e, o, b: None, SGD)
     engine = trained(MicroBatching(3), update=update)
@@ -206,6 +207,7 @@ def test_a_skip_in_one_piece_skips_the_batch(event: Events) -> None:
 # ---- what is seen --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_afterwards_the_whole_batch_is_there_again() -> None:
     data = make_data([8, 7])
     whole = trained()

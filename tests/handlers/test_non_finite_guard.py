@@ -88,6 +88,7 @@ def test_wherever_in_its_window_the_bad_batch_is(check: Any, bad: int) -> None:
     assert same(engine.model, plain_loop(data, window=4))
 
 
+@pytest.mark.filterwarnings("ignore:W15")
 def test_without_it_the_weights_are_lost() -> None:
     engine = build()
     engine.run(batches(5), max_epochs=1)
@@ -314,6 +315,7 @@ def test_sparse_and_empty_gradients() -> None:
 
 @pytest.mark.parametrize("check", spread(CHECKS, 1))
 @pytest.mark.parametrize("window", quick([1, 3], 3))
+@pytest.mark.filterwarnings("ignore:W15")
 def test_it_keeps_the_promises_of_a_handler(check: Any, window: int) -> None:
     def make() -> Engine:
         engine = build()

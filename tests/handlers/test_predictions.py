@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import Average, DeviceTransfer, FastDevRun, Metrics, MixedPrecision, Predictions, Validation
@@ -241,3 +243,19 @@ def test_it_sees_what_others_made_of_the_output() -> None:
     engine.run(batches())
     assert handler.outputs.dtype == torch.int64
     assert handler.outputs.shape == (11,)
+
+
+def test_outputs_of_shuffled_data_are_reported_unless_something_identifies_them() -> None:
+    dataset = TensorDataset(torch.ones(8, 5), torch.ones(8, 1))
+    for data, handler, reported in (
+        (DataLoader(dataset, shuffle=True), Predictions(), True),
+        (DataLoader(dataset, sampler=DistributedSampler(dataset, 1, 0)), Predictions(), True),
+        (DataLoader(dataset, sampler=DistributedSampler(dataset, 1, 0, shuffle=False)), Predictions(), False),
+        (DataLoader(dataset, shuffle=True), Predictions(inputs=True), False),
+        (DataLoader(dataset), Predictions(), False),
+    ):
+        engine = predictor(network(), handler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.run(data)
+        assert [str(one.message)[:3] for one in caught] == (["W54"] if reported else [])

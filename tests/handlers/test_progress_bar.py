@@ -111,6 +111,36 @@ def test_bars_show_running_values_within_the_epoch() -> None:
     assert len(set(running)) == 4
 
 
+def test_a_run_that_was_interrupted_within_an_epoch_goes_on_with_its_bar() -> None:
+    file = Terminal()
+    engine = engine_of(ProgressBar(file=file, interval=0.0))
+
+    def interrupt(engine: Engine) -> None:
+        raise KeyboardInterrupt
+
+    with engine.connect(Events.ITERATION_COMPLETED(once=2), interrupt), pytest.raises(KeyboardInterrupt):
+        engine.run(BATCHES, max_epochs=2)
+    before = len(file.getvalue())
+    engine.run(BATCHES, max_epochs=2)
+    drawn = file.getvalue()[before:]
+    assert "epoch 1/2:  50%" in drawn
+    assert "3/4" in drawn
+    assert "epoch 2/2:" in drawn
+
+
+def test_a_resumed_run_draws_its_open_epoch_once() -> None:
+    first, file = engine_of(), Terminal()
+    first.run(BATCHES, max_iters=2)
+    engine = engine_of(ProgressBar(file=file, interval=0.0, leave=True))
+    engine.run(BATCHES, max_iters=1)
+    engine.load_state_dict(first.state_dict())
+    before = len(file.getvalue())
+    engine.run(BATCHES, max_epochs=1)
+    drawn = file.getvalue()[before:]
+    assert "0/4" not in drawn
+    assert drawn.count("\n") == 1
+
+
 @pytest.mark.parametrize("leave", [True, False])
 def test_finished_bars_stay_if_asked(leave: bool) -> None:
     file = Terminal()

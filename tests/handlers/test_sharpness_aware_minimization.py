@@ -220,6 +220,7 @@ def test_with_micro_batches_both_evaluations_are_in_pieces() -> None:
 # ---- what is seen and what stays -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_metrics_and_records_see_the_first_evaluation() -> None:
     seen: list[tuple[str, int, int]] = []
 
@@ -257,6 +258,7 @@ def test_metrics_and_records_see_the_first_evaluation() -> None:
     assert engine.state.metrics["loss"] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:W18")
 def test_the_weights_are_put_back_bit_for_bit() -> None:
     model = make_model()
     before = [p.detach().clone() for p in model.parameters()]
@@ -325,6 +327,7 @@ def test_frozen_and_unused_parameters_stay() -> None:
     assert_same(model, plain_loop(rho=0.3, model=Partly()))
 
 
+@pytest.mark.filterwarnings("ignore:W12")
 def test_a_gradient_of_zero_moves_nothing() -> None:
     update = Update.from_function(lambda e, b: (e.model.weight * 0).sum(), SGD)
     model = nn.Linear(2, 1)

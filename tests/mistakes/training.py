@@ -1,15 +1,234 @@
-"""Steps that are not made, and what they leave untrained."""
+"""Steps that are not made, or not made with what they seem to be made with, and what they leave untrained."""
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from signalfire import Engine, Update
-from tests.kit import SGD, batches, mlp
-from tests.mistakes.registry import mistake
+from signalfire import Engine, Events, Update
+from signalfire.handlers import GradientAccumulation, LRScheduling
+from tests.kit import SGD, batches, build, linear, mlp
+from tests.mistakes.registry import comes_right, mistake
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 @mistake("W10")
 def a_forgotten_optimizer(right: bool) -> None:
     engine = Engine(Update.supervised(mse_loss, SGD if right else None), model=mlp(5, 8, 1))
     engine.run(batches(), max_epochs=2)
+
+
+@mistake("W11")
+def a_layer_replaced_after_the_optimizer_was_built(right: bool) -> None:
+    model = mlp(5, 8, 2)
+    if right:
+        model[1] = nn.Linear(8, 1)
+    optimizer = ADAM(model.parameters())
+    if not right:
+        model[1] = nn.Linear(8, 1)
+    Engine(Update.supervised(mse_loss, optimizer), model=model).run(batches(), max_epochs=1)
+
+
+class LateLayer(nn.Module):
+    """Makes its head in the first forward, when it knows the number of features."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 8)
+        self.head: Any = nn.Linear(8, 1) if right else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.head is None:
+            self.head = nn.Linear(hidden.shape[1], 1)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+@mistake("W11")
+def a_layer_made_in_the_first_forward(right: bool) -> None:
+    build(LateLayer(right)).run(batches(), max_epochs=1)
+
+
+@mistake("W11")
+def a_head_swapped_between_epochs(right: bool) -> None:
+    engine = build(mlp(5, 8, 1))
+
+    def swap(engine: Engine) -> None:
+        head = nn.Linear(8, 1)
+        if right:
+            engine.model[1].load_state_dict(head.state_dict())
+        else:
+            engine.model[1] = head
+
+    engine.connect(Events.EPOCH_STARTED(once=2), swap)
+    engine.run(batches(), max_epochs=2)
+
+
+@mistake("W11")
+def a_run_over_unsized_data_that_ends_within_an_epoch_with_a_late_layer(right: bool) -> None:
+    build(LateLayer(right)).run(iter(batches()), max_iters=3)
+
+
+@mistake("W12")
+def a_forward_that_closes_over_an_older_model(right: bool) -> None:
+    model = old = mlp(5, 8, 1)
+    if not right:
+        model = copy.deepcopy(old)
+    update = Update(lambda engine, batch: old(batch[0]), lambda engine, output, batch: mse_loss(output, batch[1]), SGD)
+    Engine(update, model=model).run(batches(), max_epochs=1)
+
+
+@mistake("W12")
+def one_of_two_updates_uses_the_wrong_network(right: bool) -> None:
+    models = {"one": linear(5, 1), "two": linear(5, 1)}
+
+    def update(name: str, used: str) -> Update:
+        return Update.from_function(
+            lambda engine, batch: mse_loss(engine.modules[used](batch[0]), batch[1]),
+            SGD,
+            name=name,
+            parameters=lambda engine: engine.modules[name].parameters(),
+        )
+
+    Engine([update("one", "one"), update("two", "two" if right else "one")], model=models).run(batches(), max_epochs=1)
+
+
+@mistake("W12")
+def a_fused_optimizer_over_an_older_model(right: bool) -> None:
+    model = old = mlp(5, 8, 1)
+    if not right:
+        model = copy.deepcopy(old)
+    update = Update(
+        lambda engine, batch: old(batch[0]),
+        lambda engine, output, batch: mse_loss(output, batch[1]),
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+    )
+    Engine(update, model=model).run(batches(), max_epochs=1)
+
+
+class Backbone(nn.Module):
+    """Features and a head; the features may be cut off from the gradient."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.features, self.head, self.detached = nn.Linear(5, 8), nn.Linear(8, 1), detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x)
+        return self.head(hidden.detach() if self.detached else hidden)  # type: ignore[no-any-return]
+
+
+@mistake("W13")
+def features_that_are_detached(right: bool) -> None:
+    build(Backbone(detached=not right)).run(batches(), max_epochs=1)
+
+
+@mistake("W13")
+def features_computed_without_gradients_in_an_optimizer_of_everything(right: bool) -> None:
+    model = Backbone(detached=True)
+    if right:
+        model.features.requires_grad_(False)
+    build(model, optimizer=ADAM).run(batches(), max_epochs=1)
+
+
+@mistake("W14")
+def a_receiver_that_evaluates_and_leaves_the_model_in_eval_mode(right: bool) -> None:
+    engine = build(mlp(5, 8, 1, nn.Dropout(0.5)))
+
+    def evaluate(engine: Engine) -> None:
+        engine.model.eval()
+        with torch.no_grad():
+            engine.model(batches(1)[0][0])
+        if right:
+            engine.model.train()
+
+    engine.connect(Events.EPOCH_COMPLETED, evaluate)
+    engine.run(batches(), max_epochs=2)
+
+
+@mistake("W14")
+def an_encoder_left_in_eval_mode_within_an_epoch(right: bool) -> None:
+    model = nn.Sequential(mlp(5, 8, 4, nn.Dropout(0.5)), nn.Linear(4, 1))
+    engine = build(model)
+
+    def look(engine: Engine) -> None:
+        was = model[0].training
+        model[0].eval()
+        model[0](batches(1)[0][0])
+        if right:
+            model[0].train(was)
+
+    engine.connect(Events.ITERATION_COMPLETED(once=2), look)
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W15")
+def nan_in_an_input(right: bool) -> None:
+    data = batches()
+    if not right:
+        data[2][0][0, 0] = float("nan")
+    build(mlp(5, 8, 1)).run(data, max_epochs=1)
+
+
+@mistake("W15")
+def a_square_root_at_zero(right: bool) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        masked = (output - target) * torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+        return (masked.square() + (1e-6 if right else 0.0)).sqrt().mean()
+
+    build(mlp(5, 8, 1), loss=loss).run(batches(), max_epochs=1)
+
+
+@mistake("W16")
+def zero_grad_by_the_user_in_an_accumulation_window(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(2))
+    if not right:
+        engine.connect(Events.ITERATION_STARTED, lambda engine: engine.updates[0].optimizer.zero_grad())
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W16")
+def zero_grad_of_the_model_in_the_loss(right: bool) -> None:
+    model = mlp(5, 8, 1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if not right:
+            model.zero_grad()
+        return mse_loss(output, target)
+
+    build(model, GradientAccumulation(3), loss=loss).run(batches(), max_epochs=1)
+
+
+@mistake("W17")
+def a_receiver_that_calls_the_optimizer_as_well(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), optimizer=ADAM)
+    if not right:
+        engine.connect(Events.GRADIENTS_READY, lambda engine: engine.state.update.optimizer.step())
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W18")
+def a_warm_up_by_epochs_that_starts_from_zero(right: bool) -> None:
+    warm_up = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: min(1.0, (epoch + right) / 3))
+    build(mlp(5, 8, 1), LRScheduling(warm_up, every="1ep")).run(batches(), max_epochs=2)
+
+
+@mistake("W18")
+def a_learning_rate_of_zero(right: bool) -> None:
+    build(mlp(5, 8, 1), optimizer=partial(torch.optim.SGD, lr=0.1 if right else 0.0)).run(batches(), max_epochs=1)
+
+
+@comes_right
+def a_zero_grad_before_each_iteration_out_of_habit(right: bool) -> Any:
+    engine = build(mlp(5, 8, 1))
+    if not right:
+        engine.connect(Events.ITERATION_STARTED, lambda engine: engine.updates[0].optimizer.zero_grad())
+    engine.run(batches(), max_epochs=1)
+    return [p.tolist() for p in engine.model.parameters()]

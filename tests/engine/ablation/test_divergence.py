@@ -279,6 +279,7 @@ def test_a_run_that_ends_earlier_parts_there() -> None:
 
 
 @pytest.mark.parametrize("value", spread([float("nan"), float("inf")], 1))
+@pytest.mark.filterwarnings("ignore:W15")
 def test_what_is_not_finite_parts_the_runs_under_any_tolerance_unless_both_have_it(value: float) -> None:
     def spoil(engine: Engine) -> None:
         with torch.no_grad():
@@ -361,7 +362,7 @@ def test_builds_may_bring_their_own_run_and_write_no_files(tmp_path: Path) -> No
 
 def test_what_stops_by_a_metric_is_compared_up_to_its_stop() -> None:
     def build() -> Engine:
-        return make_engine(Metrics(accuracy=Accuracy()), EarlyStopping("accuracy", mode="min", patience=1))
+        return make_engine(Metrics(accuracy=Accuracy()), EarlyStopping("accuracy", min_delta=1.0, patience=1))
 
     assert divergence(build, build, run=train) is None
 

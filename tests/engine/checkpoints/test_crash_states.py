@@ -525,7 +525,7 @@ def last(keep: int, **more: Any) -> dict[str, Any]:
 
 
 def best(keep: int, **more: Any) -> dict[str, Any]:
-    return {"monitor": "score", "keep": keep, "name": "best", **more}
+    return {"monitor": "score", "mode": "min", "keep": keep, "name": "best", **more}
 
 
 TWICE = {"every": Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED, "keep": 1, "name": "last"}

@@ -133,7 +133,8 @@ def test_a_loaded_entry_is_kept_once_its_version_is_found_under_the_last_number(
     retention.load([Entry("a", 1.0, 4), Entry("gone", 2.0, 6)])
     assert (retention.kept, retention.superseded) == ([], [])
     iterations = {"a": 4, "a-9": 4, "a-10": 4, "a-last": 4, "a-11": 5, "ahead": 7}
-    retention.look_up({name: {"iteration": iteration} for name, iteration in iterations.items()}, iteration=6)
+    manifests = {name: {"iteration": iteration, "value": 1.0} for name, iteration in iterations.items()}
+    retention.look_up(manifests, iteration=6)
     assert retention.kept == [("a-10", Entry("a", 1.0, 4))]
     assert retention.superseded == ["a", "a-9", "a-last", "a-11"], "up to the iteration from which the run resumes"
     select(retention, "b", 0.5, 7)

@@ -181,7 +181,7 @@ def test_whichever_operation_fails_when_one_is_written_again_the_first_or_the_se
 
 
 def test_a_value_that_is_not_finite_leaves_a_manifest_of_plain_json(tmp_path: Path) -> None:
-    handler = Checkpoint(tmp_path, monitor="score")
+    handler = Checkpoint(tmp_path, monitor="score", mode="min")
     engine = engine_of(handler)
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=float("inf")))
     engine.run(DATA, max_epochs=1)

@@ -676,7 +676,7 @@ def test_kept_after_a_resume_is_what_the_uninterrupted_run_keeps(cut: int, folde
         engine = engine_of(
             Checkpoint(where, every="1it", keep=2, name="last"),
             Checkpoint(where, every="3it", keep=1, name="third"),
-            Checkpoint(where, monitor="score", keep=2, name="best"),
+            Checkpoint(where, monitor="score", mode="min", keep=2, name="best"),
         )
         engine.connect(
             Events.ITERATION_COMPLETED,

@@ -163,7 +163,7 @@ def test_data_is_made_anew_every_few_epochs_and_may_change_its_length() -> None:
 
     def make() -> Engine:
         model = nn.Linear(1, 1)
-        return Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model)
+        return Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model, allow=["W29"])
 
     engine = make()
     engine.run(ReloadedData(load, every=2), max_epochs=4)
@@ -184,3 +184,17 @@ def test_what_loads_data_has_to_be_a_function() -> None:
         ReloadedData([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every=0"):
         ReloadedData(lambda epoch: [1], every=0)
+
+
+def test_reloaded_data_that_is_an_iterator_is_loaded_for_each_pass() -> None:
+    data = ReloadedData(lambda epoch: iter([epoch] * 2), every=2)
+    assert [list(data.of_pass(epoch)) for epoch in (0, 0, 1, 2)] == [[0, 0], [0, 0], [0, 0], [2, 2]]
+    loaded: list[int] = []
+
+    def load(epoch: int) -> list[int]:
+        loaded.append(epoch)
+        return [epoch]
+
+    listed = ReloadedData(load, every=2)
+    assert [listed.of_pass(epoch) for epoch in (0, 0, 1, 2)] == [[0], [0], [0], [2]]
+    assert loaded == [0, 2]

@@ -353,7 +353,7 @@ def test_the_data_goes_on_in_a_second_run_where_the_first_left_it() -> None:
         return None
 
     model = torch.nn.Linear(1, 1)
-    trainer = Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model)
+    trainer = Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=model, allow=["W29"])
     trainer.run(range(5), max_epochs=1, epoch_length=3)
     trainer.run(range(5), max_epochs=3, epoch_length=3)
     assert [batch for _, batch in seen] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
@@ -369,7 +369,9 @@ def test_max_iters_ends_inside_an_epoch_and_a_second_run_goes_on_there() -> None
 
     for data in (range(4), Unsized(4)):
         seen.clear()
-        trainer = Engine(Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=torch.nn.Linear(1, 1))
+        trainer = Engine(
+            Update.from_function(note, partial(torch.optim.SGD, lr=0.1)), model=torch.nn.Linear(1, 1), allow=["W29"]
+        )
         trainer.run(data, max_iters=2)
         trainer.run(data, max_iters=6)
         assert seen == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)], data

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from signalfire.distributed import SINGLE_PROCESS, lost_another, process_group
+from signalfire.handlers import DistributedDataParallel
 from tests.processes import assert_alike, run_together
 
 TIMEOUT = 60.0
@@ -31,6 +32,18 @@ def test_a_single_process_is_a_group_of_one() -> None:
     assert one.gather_samples(value) is value
     assert one.watch(lambda: "STARTED") is None
     assert repr(one) == "<rank 0 of 1>"
+
+
+def test_before_they_join_the_launched_ranks_know_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DistributedDataParallel().processes is SINGLE_PROCESS
+    launched = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    processes = DistributedDataParallel().processes
+    assert (processes.rank, processes.local_rank, processes.world_size) == (1, 1, 4)
+    assert (processes.distributed, processes.is_rank_zero) == (True, False)
+    with pytest.raises(RuntimeError, match="rank 1 of 4 has not joined the process group yet: attach the handler"):
+        processes.barrier()
 
 
 def test_a_single_process_prints_without_its_number() -> None:

@@ -1,0 +1,151 @@
+"""The modules of an engine by name: its models as they are without wrappers, and losses that have parameters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .update import Update, loss_module
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Modules", "model_of", "report_loss_parameters", "report_wrapped", "unwrapped"]
+
+
+class Modules(dict[str, nn.Module]):
+    """The bare modules by name, for state, averages and optimizers.
+
+    A loss with trainable parameters, such as class centres, is one of them: "loss", or with several updates the update's name
+    and "_loss", unless the model holds these parameters already. So it is trained, moved, saved and averaged like the model.
+
+    Attributes:
+        losses: names of the modules that are losses.
+        wrapped: names of the models that came wrapped in torch's DataParallel or DistributedDataParallel.
+        wrapper: the name of that class.
+
+    Raises:
+        TypeError: for a model that is no module and no mapping from names to modules.
+        ValueError: for a model that has the name of a loss.
+    """
+
+    def __init__(self, model: Any, updates: Sequence[Update]) -> None:
+        given = _named(model)
+        super().__init__({name: _bare(module) for name, module in given.items()})
+        kinds = {type(module).__name__ for name, module in given.items() if self[name] is not module}
+        self.wrapper = min(kinds, default="")
+        self.wrapped = tuple(name for name, module in given.items() if self[name] is not module)
+        self.losses: list[str] = []
+        for update in updates:
+            loss = loss_module(update)
+            trained = [] if loss is None else [p for p in loss.parameters() if p.requires_grad]
+            known = {p for module in self.values() for p in module.parameters()}
+            if loss is None or all(p in known for p in trained):
+                continue
+            name = "loss" if len(updates) == 1 else f"{update.name}_loss"
+            if name in self:
+                raise ValueError(
+                    f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update {update.name!r}, whose "
+                    "parameters are trained, too: give the model another name, or put the loss into model= as well"
+                )
+            self[name] = loss
+            self.losses.append(name)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Those that are no losses."""
+        return {name: module for name, module in self.items() if name not in self.losses}
+
+    def prefix(self, name: str) -> str:
+        """What stands before the names of a module's parameters: nothing for the only model."""
+        return "" if name not in self.losses and len(self) - len(self.losses) == 1 else name
+
+
+def model_of(model: Any, modules: Modules) -> Any:
+    """What the forward calls: the model, or a `ModuleDict` of several."""
+    return model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(modules.models)
+
+
+def _named(model: Any) -> dict[str, nn.Module]:
+    if model is None:
+        return {}
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
+        hint = "; give an instance, not the class" if isinstance(model, type) else ""
+        raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules{hint}")
+    return dict(model)
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DataParallel | DistributedDataParallel) else module
+
+
+def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state without the "module." that torch's wrappers put before names, where these modules have no such names."""
+    wrapped = [
+        name
+        for name, state in saved.get("modules", {}).items()
+        if name in modules and isinstance(state, Mapping) and state and all(key.startswith("module.") for key in state)
+        and not any(key.startswith("module.") for key in modules[name].state_dict())
+    ]  # fmt: skip
+    if not wrapped:
+        return saved
+
+    def bare(name: str) -> str:
+        root, _, rest = name.partition(".")
+        return f"{root}.{rest.removeprefix('module.')}" if root in wrapped else name
+
+    states = dict(saved["modules"])
+    for name in wrapped:
+        states[name] = {key.removeprefix("module."): value for key, value in states[name].items()}
+    updates = {
+        name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
+        for name, part in saved.get("updates", {}).items()
+    }
+    return {**saved, "modules": states, "updates": updates}
+
+
+def report_wrapped(engine: Engine) -> None:
+    """Report a model that the user has distributed over processes of which the engine knows nothing."""
+    if engine.modules.wrapper != "DistributedDataParallel" or engine.processes.distributed:
+        return
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        engine.findings.report(
+            "W46",
+            f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single process: "
+            "every rank reads all of the data, and writes checkpoints and logs",
+            "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
+        )
+
+
+def report_loss_parameters(engine: Engine) -> None:
+    """Report the parameters of losses: as information that they are trained, as a warning where no optimizer holds them."""
+    if not engine.training:
+        return
+    held = {p for update in engine.updates for p in update.parameters}
+    for name in engine.modules.losses:
+        loss = engine.modules[name]
+        trained = {key: p for key, p in loss.named_parameters() if p.requires_grad}
+        missing = [key for key, p in trained.items() if p not in held]
+        kind = type(loss).__name__
+        if missing:
+            engine.findings.report(
+                "W42",
+                f"the loss {kind} has parameters that no optimizer holds and that are not trained: {', '.join(missing)}",
+                "give the optimizer as a factory, or with these parameters as well: [*model.parameters(), "
+                f"*{name}.parameters()]; if they are constant, call requires_grad_(False) on them",
+                key=name,
+            )
+        elif trained:
+            engine.findings.report(
+                "W43",
+                f"the parameters of the loss {kind} are trained, moved and saved with the model's, as {name!r}: "
+                f"{', '.join(trained)}",
+                "call requires_grad_(False) on those that are constant, before building the Engine",
+                key=name,
+            )

@@ -1,0 +1,121 @@
+"""One look of `Guards` at a run: what it has seen, and what it has connected meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signalfire import Engine, Events, Phase, UpdateState
+from signalfire.connection import Connection
+from signalfire.signals import Signal
+
+from .watching import ActiveDropout, trained_elsewhere
+
+__all__ = ["Look"]
+
+
+class Look:
+    """One look: what it has seen, and what it has connected.
+
+    Attributes:
+        iteration: where it began.
+        pending: the updates of which it has seen no step.
+        seen: by update, the loss, what distinguishes the batch, and the inputs.
+        dropout: whether an evaluation computes it; statistics: what it must not change.
+    """
+
+    def __init__(self, engine: Engine, owner: str) -> None:
+        self.iteration = engine.state.iteration
+        self.pending = {update.name for update in engine.updates}
+        self.seen: dict[str, tuple[Tensor, Any, Tensor | None]] = {}
+        self.dropout = ActiveDropout()
+        self.statistics: dict[str, Tensor] = {}
+        self._engine = engine
+        self._owner = owner
+        self._connections: list[tuple[Signal, Connection]] = []
+        self._samples: dict[str, tuple[Tensor, int, float]] = {}
+        self._steps = {update.name: update.steps for update in engine.updates}
+        self._calls = dict.fromkeys(self._steps, 0)
+        self._hooks: list[Any] = []
+        self._incoming: dict[Tensor, Tensor] = {}
+        self._added: set[Tensor] = set()
+        self._elsewhere = {p: p._version for p in trained_elsewhere(engine)} if engine.training else {}
+        if engine.training:
+            self._hook(engine)
+
+    def _hook(self, engine: Engine) -> None:
+        for update in engine.updates:
+            if update.optimizer is not None:
+                self._hooks.append(update.optimizer.register_step_post_hook(partial(self._count, update.name)))
+        for p in self._elsewhere:
+            self._hooks.append(p.register_hook(partial(self._note, p)))
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._compare))
+
+    def _count(self, name: str, *of_the_step: Any) -> None:
+        self._calls[name] += 1
+
+    def _note(self, parameter: Tensor, gradient: Tensor) -> None:
+        self._incoming.setdefault(parameter, gradient.detach().clone())
+
+    def _compare(self, parameter: Tensor) -> None:
+        first = self._incoming.get(parameter)
+        if first is not None and parameter.grad is not None and not torch.equal(first, parameter.grad):
+            self._added.add(parameter)
+
+    def counted(self, engine: Engine) -> list[tuple[UpdateState, int]]:
+        """The updates whose optimizer made more steps in this iteration than the engine; once."""
+        calls, self._calls = self._calls, {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        found = [(update, calls.get(update.name, 0)) for update in engine.updates]
+        return [(update, made) for update, made in found if made > update.steps - self._steps[update.name]]
+
+    def stepped(self) -> set[Tensor]:
+        """What changed in this iteration, though no optimizer of the engine holds it."""
+        return {p for p, version in self._elsewhere.items() if p._version > version}
+
+    def left_over(self, stepped_before: set[Tensor]) -> list[Tensor]:
+        """What was used for a step in this iteration and at the look before, with a gradient to which the new one was added."""
+        return [p for p in self._added if p in stepped_before and p in self.stepped()]
+
+    def sample(self, update: UpdateState) -> None:
+        """Note the value of the weight with the largest gradient."""
+        best: tuple[float, Tensor] | None = None
+        for p in update.parameters:
+            if p.grad is not None and type(p.grad) is Tensor and p.grad.layout is torch.strided and p.grad.numel():
+                largest = float(p.grad.detach().abs().max())
+                if math.isfinite(largest) and largest > (best[0] if best else 0):
+                    best = largest, p
+        if best is not None:
+            p = best[1]
+            assert p.grad is not None
+            place = int(p.grad.detach().abs().argmax())
+            self._samples[update.name] = p, place, float(p.detach().reshape(-1)[place])
+
+    def unchanged(self, update: UpdateState) -> bool:
+        """Whether the sampled weight is what it was before the step."""
+        if update.name not in self._samples:
+            return False
+        p, place, before = self._samples.pop(update.name)
+        return place < p.numel() and float(p.detach().reshape(-1)[place]) == before
+
+    def connect(self, event: Events, receiver: Callable[[Engine], None]) -> None:
+        """Have a receiver called while the look lasts."""
+        connection = Connection(receiver, Phase.RECORD, 0, None, self._owner)
+        signal = self._engine.signal(event)
+        signal.add(connection)
+        self._connections.append((signal, connection))
+
+    def close(self) -> None:
+        """Disconnect everything."""
+        for signal, connection in self._connections:
+            signal.remove(connection)
+        for hook in self._hooks:
+            hook.remove()
+        self._connections, self._hooks = [], []

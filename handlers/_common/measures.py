@@ -1,0 +1,330 @@
+"""Metrics that are no handlers: averages over samples, moving averages over batches, and accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signalfire.batches import samples_in
+from signalfire.checks import check_bool, check_number
+
+__all__ = ["Accuracy", "Average", "MovingAverage"]
+
+
+def _loss_of_torch(function: Any) -> bool:
+    """Whether a function is one of torch's losses, of which smaller is better."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        return type(function).__module__ == "torch.nn.modules.loss"
+    name = getattr(function, "__name__", "")
+    return getattr(torch.nn.functional, name, None) is function and ("loss" in name or "entropy" in name)
+
+
+def _reduction_of(function: Any) -> str | None:
+    """The reduction of a loss of torch: "mean", "sum" or "none"; None if it is not known."""
+    if isinstance(function, partial):
+        return function.keywords.get("reduction") or _reduction_of(function.func)
+    reduction: Any = getattr(function, "reduction", None) if isinstance(function, torch.nn.Module) else None
+    return reduction if isinstance(reduction, str) else None
+
+
+class Average:
+    """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
+
+    The values of the batches are kept as tensors on their device, and summed in double precision when the mean is computed: a
+    running mean in tensor arithmetic would cost several microseconds per iteration.
+
+    Args:
+        function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number,
+            or several by name as a mapping. By default, the update's loss is averaged.
+        higher_is_better: Whether greater values are better, for monitors of this metric. Smaller ones are for the update's
+            loss and torch's losses; for other functions it is not known unless it is given here.
+
+    Raises:
+        ValueError: For a loss of torch with ``reduction="sum"`` or "none".
+
+    Example:
+        >>> average = Average()
+        >>> average.add(torch.tensor(1.0), 30)
+        >>> average.add(torch.tensor(4.0), 10)
+        >>> average.compute()
+        1.75
+    """
+
+    _FOLD_AT = 1024  # the number of pending values at which they are added to the sum
+    carries_over = False  # whether an epoch of training continues from the one before
+
+    def __init__(self, function: Callable[..., Any] | None = None, *, higher_is_better: bool | None = None) -> None:
+        if function is not None and not callable(function):
+            raise TypeError(f"Average({function!r}): expected a function (output, target) -> mean of the batch")
+        if (reduction := _reduction_of(function)) in ("sum", "none"):
+            raise ValueError(
+                f"Average({function!r}): with reduction={reduction!r} it does not return the mean of the batch, by whose size "
+                "it is weighted; use reduction='mean'"
+            )
+        self.function = function
+        self.higher_is_better = (
+            higher_is_better if higher_is_better is None else check_bool(self, "higher_is_better", higher_is_better)
+        )
+        if higher_is_better is None:
+            smaller = function is None or _loss_of_torch(function)
+            self.higher_is_better = False if smaller else getattr(function, "higher_is_better", None)
+        self.reset()
+
+    def reset(self) -> None:
+        self._clear_pending()
+        self._sum = 0.0
+        self._weight = 0.0
+        self._counts = False  # whether all values were whole numbers up to the size of their batches
+        self._parts: dict[str, Average] = {}
+
+    def _clear_pending(self) -> None:
+        self._values: list[Any] = []
+        self._weights: list[float] = []
+        self._room = self._FOLD_AT
+
+    def add(self, value: Any, weight: float) -> None:
+        """Add a batch's mean, weighted by the batch's size."""
+        self._values.append(value.detach() if isinstance(value, Tensor) else value)
+        self._weights.append(weight)
+        self._room -= 1
+        if self._room <= 0:
+            self._fold()
+
+    def update(self, *inputs: Any, **named: Any) -> None:
+        """Add the function's value of a batch, weighted by the length of the first tensor in its arguments."""
+        self.measure(inputs, named, samples_in(inputs or named))
+
+    def measure(self, inputs: Sequence[Any], named: Mapping[str, Any], weight: float) -> None:
+        """Add the function's value for these arguments.
+
+        Raises:
+            TypeError: If the function returns None.
+        """
+        assert self.function is not None
+        value = self.function(*inputs, **named)
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                self._part(key).add(part, weight)
+        elif value is None:
+            raise TypeError(
+                f"Average({self.function!r}): the function returned None; it must return the mean of the batch. "
+                "Does it lack a return statement?"
+            )
+        else:
+            self.add(value, weight)
+
+    def _part(self, key: str) -> Average:
+        if key not in self._parts:
+            self._parts[key] = Average(higher_is_better=self.higher_is_better)
+        return self._parts[key]
+
+    def compute(self) -> Any:
+        """The mean so far, NaN without any sample; a mapping if the function returns one."""
+        if self._parts:
+            return {key: part.compute() for key, part in self._parts.items()}
+        self._fold()
+        return self._sum / self._weight if self._weight else float("nan")
+
+    def _pending(self) -> list[float]:
+        values = self._values
+        if not any(isinstance(value, Tensor) for value in values):
+            return [float(value) for value in values]
+        # `map` with C functions is faster than a loop.
+        uniform = set(map(type, values)) == {Tensor} and len(set(map(attrgetter("dtype"), values))) == 1
+        if not uniform or set(map(Tensor.dim, values)) != {0}:
+            values = [torch.as_tensor(value).double() for value in values]
+            if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
+                raise ValueError(f"Average: a batch's value has shape {max(wrong)}; expected a scalar: take its mean")
+            values = [value.reshape(()) for value in values]
+        numbers: list[float] = torch.stack(values).double().tolist()
+        return numbers
+
+    def _fold(self) -> None:
+        # Values are added one by one, so that the sum does not depend on where the folds occur.
+        total, weights = self._sum, self._weight
+        values = self._pending()
+        first = self._values[0] if self._values else None
+        if isinstance(first, Tensor) and not (
+            first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
+        ):
+            self._counts = all(0 <= value <= weight for value, weight in zip(values, self._weights, strict=True))
+        for value, weight in zip(values, self._weights, strict=True):
+            total += value * weight
+            weights += weight
+        self._sum, self._weight = total, weights
+        self._clear_pending()
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the sums with those of all ranks, given as one `state_dict` per rank."""
+        counts = self._counts
+        self.reset()
+        self._counts = counts
+        for key in dict.fromkeys(key for state in states for key in state.get("parts", ())):
+            self._part(key).merge([state["parts"][key] for state in states if key in state.get("parts", ())])
+        for state in states:
+            self._sum += state["sum"]
+            self._weight += state["weight"]
+
+    def doubt(self) -> tuple[str, str, str] | None:
+        """What looks wrong about the values: code, sentence and way out of a finding."""
+        if not self._counts or self._weight == 0 or self._sum <= self._weight:
+            return None
+        return (
+            "W04",
+            "the function returns whole numbers up to the size of the batch, which are counts rather than means",
+            "return the mean of the batch, such as (predicted == target).float().mean(), or use Accuracy",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fold()
+        parts = {key: part.state_dict() for key, part in self._parts.items()}
+        return {"sum": self._sum, "weight": self._weight} | ({"parts": parts} if parts else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._sum, self._weight = state["sum"], state["weight"]
+        for key, part in state.get("parts", {}).items():
+            self._part(key).load_state_dict(part)
+
+
+class MovingAverage(Average):
+    """An exponential moving average over batches: a smoothed running loss, for a progress bar.
+
+    It is corrected for its start, so that the first value is that of the first batch. All batches count alike, whatever their
+    size. During training it continues from one epoch to the next; an evaluation starts anew.
+
+    Args:
+        function: As for `Average`; by default the update's loss.
+        decay: Weight of the past in each batch, from 0 to less than 1: 0.98 averages over about the last 50 batches.
+        higher_is_better: As for `Average`.
+
+    Example:
+        >>> average = MovingAverage(decay=0.5)
+        >>> for loss in (4.0, 1.0):
+        ...     average.add(loss, 32)
+        >>> average.compute()
+        2.0
+    """
+
+    carries_over = True
+
+    def __init__(
+        self, function: Callable[..., Any] | None = None, *, decay: float = 0.98, higher_is_better: bool | None = None
+    ) -> None:
+        self.decay = check_number(self, "decay", decay, least=0, most=1)
+        if decay == 1:
+            raise ValueError("MovingAverage(decay=1): no batch would count; use a decay below 1, such as 0.98")
+        super().__init__(function, higher_is_better=higher_is_better)
+
+    def _part(self, key: str) -> Average:
+        if key not in self._parts:
+            self._parts[key] = MovingAverage(decay=self.decay, higher_is_better=self.higher_is_better)
+        return self._parts[key]
+
+    def _fold(self) -> None:
+        for value in self._pending():
+            self._sum = self.decay * self._sum + (1 - self.decay) * value
+            self._weight = self.decay * self._weight + (1 - self.decay)
+        self._clear_pending()
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Average over all ranks, given as one `state_dict` per rank; each continues from the average."""
+        super().merge(states)
+        self._sum, self._weight = self._sum / len(states), self._weight / len(states)
+
+
+class Accuracy:
+    """The fraction of samples whose predicted class is the target.
+
+    Takes scores of shape (N, C, ...), of which the largest is the prediction, or predicted classes of the target's shape, and
+    integer targets of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than the
+    threshold predict class 1.
+
+    Example:
+        >>> accuracy = Accuracy()
+        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        >>> accuracy.compute()
+        0.5
+    """
+
+    higher_is_better = True
+
+    def __init__(self, *, threshold: float | None = None) -> None:
+        self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
+        self.reset()
+
+    def reset(self) -> None:
+        self._range: tuple[Tensor, Tensor] | None = None  # of the scores in the first batch
+        self._correct: list[Tensor] = []
+        self._hits = 0
+        self._count = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        predicted = output
+        if self.threshold is not None:
+            predicted = output > self.threshold
+            if self._range is None and 0 < self.threshold < 1 and output.numel():
+                self._range = output.detach().min(), output.detach().max()
+        elif output.dim() == target.dim() + 1 and output.shape[1] > 1:
+            predicted = output.argmax(1)
+        elif output.is_floating_point():
+            raise ValueError(
+                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
+                "determine the predicted class; give scores of shape (N, C, ...) for targets (N, ...), "
+                "or threshold= for one score per target"
+            )
+        if predicted.shape != target.shape:
+            raise ValueError(
+                f"Accuracy: an output of shape {tuple(output.shape)} does not match targets of shape "
+                f"{tuple(target.shape)}; expected scores (N, C, ...) for targets (N, ...)"
+            )
+        self._correct.append((predicted == target).sum())
+        self._count += target.numel()
+        if len(self._correct) >= Average._FOLD_AT:
+            self._fold()
+
+    def compute(self) -> float:
+        """The fraction of correct samples so far; NaN without any sample."""
+        self._fold()
+        return self._hits / self._count if self._count else float("nan")
+
+    def _fold(self) -> None:
+        if self._correct:
+            self._hits += int(torch.stack(self._correct).sum())
+            self._correct = []
+
+    def doubt(self) -> tuple[str, str, str] | None:
+        """What looks wrong about the scores: code, sentence and way out of a finding."""
+        if self._range is None:
+            return None
+        least, largest = (float(value) for value in self._range)
+        if least >= 0 and largest <= 1:
+            return None
+        return (
+            "W05",
+            f"Accuracy(threshold={self.threshold}) expects probabilities, but the scores go from {least:.4g} to {largest:.4g}",
+            "apply a sigmoid first, or write threshold=0.0, where the probability of a logit is 0.5",
+        )
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the counts with those of all ranks, given as one `state_dict` per rank."""
+        seen = self._range
+        self.reset()
+        self._range = seen
+        self._hits = sum(state["hits"] for state in states)
+        self._count = sum(state["count"] for state in states)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fold()
+        return {"hits": self._hits, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._hits, self._count = state["hits"], state["count"]

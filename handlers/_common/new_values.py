@@ -1,0 +1,100 @@
+"""New values of metrics, each with the position at which it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from signalfire import Engine
+from signalfire.state import as_number
+
+__all__ = ["NewValues", "Record"]
+
+
+class Record(NamedTuple):
+    """Values of one point of the run, by name; ``step`` counts the first update's optimizer steps."""
+
+    epoch: int
+    iteration: int
+    step: int
+    values: dict[str, float]
+
+
+class NewValues:
+    """Collects what is written to ``state.metrics`` while a run lasts, without a receiver in each iteration.
+
+    The values of one iteration make one record, those of its epoch's end another. Of a metric that is written several times
+    in between, the last value counts. Tensors are converted only when the records are taken.
+
+    Attributes:
+        pending: What was written since the records were last taken.
+        seen: How often each metric was written by then.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+        self._engine: Engine | None = None
+        self.pending: dict[tuple[int, bool], tuple[int, int, int, dict[str, Any]]] = {}
+        self._serial = -1
+
+    def start(self, engine: Engine, *, keep_seen: bool = False) -> None:
+        """Collect from now on; what was written before is taken as seen, unless ``keep_seen``."""
+        self.stop()
+        self._engine = engine
+        self._serial = -1
+        if not keep_seen:
+            self.skip(engine)
+        engine.state.metrics.listeners.append(self._add)
+
+    @property
+    def collects(self) -> bool:
+        """Whether a run is under way."""
+        return self._engine is not None
+
+    def stop(self) -> None:
+        """Collect no more."""
+        if self._engine is not None and self._add in self._engine.state.metrics.listeners:
+            self._engine.state.metrics.listeners.remove(self._add)
+        self._engine, self.pending = None, {}
+
+    def skip(self, engine: Engine) -> None:
+        """Take all values as seen."""
+        self.pending = {}
+        self.seen = dict(engine.state.metrics.serials)
+
+    def _add(self, name: str, value: Any) -> None:
+        engine = self._engine
+        assert engine is not None
+        state = engine.state
+        key = state.iteration, state.epoch_open
+        if key not in self.pending:
+            self.pending[key] = state.epoch, state.iteration, engine.updates[0].steps, {}
+        self.pending[key][3][name] = value
+
+    def take(self, engine: Engine) -> list[Record]:
+        """The new values since the last call, in the order in which they were measured; names are sorted.
+
+        Values that are not one number are left out. The steps of a record are those at its end.
+        """
+        metrics = engine.state.metrics
+        if metrics.serial == self._serial:
+            return []
+        pending, self.pending = list(self.pending.values()), {}
+        taken = {name for *_, values in pending for name in values}
+        # From a loaded state, in which a value may have been new.
+        others = {name: value for name, value in metrics.new_since(self.seen).items() if name not in taken}
+        if others:
+            pending.append((engine.state.epoch, engine.state.iteration, engine.updates[0].steps, others))
+        self.seen, self._serial = dict(metrics.serials), metrics.serial
+        records = (Record(epoch, at, step, _numbers(values)) for epoch, at, step, values in pending)
+        return [record for record in records if record.values]
+
+    def load(self, seen: Mapping[str, int]) -> None:
+        """Continue from a saved state."""
+        self.pending = {}
+        self.seen, self._serial = dict(seen), -1
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: as_number(values[name]) for name in sorted(values)}
+    return {name: number for name, number in numbers.items() if number is not None}

@@ -1,0 +1,262 @@
+"""What `Guards` asks of a model, a batch and an optimizer. Nothing is changed; the device may be waited for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.overrides import TorchFunctionMode
+
+from signalfire import Engine, UpdateState
+from signalfire.batches import tensors_in
+from signalfire.distributed import is_sharded, local_part
+
+__all__ = [
+    "ActiveDropout",
+    "Facts",
+    "batch_of",
+    "checksum",
+    "frozen_last_layer",
+    "gradient_facts",
+    "inputs_of",
+    "is_compiled",
+    "labels_of",
+    "left_in_eval",
+    "moving_frozen_norms",
+    "out_of_range",
+    "same_for_all",
+    "statistics_of",
+    "total",
+    "trained_elsewhere",
+    "untrained_spectral_norms",
+]
+
+IGNORED = {-100, -1, 255}
+"""Labels that losses commonly ignore."""
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
+
+
+@dataclass
+class Facts:
+    """What the looks at one update have seen so far.
+
+    Attributes:
+        looks: the number of looks that saw a step.
+        streak: by code, how many looks in a row saw the same suspicious thing.
+        losses: the losses of the last looks, with what distinguishes the batches.
+        largest_rate: the largest learning rate.
+        norms: the first gradient norms.
+        epoch_losses: the losses of this epoch, with the number of classes.
+    """
+
+    looks: int = 0
+    streak: dict[str, int] = field(default_factory=dict)
+    losses: list[tuple[float, Any]] = field(default_factory=list)
+    largest_rate: float = 0.0
+    norms: list[float] = field(default_factory=list)
+    epoch_losses: list[tuple[float, int]] = field(default_factory=list)
+
+    def again(self, code: str, seen: bool) -> int:
+        """How many looks in a row, this one included, saw it."""
+        self.streak[code] = self.streak.get(code, 0) + 1 if seen else 0
+        return self.streak[code]
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(batch: Any) -> Tensor | None:
+    """The first floating-point tensor of a batch, which is its input where it has any."""
+    return next((one for one in tensors_in(batch) if one.is_floating_point()), None)
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The integer targets of a batch of (input, target); None for other batches."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        return None
+    labels = batch[1]
+    return (
+        None
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or not labels.numel()
+        else labels
+    )
+
+
+def batch_of(batch: Any) -> tuple[Any, ...] | None:
+    """What distinguishes one batch from another: shapes and sums of its tensors; None without tensors."""
+    tensors = [one for one in tensors_in(batch) if one.layout is torch.strided and not one.is_complex()]
+    sums = [(tuple(one.shape), *_sums(one)) for one in tensors]
+    return tuple(sums) or None
+
+
+def _sums(tensor: Tensor) -> tuple[float, float]:
+    flat = tensor.detach().reshape(-1).double()
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return float(flat.sum()), float(flat @ places)
+
+
+def same_for_all(output: Any, inputs: Tensor | None) -> bool:
+    """Whether all samples have the same output, though their inputs differ."""
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or inputs is None:
+        return False
+    if len(output) < 2 or len(output) != len(inputs) or not output.numel():
+        return False
+    differ = bool((inputs != inputs[:1]).any())
+    return differ and bool((output == output[:1]).all())
+
+
+def out_of_range(output: Any, labels: Tensor | None) -> tuple[int, int, int] | None:
+    """The smallest and largest label, and the number of classes, if labels lie outside of it."""
+    if labels is None or not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2:
+        return None
+    classes = output.shape[1]
+    if classes < 2 or labels.shape != output.shape[:1] + output.shape[2:]:
+        return None
+    wrong = set(labels[(labels < 0) | (labels >= classes)].unique().tolist()) - IGNORED
+    return (int(labels.min()), int(labels.max()), classes) if wrong else None
+
+
+# ---- models -----------------------------------------------------------------------------------------------------------
+
+
+def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
+    """The name of a part that is in eval mode, though it was not as the run began; frozen parts and norms may be."""
+    for name, root in engine.modules.items():
+        if modes.get(root) and not root.training:
+            return f"the model {name!r}"
+    for root in engine.modules.values():
+        for path, part in root.named_modules():
+            if modes.get(part) and not part.training and not isinstance(part, _NormBase):
+                parameters = list(part.parameters())
+                if not parameters or any(p.requires_grad for p in parameters):
+                    return f"the part {path!r} of the model"
+    return None
+
+
+def moving_frozen_norms(engine: Engine) -> list[str]:
+    """The normalisation layers with frozen weights whose running statistics are updated all the same."""
+    return [
+        path
+        for root in engine.modules.values()
+        for path, part in root.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+        if (own := list(part.parameters())) and not any(p.requires_grad for p in own)
+    ]
+
+
+def frozen_last_layer(engine: Engine) -> str | None:
+    """The last layer of a model of which only normalisation layers are trained; None if that is not so."""
+    for root in engine.modules.values():
+        leaves = [
+            (path, part) for path, part in root.named_modules() if any(True for _ in part.parameters(recurse=False))
+        ]
+        training = [part for _, part in leaves if any(p.requires_grad for p in part.parameters(recurse=False))]
+        if training and all(isinstance(part, _NORMS) for part in training) and leaves[-1][1] not in training:
+            return str(leaves[-1][0])
+    return None
+
+
+def statistics_of(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the running statistics of the normalisation layers."""
+    return {
+        path: part.running_mean.clone()
+        for root in engine.modules.values()
+        for path, part in root.named_modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
+    }
+
+
+def untrained_spectral_norms(engine: Engine) -> list[str]:
+    """Layers with ``torch.nn.utils.spectral_norm`` whose power iteration never ran: it runs in training forwards only."""
+    found = []
+    for root in engine.modules.values():
+        for path, part in root.named_modules():
+            for hook in part._forward_pre_hooks.values():
+                if isinstance(hook, SpectralNorm):
+                    with torch.no_grad():
+                        matrix = hook.reshape_weight_to_matrix(getattr(part, f"{hook.name}_orig"))
+                        image = matrix @ getattr(part, f"{hook.name}_v")
+                        cosine = (image @ getattr(part, f"{hook.name}_u")) / image.norm().clamp(min=1e-30)
+                    if float(cosine) < 0.9:  # 1 after an iteration, and hardly less after one more step
+                        found.append(path)
+    return found
+
+
+def trained_elsewhere(engine: Engine) -> list[Tensor]:
+    """The parameters with a gradient that no optimizer of the engine holds: someone else may step them."""
+    held = {p for update in engine.updates for p in update.parameters}
+    return [
+        p
+        for root in engine.modules.values()
+        for p in root.parameters()
+        if p.requires_grad and p.is_leaf and p not in held and not is_sharded(p)
+    ]
+
+
+def checksum(engine: Engine) -> str | None:
+    """What the weights of this rank come to; None for sharded ones, of which each rank has its own part."""
+    parameters = [p.detach() for root in engine.modules.values() for p in root.parameters()]
+    if not parameters or any(is_sharded(p) for p in parameters):
+        return None
+    sums = torch.stack([p.double().sum().cpu() for p in parameters])
+    squares = torch.stack([p.double().square().sum().cpu() for p in parameters])
+    return hashlib.sha256(torch.cat([sums, squares]).numpy().tobytes()).hexdigest()
+
+
+class ActiveDropout(TorchFunctionMode):
+    """Notes whether dropout is computed inside the ``with`` block with a rate above zero, as in training.
+
+    Attributes:
+        seen: whether it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            rate = named.get("p", args[1] if len(args) > 1 else 0)
+            training = named.get("training", named.get("train", args[2] if len(args) > 2 else False))
+            self.seen = self.seen or bool(training and rate)
+        elif name == "scaled_dot_product_attention":
+            self.seen = self.seen or bool(named.get("dropout_p", args[4] if len(args) > 4 else 0))
+        return func(*args, **named)
+
+
+def is_compiled(engine: Engine) -> bool:
+    """Whether a part of the model is compiled, which a mode around it would have compiled again."""
+    roots = [*engine.modules.values(), *([engine.model] if isinstance(engine.model, nn.Module) else [])]
+    return any(
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+        for root in roots
+        for part in root.modules()
+    )
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradient_facts(update: UpdateState) -> tuple[list[Tensor], list[Tensor], float]:
+    """The parameters that should have a gradient, those that have none, and the norm of all gradients."""
+    wanted = [p for p in update.parameters if p.requires_grad]
+    missing = [p for p in wanted if p.grad is None]
+    return wanted, missing, total(p.grad for p in wanted)
+
+
+def total(gradients: Iterable[Tensor | None]) -> float:
+    """The 2-norm of all gradients; of this rank's part where they are sharded."""
+    parts: Sequence[Tensor] = [local_part(one).detach() for one in gradients if one is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
+    if not dense:
+        return 0.0
+    return float(torch.stack([torch.linalg.vector_norm(one).double().cpu() for one in dense]).norm())

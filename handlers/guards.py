@@ -1,0 +1,494 @@
+"""Guards: watches a run for what silently ruins training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import (
+    AnyEvent,
+    Engine,
+    Events,
+    Finding,
+    FindingError,
+    Handler,
+    Interval,
+    Phase,
+    UpdateState,
+    on,
+)
+from signalfire.codes import Severity
+from signalfire.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
+from signalfire.findings import check_codes
+from signalfire.interval import check_every
+
+from ._common.look import Look
+from ._common.watching import (
+    Facts,
+    batch_of,
+    checksum,
+    frozen_last_layer,
+    gradient_facts,
+    inputs_of,
+    is_compiled,
+    labels_of,
+    left_in_eval,
+    moving_frozen_norms,
+    out_of_range,
+    same_for_all,
+    statistics_of,
+    total,
+    untrained_spectral_norms,
+)
+
+__all__ = ["Guards"]
+
+_FIRST = 3  # iterations that are looked at as a run begins
+_LONGEST = 500  # iterations after which a look that saw no step of some update ends
+
+
+class Guards(Handler):
+    """Watches a run for what silently ruins training, and reports it as findings with the codes G01 to G24.
+
+    It looks at the first three iterations and at every n-th: at the batch, the modes, the gradients, the step and, with several
+    ranks, whether their weights are the same. On an engine that evaluates it looks at the first batch of every run. Between
+    its looks it is not called. It changes nothing: a run with it ends bit for bit like one without. A look waits for the
+    device.
+
+    ``Engine(allow=["G13"])`` silences a code; `signalfire.codes.CODES` says what each one means.
+
+    Args:
+        every: How often to look, in iterations.
+        error: Codes that stop the run with a FindingError instead of a warning.
+
+    Errors:
+        FindingError: For a finding whose code is in ``error``.
+
+    Example:
+        >>> Guards(error=["G14"]).every
+        Interval(value=1000, unit='it')
+    """
+
+    def __init__(self, *, every: str | Interval = "1000it", error: Sequence[str] = (), name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every, units=["it"])
+        self.error = check_codes("Guards(error=)", error)
+        self.look_event: AnyEvent | None = None
+        self.evaluation_event: AnyEvent | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._facts: dict[str, Facts] = {}
+        self._modes: dict[nn.Module, bool] = {}
+        self._known: set[Tensor] = set()
+        self._batches: list[tuple[int, Any]] = []
+        self._labels: list[tuple[int, int]] = []
+        self._foreign: list[tuple[Tensor, int]] = []  # what optimizers hold besides the model, with its versions
+        self._stepped: set[Tensor] = set()
+        self._look: Look | None = None
+
+    def attached(self, engine: Engine) -> None:
+        first = Events.ITERATION_STARTED(once=range(1, _FIRST + 1))
+        if engine.training:
+            n = int(self.every.value)
+            self.look_event = Events.ITERATION_STARTED if n == 1 else first | Events.ITERATION_STARTED(every=n)
+            self.evaluation_event = None
+        else:
+            self.look_event, self.evaluation_event = None, Events.ITERATION_STARTED(once=1)
+
+    @on(Events.STARTED, phase=Phase.RECORD)
+    def start(self, engine: Engine) -> None:
+        """Note the modes of the modules, and the parameters for which the optimizers were built."""
+        self._forget()
+        self._facts = {update.name: Facts() for update in engine.updates}
+        self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
+        self._known = set(trainable(engine))
+        names = names_of(engine)
+        self._foreign = [
+            (p, p._version)
+            for update in engine.updates
+            if counts_versions(update)
+            for p in update.parameters
+            if p not in names
+        ]
+
+    @on(Events.ENDED)
+    def end(self, engine: Engine) -> None:
+        """Stop a look that is under way."""
+        if self._look is not None:
+            self._look.close()
+        self._forget()
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD)
+    def check_epoch(self, engine: Engine) -> None:
+        """Compare the losses of the epoch with that of guessing."""
+        for update in engine.updates if engine.training else ():
+            facts = self._facts.get(update.name, Facts())
+            losses, facts.epoch_losses = facts.epoch_losses, []
+            if len(losses) >= 5 and all(
+                abs(loss - math.log(classes)) < 0.01 * math.log(classes) for loss, classes in losses
+            ):
+                self._report(
+                    engine,
+                    "G24",
+                    f"in epoch {engine.state.epoch} the loss of update {update.name!r} stayed at ln {losses[0][1]}, that of "
+                    "guessing",
+                    "check that inputs and labels belong together, and the learning rate",
+                    key=update.name,
+                )
+
+    # ---- looking at a training iteration --------------------------------------------------------------------------
+
+    @on("look_event", phase=Phase.RECORD)
+    def look(self, engine: Engine) -> None:
+        """Look at this iteration, and on until each update has made a step."""
+        if self._look is not None or not self._facts:
+            return
+        self._check_ranks(engine)
+        self._check_batch(engine)
+        self._check_model(engine)
+        self._look = look = Look(engine, self.name)
+        self._check_left_over(engine)
+        look.connect(Events.LOSS_COMPUTED, self._see_loss)
+        look.connect(Events.GRADIENTS_READY, self._see_gradients)
+        look.connect(Events.OPTIMIZER_STEP_STARTED, self._see_before_step)
+        look.connect(Events.OPTIMIZER_STEP_COMPLETED, self._see_step)
+        look.connect(Events.ITERATION_COMPLETED, self._see_end)
+
+    def _report(
+        self,
+        engine: Engine,
+        code: str,
+        sentence: str,
+        way_out: str,
+        *,
+        key: Any = None,
+        severity: Severity | None = None,
+    ) -> None:
+        if code in self.error and not engine.findings.is_allowed(code):
+            raise FindingError(Finding(code, sentence, way_out, (self.name,), "error"))
+        engine.findings.report(code, sentence, way_out, self.name, key=key, severity=severity)
+
+    def _check_ranks(self, engine: Engine) -> None:
+        if not engine.processes.distributed or (own := checksum(engine)) is None:
+            return
+        sums = engine.processes.gather(own)
+        if odd := [rank for rank, one in enumerate(sums) if one != sums[0]]:
+            self._report(
+                engine,
+                "G09",
+                f"the weights of rank {odd[0]} differ from those of rank 0 before iteration {engine.state.iteration}",
+                "do not convert, move or replace parameters during a run, step only through the engine, and let the forward "
+                "use engine.model; the gradients of all ranks are averaged only then",
+            )
+
+    def _check_batch(self, engine: Engine) -> None:
+        state = engine.state
+        inputs, labels = inputs_of(state.batch), labels_of(state.batch)
+        own_data = engine.overrides.data is None and state.epoch_length != 1
+        if (what := batch_of(state.batch)) is not None and own_data:
+            self._batches = [*[one for one in self._batches if one[0] == state.epoch][-2:], (state.epoch, what)]
+            if len(self._batches) == 3 and all(one == what for _, one in self._batches):
+                self._report(
+                    engine,
+                    "G11",
+                    f"the batch of iteration {state.iteration} is the same as at the last two looks in this epoch",
+                    "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
+                )
+        if labels is not None and labels.numel() >= 4 and own_data:
+            low, high = int(labels.min()), int(labels.max())
+            self._labels = [*self._labels[-2:], (low, high)]
+            if len(self._labels) == 3 and all(low == high for low, high in self._labels):
+                several = len(set(self._labels)) > 1
+                self._report(
+                    engine,
+                    "G15",
+                    "each batch has the labels of one class only"
+                    + (": the data is sorted by class" if several else f", {low}, so far"),
+                    "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
+                    key=several,
+                    severity="warning" if several else "info",
+                )
+        if inputs is not None and inputs.numel():
+            spread = float(inputs.detach().double().abs().mean())
+            if spread > 20:
+                self._report(
+                    engine,
+                    "G13",
+                    f"the inputs are large: {spread:.3g} on average, without the sign",
+                    "normalise them, for images for example to a mean of 0 and a standard deviation of 1",
+                )
+
+    def _check_model(self, engine: Engine) -> None:
+        if (part := left_in_eval(engine, self._modes)) is not None:
+            self._report(
+                engine,
+                "G06",
+                f"{part} is in eval mode in iteration {engine.state.iteration}, so that dropout and batch statistics are off",
+                "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
+            )
+        names, held = names_of(engine), held_by_optimizers(engine)
+        unheld = [p for p in names if p.requires_grad and p not in held]
+        stale = any(p not in names and p._version == version for p, version in self._foreign if engine.updates[0].steps)
+        if new := unheld if stale else [p for p in unheld if p not in self._known]:
+            self._report(
+                engine,
+                "G05",
+                f"{shown(new, names)} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was made or "
+                "replaced after the optimizer was built",
+                "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3)",
+            )
+        if moving := moving_frozen_norms(engine):
+            self._report(
+                engine,
+                "G21",
+                f"the weights of {moving[0]!r} are frozen, but its running statistics are updated by the training batches",
+                "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
+            )
+        if (last := frozen_last_layer(engine)) is not None:
+            self._report(
+                engine,
+                "G22",
+                f"only normalisation layers are trained, and the last layer {last!r} is frozen",
+                f"unfreeze {last!r}, if it is to learn the labels of this data",
+            )
+
+    def _check_left_over(self, engine: Engine) -> None:
+        for update in engine.updates:
+            window = update.window
+            if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
+                self._report(
+                    engine,
+                    "G10",
+                    f"gradients of norm {left:.3g} are there before iteration {engine.state.iteration} begins, and are added to "
+                    f"those of update {update.name!r}",
+                    "clear what another backward() leaves, or call it with inputs=",
+                    key=update.name,
+                )
+
+    def _see_loss(self, engine: Engine) -> None:
+        update, batch = engine.state.update, engine.state.batch
+        facts, look = self._facts[update.name], self._look
+        if look is None or update.evaluation > 0 or not isinstance(update.raw_loss, Tensor):
+            return
+        output, inputs, labels = update.output, inputs_of(batch), labels_of(batch)
+        look.seen[update.name] = update.raw_loss.detach(), batch_of(batch), inputs
+        if (wrong := out_of_range(output, labels)) is not None:
+            self._report(
+                engine,
+                "G12",
+                f"labels from {wrong[0]} to {wrong[1]} for {wrong[2]} classes, which are 0 to {wrong[2] - 1}",
+                "count the labels from 0, and give the last layer as many outputs as there are classes",
+                key=update.name,
+            )
+        if (
+            labels is not None
+            and isinstance(output, Tensor)
+            and output.dim() == 2
+            and labels.dim() == 1 < output.shape[1]
+        ):
+            facts.epoch_losses.append((float(look.seen[update.name][0]), output.shape[1]))
+        if facts.again("G16", same_for_all(output, inputs)) >= 2:
+            self._report(
+                engine,
+                "G16",
+                f"the output of update {update.name!r} is the same for all samples of a batch, whose inputs differ",
+                "look for dead ReLUs, saturated units, too high a learning rate, or inputs that the forward does not use",
+                key=update.name,
+            )
+
+    def _see_gradients(self, engine: Engine) -> None:
+        update = engine.state.update
+        if update.skipped is not None or update.evaluation > 0 or self._look is None:
+            return
+        facts, names = self._facts[update.name], names_of(engine)
+        wanted, missing, norm = gradient_facts(update)
+        several = sum(p.numel() for p in missing) * 2 >= sum(p.numel() for p in wanted)
+        streak = facts.again("G01", bool(missing) and several)
+        if missing and (streak != 1 or len(missing) == len(wanted)):
+            self._report(
+                engine,
+                "G01",
+                f"{len(missing)} of the {len(wanted)} parameters of update {update.name!r} ({shown(missing, names)}) have no "
+                f"gradient in iteration {engine.state.iteration}",
+                "let the forward use engine.model; look for detach(), no_grad(), .item() and unused modules; freeze what is not "
+                "to be trained",
+                key=(update.name, several),
+                severity="warning" if several else "info",
+            )
+        if facts.again("G02", len(missing) < len(wanted) and norm == 0) >= 2:
+            self._report(
+                engine,
+                "G02",
+                f"all gradients of update {update.name!r} are zero in iteration {engine.state.iteration}",
+                "look for dead ReLUs, a clamped loss, one that is multiplied by 0, or cross_entropy of one logit",
+                key=update.name,
+            )
+        if math.isfinite(norm):
+            first = max(facts.norms, default=0.0)
+            if len(facts.norms) == _FIRST and norm > 1e6 * first > 0:
+                self._report(
+                    engine,
+                    "G19",
+                    f"the gradient norm of update {update.name!r} is {norm:.3g}; at first it was {first:.3g}",
+                    "lower the learning rate, warm it up, or attach GradientClipping()",
+                    key=update.name,
+                )
+            facts.norms = facts.norms if len(facts.norms) == _FIRST else [*facts.norms, norm]
+
+    def _see_before_step(self, engine: Engine) -> None:
+        look, update = self._look, engine.state.update
+        if look is not None and update.skipped is None:
+            look.sample(update)
+
+    def _see_step(self, engine: Engine) -> None:
+        look, update = self._look, engine.state.update
+        if look is None:
+            return
+        look.pending.discard(update.name)
+        if update.skipped is not None:
+            return
+        facts = self._facts[update.name]
+        facts.looks += 1
+        rates = rates_of(update)
+        if facts.again("G04", bool(rates) and not any(rates)) >= 2:
+            self._report(
+                engine,
+                "G04",
+                f"the learning rate of update {update.name!r} is 0 in iteration {engine.state.iteration}",
+                "check lr= and the schedule: its warm-up, and in what unit its total is given",
+                key=update.name,
+            )
+        if facts.again("G03", look.unchanged(update) and any(rates)) >= 2:
+            self._report(
+                engine,
+                "G03",
+                f"the step of iteration {engine.state.iteration} leaves the weight with the largest gradient of update "
+                f"{update.name!r} as it was",
+                "check that the optimizer's step() writes to its parameters, and that they are precise enough for such a small "
+                "learning rate",
+                key=update.name,
+            )
+        self._check_rate(engine, update, facts, rates)
+        if update.name in look.seen:
+            self._check_loss(engine, update, facts, *look.seen.pop(update.name))
+
+    def _check_rate(self, engine: Engine, update: UpdateState, facts: Facts, rates: Sequence[float]) -> None:
+        rate, state = max(rates, default=0.0), engine.state
+        facts.largest_rate = max(rate, facts.largest_rate)
+        planned = state.max_iters or (state.max_epochs or 0) * (state.epoch_length or 0)
+        early = 2 * state.iteration < planned
+        if facts.again("G18", early and 0 < rate < 1e-6 * facts.largest_rate) >= 3:
+            self._report(
+                engine,
+                "G18",
+                f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
+                f"iteration {state.iteration} of {planned}",
+                'check the unit of the schedule: LRScheduling(..., every="1ep") moves it once an epoch',
+                key=update.name,
+            )
+
+    def _check_loss(
+        self, engine: Engine, update: UpdateState, facts: Facts, loss: Tensor, what: Any, inputs: Tensor | None
+    ) -> None:
+        value = float(loss)
+        bad_inputs = inputs is not None and bool(inputs.isnan().any())
+        if bad_inputs or not math.isfinite(value):
+            where = f"in iteration {engine.state.iteration}"
+            self._report(
+                engine,
+                "G14",
+                f"the inputs {where} contain NaN"
+                if bad_inputs
+                else f"the loss of update {update.name!r} {where} is {value}",
+                "look for NaN in the data, a logarithm or division by zero, or too high a learning rate; NonFiniteGuard() skips "
+                "such steps",
+                key=(update.name, math.isfinite(value)),
+                severity="info" if math.isfinite(value) else "warning",
+            )
+        facts.losses = [*facts.losses[-2:], (value, what)]
+        losses, batches = ({one[place] for one in facts.losses} for place in (0, 1))
+        if value != 0 and what is not None and len(losses) == 1 and len(batches) == 3:
+            self._report(
+                engine,
+                "G17",
+                f"the loss of update {update.name!r} is exactly {value} for three different batches",
+                "check that the loss depends on outputs and labels, and that the outputs are not saturated",
+                key=update.name,
+            )
+
+    def _see_end(self, engine: Engine) -> None:
+        look = self._look
+        if look is None:
+            return
+        for update, calls in look.counted(engine):
+            self._report(
+                engine,
+                "G20",
+                f"the optimizer of update {update.name!r} was stepped {calls} times in iteration {engine.state.iteration}, more "
+                "often than by the engine",
+                "do not call optimizer.step(): the engine calls it once for each window",
+                key=update.name,
+            )
+        names = names_of(engine)
+        if left := look.left_over(self._stepped):
+            self._report(
+                engine,
+                "G10",
+                f"the gradients of {shown(left, names)} are added to those of the iteration before, although they were used "
+                "for a step",
+                "call zero_grad() of the optimizer that you step yourself; or give it an Update of its own",
+                key="elsewhere",
+            )
+        self._stepped = look.stepped()
+        if not look.pending or engine.state.iteration - look.iteration > _LONGEST:
+            look.close()
+            self._look = None
+
+    # ---- looking at an evaluation ---------------------------------------------------------------------------------
+
+    @on("evaluation_event", phase=Phase.RECORD)
+    def look_at_evaluation(self, engine: Engine) -> None:
+        """Look at the first batch of an evaluation."""
+        self._look = look = Look(engine, self.name)
+        look.connect(Events.UPDATE_STARTED, self._see_forward_begin)
+        look.connect(Events.UPDATE_COMPLETED, self._see_forward_end)
+        look.connect(Events.ITERATION_COMPLETED, lambda engine: look.close())
+
+    def _see_forward_begin(self, engine: Engine) -> None:
+        look = self._look
+        assert look is not None
+        if found := untrained_spectral_norms(engine):
+            self._report(
+                engine,
+                "G23",
+                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so that its weights are "
+                "divided by a random number",
+                "make one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
+            )
+        look.statistics = statistics_of(engine)
+        if not is_compiled(engine):
+            engine.regions.enter(look.dropout)
+
+    def _see_forward_end(self, engine: Engine) -> None:
+        look = self._look
+        assert look is not None
+        if look.dropout.seen:
+            self._report(
+                engine,
+                "G07",
+                "the forward of an evaluation computes dropout",
+                "leave the model in eval mode; give dropout functions training=self.training",
+            )
+        now = statistics_of(engine)
+        if moved := [path for path, old in look.statistics.items() if path in now and not torch.equal(old, now[path])]:
+            self._report(
+                engine,
+                "G08",
+                f"the running statistics of {moved[0]!r} move in an evaluation",
+                "leave the model in eval mode while it is evaluated",
+            )

@@ -1,0 +1,147 @@
+"""What looks wrong about an evaluation, and what does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Events, FindingWarning, Update
+from signalfire.handlers import EMA, EarlyStopping, Validation
+from tests.kit import batches, build, evaluator_of, mlp
+
+
+def network(*between: nn.Module) -> nn.Sequential:
+    return mlp(5, 8, 1, *between)
+
+
+def run_with(model: nn.Module, other: nn.Module, copying: Callable[[], object], **options: Any) -> Engine:
+    engine = build(model, Validation(evaluator_of(other), batches(2), **options))
+    engine.connect(Events.EVALUATION_STARTED, lambda engine: copying() and None)
+    engine.run(batches(), max_epochs=2)
+    return engine
+
+
+def test_an_evaluator_over_another_model_is_reported_once_a_run() -> None:
+    with pytest.warns(FindingWarning, match="W51: the evaluator .* shares no parameter") as caught:
+        run_with(network(), network(), lambda: None)
+    assert len(caught) == 1
+
+
+def test_weights_that_are_copied_or_averaged_by_the_user_are_fine() -> None:
+    model, other = network(), network()
+    run_with(model, other, lambda: other.load_state_dict(model.state_dict()))
+
+    def average() -> None:  # as many loops keep an average: without a trace in the tensors' versions
+        for one, weight in zip(other.parameters(), model.parameters(), strict=True):
+            one.data.mul_(0.9).add_(weight.data, alpha=0.1)
+
+    run_with(model, other, average, at_start=True)
+
+
+def test_a_part_of_the_model_a_wrapped_one_and_one_without_weights_are_fine() -> None:
+    model = network()
+    run_with(model, nn.Sequential(model[0], nn.Linear(8, 1)), lambda: None)
+    run_with(model, nn.Sequential(model, nn.Identity()), lambda: None)
+    run_with(model, nn.AdaptiveAvgPool1d(1), lambda: None)
+
+
+def test_a_copy_that_is_made_before_the_training_is_reported_with_its_first_later_evaluation() -> None:
+    model = network()
+    with pytest.warns(FindingWarning, match="W51"):
+        run_with(model, copy.deepcopy(model), lambda: None, at_start=True)
+
+
+def test_an_evaluator_that_something_listens_to_measures_something() -> None:
+    model = network()
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    engine = build(model)
+    with pytest.warns(FindingWarning, match="W53: the evaluator .* measures nothing"):
+        engine.evaluate(evaluator, batches(2))
+    with evaluator.connect(Events.LOSS_COMPUTED, lambda engine: None):
+        engine.evaluate(evaluator, batches(2))
+    own = Engine(Update.from_function(lambda engine, batch: None), model=model)
+    engine.evaluate(own, batches(2))
+
+
+def averaged() -> tuple[Engine, Engine]:
+    model = network()
+    engine = build(model, EMA(0.5))
+    engine.run(batches(), max_epochs=1)
+    return engine, evaluator_of(model)
+
+
+def test_averages_that_are_left_out_are_reported() -> None:
+    engine, evaluator = averaged()
+    with pytest.warns(FindingWarning, match=r"W56: run\(\) of an evaluator measures .*'ema'.*trainer.evaluate"):
+        evaluator.run(batches(2))
+    assert engine.handlers["ema"].enabled
+
+
+@pytest.mark.parametrize("way", ["detached", "disabled", "gone", "loaded", "copied", "inside", "another model"])
+def test_averages_that_do_not_count_are_not(way: str) -> None:
+    engine, evaluator = averaged()
+    if way == "detached":
+        engine.detach("ema")
+    elif way == "disabled":
+        engine.handlers["ema"].enabled = False
+    elif way == "gone":
+        del engine
+    elif way == "loaded":
+        engine.load_weights(engine.weights())
+    elif way == "copied":
+        engine.model.load_state_dict(engine.weights()["model"])
+    elif way == "inside":
+        engine.evaluate(evaluator, batches(2))
+        return
+    elif way == "another model":
+        evaluator = evaluator_of(network())
+    evaluator.run(batches(2))
+
+
+def test_averages_of_weights_that_were_trained_further_by_another_engine_do_not_count() -> None:
+    engine, evaluator = averaged()
+    build(engine.model).run(batches(), max_epochs=1)
+    evaluator.run(batches(2))
+    assert engine.handlers["ema"].enabled
+
+
+@pytest.mark.parametrize(("size", "drop_last", "dropped"), [(9, True, 1), (8, True, 0), (9, False, 0)])
+def test_samples_that_a_loader_leaves_out_are_listed(size: int, drop_last: bool, dropped: int) -> None:
+    evaluator = evaluator_of(network())
+    data = TensorDataset(torch.zeros(size, 5), torch.zeros(size, 1))
+    evaluator.run(DataLoader(data, batch_size=4, drop_last=drop_last))
+    found = [one.sentence for one in evaluator.findings.of_run()]
+    assert len(found) == bool(dropped)
+    assert all(f"the last {dropped} of {size} samples" in one for one in found)
+
+
+def test_the_best_weights_that_are_put_back_are_not_averages_that_are_left_out() -> None:
+    model = network()
+    stopping = EarlyStopping("loss", mode="min", patience=1, restore_best=True)
+    engine = build(model, EMA(0.5), stopping, Validation(evaluator_of(model), batches(2)))
+    engine.run(batches(), max_epochs=2)
+    evaluator_of(model).run(batches(2))
+
+
+def test_training_mode_in_an_evaluation_names_the_modules() -> None:
+    model = network(nn.Dropout())
+    evaluator = evaluator_of(model)
+    evaluator.connect(Events.FORWARD_STARTED, lambda engine: model[1].train() and None)
+    with pytest.warns(FindingWarning, match=r"W57: the module 'model.1' was in training mode"):
+        evaluator.run(batches(2))
+    assert model[1].training  # as before the run
+
+
+def test_an_evaluator_reports_to_the_trainer_that_runs_it() -> None:
+    model = network(nn.Dropout())
+    evaluator = evaluator_of(model)
+    evaluator.connect(Events.FORWARD_STARTED, lambda engine: model.train() and None)
+    engine = build(model, Validation(evaluator, batches(2)), allow=["W57"])
+    engine.run(batches(), max_epochs=2)
+    assert engine.state.iteration == 12

@@ -1,0 +1,210 @@
+"""The modules of an engine: models without wrappers, and losses with parameters."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from signalfire import Engine, Update
+from signalfire.distributed import whole_tensor
+from signalfire.handlers import (
+    EMA,
+    DeviceTransfer,
+    DistributedDataParallel,
+    Freezing,
+    FullyShardedDataParallel,
+    GradientClipping,
+    History,
+    Metrics,
+    MixedPrecision,
+    Validation,
+)
+from signalfire.handlers.metrics import Average
+from tests.kit import SGD, assert_same, batches, linear, mlp
+from tests.processes import assert_alike, run_together
+
+DATA = batches(6, inputs=5, targets=(), classes=3)
+
+
+class Centres(nn.Module):
+    """A loss with a learned vector for each class, as in ArcFace and the centre loss."""
+
+    def __init__(self, seed: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(4 * normalize(output) @ normalize(self.weight).T, target)
+
+
+def build(optimizer: Any = SGD, **options: Any) -> tuple[Engine, Centres]:
+    loss = Centres()
+    return Engine(Update.supervised(loss, optimizer, **options), model=mlp(5, 8, 4), seed=0), loss
+
+
+def plain_loop(epochs: int) -> tuple[nn.Module, nn.Module]:
+    model, loss = mlp(5, 8, 4), Centres()
+    optimizer = SGD([*model.parameters(), *loss.parameters()])
+    for _ in range(epochs):
+        for x, y in DATA:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    return model, loss
+
+
+def test_the_parameters_of_a_loss_are_trained_as_in_a_plain_loop() -> None:
+    engine, loss = build()
+    engine.run(DATA, max_epochs=2)
+    model, expected = plain_loop(2)
+    assert_same(engine.modules["model"], model)
+    assert_same(loss, expected)
+    (found,) = engine.findings.of_run()
+    assert (found.code, found.severity) == ("W43", "info")
+    assert engine.model is engine.modules["model"], "the forward calls the model alone"
+
+
+def test_the_parameters_of_a_loss_are_saved_and_loaded() -> None:
+    whole, loss = build()
+    whole.run(DATA, max_epochs=2)
+    half, _ = build()
+    half.run(DATA, max_iters=8)
+    file = io.BytesIO()
+    torch.save(half.state_dict(), file)
+    file.seek(0)
+    resumed, resumed_loss = build()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.run(DATA, max_epochs=2)
+    assert_same(resumed_loss, loss)
+    other, other_loss = build()
+    other.load_weights(whole.weights())
+    assert_same(other_loss, loss)
+
+
+@pytest.mark.parametrize("wrapped", ["partial", "method"])
+def test_a_loss_behind_a_partial_or_a_method_is_found(wrapped: str) -> None:
+    loss = Centres()
+    function = partial(loss) if wrapped == "partial" else loss.forward
+    engine = Engine(Update.supervised(function, SGD), model=mlp(5, 8, 4))
+    assert engine.modules["loss"] is loss
+
+
+def test_a_loss_without_parameters_or_with_frozen_ones_changes_nothing() -> None:
+    for loss in (cross_entropy, nn.CrossEntropyLoss(weight=torch.ones(4)), Centres().requires_grad_(False)):
+        engine = Engine(Update.supervised(loss, SGD), model=mlp(5, 8, 4))
+        engine.run(DATA, max_epochs=1)
+        assert list(engine.modules) == list(engine.state_dict()["modules"]) == ["model"]
+        assert not engine.findings.of_run()
+
+
+def test_a_loss_that_is_among_the_models_is_not_listed_twice() -> None:
+    loss = Centres()
+    engine = Engine(
+        Update(lambda engine, batch: engine.model["net"](batch[0]), lambda engine, output, batch: loss(output, batch[1]), SGD),
+        model={"net": mlp(5, 8, 4), "head": loss},
+    )  # fmt: skip
+    assert list(engine.modules) == ["net", "head"]
+
+
+def test_the_losses_of_several_updates_are_named_after_them() -> None:
+    updates = [Update.supervised(Centres(seed), SGD, name=name) for seed, name in enumerate("ab")]
+    assert list(Engine(updates, model=linear(5, 4)).modules) == ["model", "a_loss", "b_loss"]
+    with pytest.raises(ValueError, match="the model 'loss' has the name of the loss Centres of update 'main'"):
+        Engine(Update.supervised(Centres(), SGD), model={"loss": linear(5, 4)})
+
+
+def test_names_of_the_models_parameters_stay_without_a_prefix() -> None:
+    engine, loss = build()
+    engine.attach(Freezing(["0.weight"]))
+    before = engine.model[0].weight.clone()
+    centres = loss.weight.clone()
+    engine.run(DATA, max_epochs=1)
+    assert torch.equal(engine.model[0].weight, before)
+    assert not torch.equal(loss.weight, centres)
+
+
+def test_other_handlers_take_the_loss_along() -> None:
+    engine, loss = build()
+    evaluator = Engine(Update.supervised(loss), model=engine.model)
+    evaluator.attach(Metrics(loss=Average()))
+    engine.attach(EMA(0.5), GradientClipping(max_norm=0.1), MixedPrecision("bf16"), DeviceTransfer("cpu"), History())
+    engine.attach(Validation(evaluator, DATA[:2]))
+    engine.run(DATA, max_epochs=2)
+    assert list(engine.weights()) == ["model", "loss"]
+    assert not torch.equal(engine.weights()["loss"]["weight"], loss.weight), "the average"
+
+
+def test_a_state_from_before_losses_were_modules_is_loaded() -> None:
+    whole, loss = build()
+    whole.run(DATA, max_epochs=2)
+    half, half_loss = build()
+    half.run(DATA, max_epochs=1)
+    state = half.state_dict()
+    held = state["modules"].pop("loss")  # as it was saved then: by the optimizer alone
+    part = state["updates"]["main"]
+    part["own_parameters"] = {4: held["weight"]}
+    part["parameters"][4] = ""
+    resumed, resumed_loss = build()
+    resumed.load_state_dict(state)
+    resumed.run(DATA, max_epochs=2)
+    assert_same(resumed_loss, loss)
+    assert not torch.equal(half_loss.weight, loss.weight)
+
+
+def test_a_model_that_torch_wraps_keeps_its_names_and_its_earlier_states_load() -> None:
+    data = batches(6, inputs=5, targets=())
+    bare = Engine(Update.supervised(lambda o, t: (o[:, 0] - t).square().mean(), SGD), model=mlp(5, 8, 1))
+    wrapped = Engine(bare.updates[0].spec, model=nn.DataParallel(mlp(5, 8, 1)))
+    bare.run(data, max_epochs=1)
+    wrapped.run(data, max_epochs=1)
+    assert isinstance(wrapped.model, nn.DataParallel)
+    assert_same(wrapped.weights()["model"], bare.weights()["model"])
+    state = wrapped.state_dict()
+    earlier = {f"module.{key}": value for key, value in state["modules"]["model"].items()}
+    state["modules"]["model"] = earlier
+    part = state["updates"]["main"]
+    part["parameters"] = [name.replace("model.", "model.module.") for name in part["parameters"]]
+    for engine in (bare, wrapped):
+        engine.load_state_dict(state)
+        engine.run(data, max_epochs=2)
+        engine.load_weights({"model": earlier})
+        assert_same(engine.weights()["model"], {key.removeprefix("module."): v for key, v in earlier.items()})
+
+
+def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> None:
+    engine = Engine(Update.supervised(cross_entropy, SGD), model=nn.DataParallel(mlp(5, 8, 3)))
+    with pytest.raises(
+        ValueError, match="'distributed_data_parallel': the model 'model' is wrapped in torch's DataParallel"
+    ):
+        engine.attach(DistributedDataParallel())
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+def test_over_two_processes_a_loss_trains_as_over_one(wrapper: Any) -> None:
+    if wrapper is FullyShardedDataParallel and not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    assert_alike(run_together(_trained_together, 2, wrapper))
+
+
+def _trained_together(wrapper: Any) -> dict[str, Tensor]:
+    engine, loss = build()
+    engine.attach(wrapper(timeout=60))
+    engine.run(DATA, max_epochs=2)
+    model, expected = Engine(Update.supervised(Centres(), SGD), model=mlp(5, 8, 4)), Centres()
+    optimizer = SGD([*model.model.parameters(), *expected.parameters()])
+    for _ in range(2):
+        for one, other in zip(DATA[::2], DATA[1::2], strict=True):
+            optimizer.zero_grad()
+            x, y = torch.cat([one[0], other[0]]), torch.cat([one[1], other[1]])
+            expected(model.model(x), y).backward()
+            optimizer.step()
+    found = {name: whole_tensor(value) for name, value in loss.state_dict().items()}
+    torch.testing.assert_close(found["weight"], expected.weight.detach())
+    return found

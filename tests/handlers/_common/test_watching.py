@@ -1,0 +1,103 @@
+"""What `Guards` asks of batches, models and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from signalfire.handlers._common.watching import (
+    ActiveDropout,
+    Facts,
+    batch_of,
+    frozen_last_layer,
+    inputs_of,
+    labels_of,
+    out_of_range,
+    same_for_all,
+    total,
+)
+from tests.kit import build, mlp
+
+
+def test_batches_are_told_apart_by_shapes_and_values_in_their_places() -> None:
+    one = torch.arange(6.0).view(2, 3)
+    assert batch_of((one, one)) == batch_of((one.clone(), one.clone()))
+    assert batch_of(one) != batch_of(one.flip(0))
+    assert batch_of(one) != batch_of(one.view(3, 2))
+    assert batch_of("no tensor") is None
+
+
+def test_inputs_are_the_first_floats_and_labels_the_integers_of_a_pair() -> None:
+    x, y = torch.randn(4, 2), torch.tensor([0, 1, 2, 1])
+    assert inputs_of({"ids": y, "x": x}) is x
+    assert inputs_of((y, y)) is None
+    assert labels_of((x, y)) is y
+    for other in ((x, x), (x, y > 0), (x, y, y), {"x": x, "y": y}, (x, y[:0])):
+        assert labels_of(other) is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        ([0, 1, 2], None),
+        ([1, 2, 3], (1, 3, 3)),
+        ([-100, 0, 1], None),
+        ([255, 0, 1], None),
+        ([-1, 0, 1], None),
+        ([-2, 0, 1], (-2, 1, 3)),
+    ],
+)
+def test_labels_outside_of_the_classes_are_found_but_not_those_that_losses_ignore(
+    labels: list[int], found: tuple[int, int, int] | None
+) -> None:
+    assert out_of_range(torch.randn(3, 3), torch.tensor(labels)) == found
+
+
+def test_outputs_that_are_alike_though_the_inputs_differ() -> None:
+    x = torch.randn(4, 2)
+    assert same_for_all(torch.ones(4, 3), x)
+    assert not same_for_all(torch.ones(4, 3), x[:1].expand(4, 2))
+    assert not same_for_all(x, x)
+    assert not same_for_all(torch.ones(()), x)
+    assert not same_for_all(torch.ones(4), x)
+
+
+def test_dropout_is_seen_only_where_it_drops() -> None:
+    def seen(*, p: float, training: bool) -> bool:
+        with ActiveDropout() as watch:
+            dropout(torch.ones(4), p, training)
+        return bool(watch.seen)
+
+    x = torch.ones(1, 2, 4)
+    assert seen(p=0.5, training=True)
+    assert not seen(p=0.5, training=False)
+    assert not seen(p=0.0, training=True)
+    with ActiveDropout() as watch:
+        nn.Dropout(0.5).eval()(torch.ones(4))
+        torch.randn(3)
+        scaled_dot_product_attention(x, x, x)
+    assert not watch.seen
+    with ActiveDropout() as watch:
+        scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    assert watch.seen
+
+
+def test_a_model_of_which_only_norms_are_trained() -> None:
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    engine = build(model)
+    assert frozen_last_layer(engine) is None
+    model.requires_grad_(False)
+    assert frozen_last_layer(engine) is None
+    model.get_submodule("1").requires_grad_(True)
+    assert frozen_last_layer(engine) == "2"
+
+
+def test_norms_and_streaks() -> None:
+    assert total([torch.tensor([3.0]), None, torch.tensor([4.0])]) == 5.0
+    assert total([]) == 0.0
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (4,), check_invariants=True)
+    assert total([sparse]) == 4.0
+    facts = Facts()
+    assert [facts.again("G02", seen) for seen in (True, True, False, True)] == [1, 2, 0, 1]

@@ -1,0 +1,141 @@
+"""Metrics that are not what they seem, and monitors and logs of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+from signalfire import Engine, Events, Findings, Update
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    Metrics,
+    ProgressBar,
+    TensorBoardLogger,
+    Validation,
+)
+from tests.kit import SGD, batches, build, evaluator_of, mlp
+from tests.mistakes.registry import mistake
+
+
+def classifier(*handlers: Any, classes: int = 3) -> Engine:
+    return build(mlp(5, 8, classes), *handlers, loss=cross_entropy)
+
+
+CLASSES = batches(4, 5, (), classes=3)
+
+
+@mistake("W01")
+def an_accuracy_that_is_minimised(right: bool, folder: Path) -> None:
+    monitored = Checkpoint(folder, monitor="accuracy", mode=None if right else "min")
+    classifier(Metrics(accuracy=Accuracy()), monitored).run(CLASSES, max_epochs=1)
+
+
+@mistake(ValueError, "whether smaller or greater is better is not known")
+def a_metric_whose_direction_nobody_knows(right: bool) -> None:
+    own = Metrics(margin=Average(lambda output, batch: output.max()))
+    classifier(own, EarlyStopping("margin", mode="max" if right else None)).run(CLASSES, max_epochs=1)
+
+
+@mistake("W02")
+def a_monitored_metric_that_is_nan(right: bool, folder: Path) -> None:
+    engine = build(mlp(5, 8, 1), Checkpoint(folder, monitor="score", mode="max"))
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0 if right else float("nan"))
+    )
+    engine.run(batches(), max_epochs=2)
+
+
+class Bag:
+    """A batch of a class that says neither how many samples it has, nor what is in it."""
+
+    def __init__(self, batch: Any) -> None:
+        self.inputs, self.targets = batch
+
+
+@mistake("W03")
+def a_batch_whose_samples_nobody_can_count(right: bool) -> None:
+    update = Update(
+        lambda engine, bag: engine.model(bag.inputs),
+        lambda engine, output, bag: mse_loss(output, bag.targets),
+        SGD,
+        samples=(lambda bag: len(bag.inputs)) if right else None,
+    )
+    engine = Engine(update, model=mlp(5, 8, 1))
+    engine.attach(Metrics(loss=Average()))
+    engine.run([Bag(batch) for batch in batches([4, 4, 2])], max_epochs=1)
+
+
+@mistake("W04")
+def a_count_in_place_of_a_mean(right: bool) -> None:
+    def in_range(output: Any, batch: Any) -> Any:
+        hits = output.argmax(1) < 3
+        return hits.float().mean() if right else hits.sum()
+
+    classifier(Metrics(accuracy=Average(in_range))).run(CLASSES, max_epochs=2)
+
+
+@mistake("W05")
+def a_threshold_for_probabilities_on_logits(right: bool) -> None:
+    model = mlp(5, 8, 1)
+    with torch.no_grad():
+        next(model.parameters()).mul_(20)
+    data = [(x, (y > 0).float()) for x, y in batches(4)]
+    accuracy = Accuracy(threshold=0.0 if right else 0.5)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    build(model, Metrics(accuracy=accuracy), loss=loss).run(data, max_epochs=1)
+
+
+@mistake("W06")
+def a_training_loss_that_is_monitored_beside_a_validation(right: bool) -> Findings:
+    model = mlp(5, 8, 1)
+    stopping = EarlyStopping("val_loss" if right else "loss")
+    engine = build(
+        model, Metrics(loss=Average()), Validation(evaluator_of(model), batches(2, seed=1), prefix="val_"), stopping
+    )
+    engine.run(batches(), max_epochs=2)
+    return engine.findings.of_run()
+
+
+@mistake("W07")
+def a_patience_longer_than_the_run(right: bool) -> Findings:
+    engine = build(mlp(5, 8, 1), Metrics(loss=Average()), EarlyStopping("loss", patience=1 if right else 10))
+    engine.run(batches(), max_epochs=4)
+    return engine.findings.of_run()
+
+
+@mistake(KeyError, "did you mean 'accuracy'")
+def a_misspelt_monitor(right: bool) -> None:
+    classifier(Metrics(accuracy=Accuracy()), EarlyStopping("accuracy" if right else "acuracy")).run(
+        CLASSES, max_epochs=1
+    )
+
+
+@mistake("W61")
+def a_misspelt_metric_in_the_bar(right: bool) -> None:
+    with open("/dev/null", "w") as file:
+        engine = build(mlp(5, 8, 1), ProgressBar(["score" if right else "scor"], file=file))
+        engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
+        engine.run(batches(), max_epochs=2)
+
+
+@mistake("W62")
+def a_logger_on_the_evaluator(right: bool, folder: Path) -> None:
+    model = mlp(5, 8, 1)
+    evaluator = evaluator_of(model)
+    engine = build(model, Validation(evaluator, batches(2, seed=1)))
+    (engine if right else evaluator).attach(CSVLogger(folder / "log.csv"))
+    engine.run(batches(), max_epochs=2)
+
+
+@mistake("W63")
+def a_log_whose_interval_is_longer_than_the_run(right: bool, folder: Path) -> Findings:
+    engine = build(mlp(5, 8, 1), TensorBoardLogger(folder, every="1it" if right else "500it"))
+    engine.run(batches(), max_epochs=1)
+    return engine.findings.of_run()

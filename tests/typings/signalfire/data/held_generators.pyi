@@ -1,0 +1,1 @@
+from engine.data.held_generators import *

@@ -1,0 +1,1 @@
+from engine.epoch_checks import *

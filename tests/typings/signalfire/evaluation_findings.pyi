@@ -1,0 +1,1 @@
+from engine.evaluation_findings import *

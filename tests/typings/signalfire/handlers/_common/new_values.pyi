@@ -1,0 +1,1 @@
+from handlers._common.new_values import *
