@@ -11,6 +11,7 @@ from types import BuiltinMethodType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from .checks import did_you_mean
+from .declarations import Things
 from .events import Filter
 
 if TYPE_CHECKING:
@@ -61,16 +62,40 @@ def check_place(where: str, phase: Phase, rank: int) -> Phase:
 
 
 class Connection:
-    """One receiver with its filter, phase and rank."""
+    """One receiver with its filter, phase and rank, and what it declares to read and write (None: nothing is declared)."""
 
-    __slots__ = ("__weakref__", "call", "filter", "key", "kind", "owner", "phase", "rank", "receiver", "when")
+    __slots__ = (
+        "__weakref__",
+        "call",
+        "filter",
+        "key",
+        "kind",
+        "owner",
+        "phase",
+        "rank",
+        "reads",
+        "receiver",
+        "when",
+        "writes",
+    )  # fmt: skip
 
-    def __init__(self, receiver: Receiver, phase: Phase, rank: int, filter: Filter | None, owner: str | None) -> None:
+    def __init__(
+        self,
+        receiver: Receiver,
+        phase: Phase,
+        rank: int,
+        filter: Filter | None,
+        owner: str | None,
+        reads: Things | None = None,
+        writes: Things | None = None,
+    ) -> None:
         self.receiver = receiver
         self.phase = phase
         self.rank = rank
         self.filter = filter
         self.owner = owner
+        self.reads = reads
+        self.writes = writes
         self.key = (int(phase), rank, next(_connection_numbers))
         self.kind = _kind(receiver)
         # The predicate of an interval stores when it passed last: each connection needs its own copy.

@@ -12,12 +12,13 @@ from torch import nn
 from .acts import Overrides
 from .boundary import Boundary
 from .bus import Bus, Decorator
+from .check import check
 from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
 from .events import AnyEvent, EventEnum
-from .findings import Reports
+from .findings import Findings, Reports
 from .group import Group
 from .handler import Handler
 from .interval import Interval
@@ -120,6 +121,7 @@ class Engine:
         min_epochs: int = 0,
         min_iters: int = 0,
         epoch_length: int | None = None,
+        check: bool = True,
     ) -> State:
         """Run up to the first of the given bounds; called again with larger ones, it continues.
 
@@ -132,6 +134,7 @@ class Engine:
             min_epochs, min_iters: `terminate` takes effect only once this many are complete.
             epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
                 the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
+            check: whether the first run reports what `check` finds without a batch.
 
         Returns:
             The state. An error always leaves: with the handler, event, epoch and iteration in its notes, after
@@ -146,7 +149,7 @@ class Engine:
             data = self.overrides.data_of(self, data)
             self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
                                   min_iters, epoch_length)  # fmt: skip
-            self.loop = Loop(self, data, epoch_length)
+            self.loop = Loop(self, data, epoch_length, check=check)
             try:
                 self.loop.run()
             finally:
@@ -244,10 +247,9 @@ class Engine:
     # ---- handlers -------------------------------------------------------------------------------------------------
 
     def attach(self, *handlers: Handler) -> Attachment:
-        """Attach handlers; the order never matters for the ones that come with Signalfire.
+        """Attach all of these handlers, or none if one fails; the order never matters for those that come with Signalfire.
 
-        Either all are attached, or an error leaves and none is. The returned handle detaches them, by ``handle.detach()`` or as
-        a context manager.
+        The returned handle detaches them, by ``handle.detach()`` or as a context manager.
         """
         return self.handlers.attach(handlers)
 
@@ -265,9 +267,7 @@ class Engine:
         return self.signals.has(handler, event)
 
     def find(self, kind: type[H]) -> H:
-        """The one attached handler of a class, typed as such.
-
-        For example, ``engine.find(History).table()``.
+        """The one attached handler of a class, typed as such: ``engine.find(History).table()``.
 
         Raises:
             KeyError: if there is none or more than one, listing what is attached.
@@ -285,6 +285,13 @@ class Engine:
     def wiring(self) -> Wiring:
         """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
         return Wiring(self)
+
+    def check(self, data: Iterable[Any] | None = None, **bounds: Any) -> Findings:
+        """What looks wrong about the composition and the data, as a table for ``print``; nothing is trained or changed.
+
+        ``bounds`` are those of `run`; without them, rules about its length are omitted. One batch at most is read.
+        """
+        return check(self, data, bounds)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 

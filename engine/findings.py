@@ -9,17 +9,27 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from . import blame
-from .codes import CODES, Severity
+from .codes import CODES, REPEATS, Severity
 from .part import Part
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Finding", "FindingError", "FindingWarning", "Findings", "Reports", "allow", "check_codes", "warn"]
+__all__ = [
+    "Finding",
+    "FindingError",
+    "FindingWarning",
+    "Findings",
+    "Reports",
+    "allow",
+    "check_codes",
+    "finding",
+    "warn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +172,13 @@ class Reports(Part):
 
     Attributes:
         allowed: codes that are never reported.
+        checked: whether the composition was checked, as it is at the start of the first run.
     """
 
     def __init__(self, engine: Engine, allowed: Iterable[str]) -> None:
         super().__init__(engine)
         self.allowed = check_codes("Engine(allow=)", allowed)
+        self.checked = False
         self._of_run: dict[tuple[Any, ...], Finding] = {}
         self._parent: Reports | None = None
 
@@ -220,6 +232,9 @@ class Reports(Part):
         known = (found.code, found.handlers, key)
         if known in root._of_run:
             return
+        earlier = {one.code for one in root._of_run.values() if one.severity != "info"}
+        if earlier.intersection(REPEATS.get(found.code, ())):
+            found = replace(found, severity="info")
         root._of_run[known] = found
         if found.severity != "info":
             warn(found)

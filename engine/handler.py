@@ -18,7 +18,8 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 ``engine.group.join``           train together with other processes; ``now()`` is a clock on which the ranks agree
 ``engine.feed.on_last_batch``   whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside it
 ``engine.signals.call_through``  call every receiver through a function, as the profiler does
-`planning.steps_to_come`        how many optimizer steps the run will make
+`planning`                      how many steps, iterations and epochs the run will make, and whether an interval comes up in it
+`Handler.findings`              what looks wrong about a handler in its composition, for `Engine.check`
 `evaluation.prepare_batch`      a batch that the handler reads itself, moved and converted as in the loop
 `evaluation.inherited`          what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
 `restore.attempt`               compute gradients, and put everything back if the memory runs out
@@ -39,44 +40,62 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
 from .connection import Phase, check_place
+from .declarations import Things, check_things
 from .events import AnyEvent, Events, resolve
 from .randomness import derived_seed
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .findings import Finding
 
 __all__ = ["Handler", "Subscription", "begin_with", "bind", "never_called", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
+_Declared = tuple[AnyEvent | str, Phase, int, Things | None, Things | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
     """A method declared with `on`, with its event, phase and rank.
 
-    ``event`` is an event, or the name of an attribute of the handler that holds an event or an interval.
+    ``event`` is an event, or the name of an attribute of the handler that holds an event or an interval. ``reads`` and
+    ``writes`` are names of `declarations.THINGS`; None if nothing is declared.
     """
 
     method: str
     event: AnyEvent | str
     phase: Phase
     rank: int
+    reads: Things | None = None
+    writes: Things | None = None
 
 
-def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[M], M]:
+def on(
+    event: AnyEvent | str,
+    *,
+    phase: Phase = Phase.CHANGE,
+    rank: int = 0,
+    reads: Iterable[str] | None = None,
+    writes: Iterable[str] | None = None,
+) -> Callable[[M], M]:
     """Declare that a handler's method is called as ``method(engine)`` at this event.
 
     Args:
         event: An event, filtered event or union, or the name of an attribute of the handler that holds an event or an interval.
         phase: Phase of the event in which the method runs.
         rank: Order within the phase; smaller runs earlier.
+        reads, writes: What the method uses and changes of the run, as names of `declarations.THINGS`, such as ``["gradients"]``;
+            `Engine.check` then reports receivers whose order is left to chance. Give both, or none if it is not known.
+
+    Raises:
+        TypeError, ValueError: for what is no event, and for names that are not in `declarations.THINGS`.
 
     Example:
         >>> from signalfire import Events, Handler, Phase, on
@@ -91,18 +110,21 @@ def on(event: AnyEvent | str, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> 
     if not isinstance(event, str):
         resolve(event)  # raises here, where the mistake is
     phase = check_place(f"on({event})", phase, rank)
+    known = check_things("on(reads)", reads), check_things("on(writes)", writes)
+    if (known[0] is None) != (known[1] is None):
+        known = known[0] or frozenset(), known[1] or frozenset()
 
     def declare(method: M) -> M:
         if isinstance(method, type) or not (callable(method) or isinstance(method, classmethod)):
             raise TypeError(
                 f"on({event}): {method!r} is not a method; put the decorator directly above a method of a Handler"
             )
-        declared: list[tuple[AnyEvent | str, Phase, int]] = method.__dict__.setdefault("_signalfire_subscriptions", [])
+        declared: list[_Declared] = method.__dict__.setdefault("_signalfire_subscriptions", [])
         if any(event == one for one, *_ in declared):
             raise ValueError(
                 f"on({event}): {method.__name__} is declared with this event twice, and would be called twice"
             )
-        declared.insert(0, (event, phase, rank))  # decorators are applied from the bottom up
+        declared.insert(0, (event, phase, rank, *known))  # decorators are applied from the bottom up
         return method
 
     return declare
@@ -147,7 +169,7 @@ class Handler:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        declared: dict[str, list[tuple[AnyEvent | str, Phase, int]]] = {}
+        declared: dict[str, list[_Declared]] = {}
         for base in reversed(
             cls.__mro__
         ):  # an overriding method inherits the subscriptions, unless it declares its own
@@ -223,6 +245,26 @@ class Handler:
                 f"{self.name!r} ({type(self).__name__}) has no state to load, but the saved state holds {sorted(state)}"
             )
 
+    def metric_names(self, engine: Engine) -> Iterable[str]:
+        """Names of the metrics that the handler writes, as far as they are known before a run; for `Engine.check`."""
+        return [name for name, owner in engine.state.metrics.owners.items() if owner == self.name]
+
+    def findings(self, engine: Engine) -> Iterable[Finding]:
+        """What looks wrong about this handler in this composition; called by `Engine.check`, and when the first run starts.
+
+        The bounds of the run are in ``engine.state`` as far as they are known, and `planning` tells from them how far the run
+        goes. It changes nothing.
+
+        Example:
+            >>> from signalfire.findings import finding
+            >>> class Warmup(Handler):
+            ...     steps = 500
+            ...     def findings(self, engine):
+            ...         if (engine.state.max_steps or self.steps) < self.steps:
+            ...             yield finding("C17", "the warm-up is longer than the run", "shorten it", [self.name])
+        """
+        return ()
+
     def generator(
         self, engine: Engine, device: torch.device | str = "cpu", *, of_rank: int | None = None
     ) -> torch.Generator:
@@ -269,7 +311,16 @@ def begin_with(handler: Handler, engine: Engine) -> dict[str, Any]:
     return initial
 
 
-_OPTIONAL = ("attached", "detached", "rehearse", "state_dict", "load_state_dict", "sync_written")
+_OPTIONAL = (
+    "attached",
+    "detached",
+    "findings",
+    "metric_names",
+    "rehearse",
+    "state_dict",
+    "load_state_dict",
+    "sync_written",
+)
 _LABELS = frozenset(event.label for event in Events)
 
 

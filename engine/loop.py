@@ -26,6 +26,7 @@ import torch
 
 from .blame import warn
 from .boundary import discard_windows
+from .check import report as report_composition
 from .checks import as_int
 from .data.source import Source
 from .data.streamed import END
@@ -61,13 +62,14 @@ class Loop:
         engine: the engine; its state has the bounds.
         data: the batches, or None.
         epoch_length: iterations in an epoch; None for the data's own length.
+        check: whether to check the composition if this is the engine's first run.
 
     Attributes:
         running: whether handlers take part; False again once ENDED was emitted.
         over: whether no further iteration is made.
     """
 
-    def __init__(self, engine: Engine, data: Any, epoch_length: int | None) -> None:
+    def __init__(self, engine: Engine, data: Any, epoch_length: int | None, *, check: bool) -> None:
         run_id, engine.seed = engine.group.begin_run(engine.snapshots.run_id, engine.seed)
         engine.snapshots.begin_lineage(engine.snapshots.origin, run_id)
         self.engine = engine
@@ -82,6 +84,7 @@ class Loop:
         )
         self.running = False
         self.over = False
+        self._check = check
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
 
@@ -258,6 +261,8 @@ class Loop:
             )
         if was_loaded:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
+        if self._check:
+            report_composition(engine)
         if engine.boundary.is_awake:
             engine.boundary.attend()
         self.checks = EpochChecks(engine)

@@ -1,14 +1,18 @@
-"""How many optimizer steps a run will make, for schedules that have to know."""
+"""How far a run will go: its optimizer steps, iterations and epochs, and whether an interval comes up in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from .events import AnyEvent, EventEnum, resolve
+from .interval import Interval
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["steps_to_come"]
+__all__ = ["comes_up", "last_epoch", "last_iteration", "steps_to_come"]
 
 
 def steps_to_come(engine: Engine, update: UpdateState, *, planned: bool = False) -> int | None:
@@ -46,3 +50,74 @@ def steps_to_come(engine: Engine, update: UpdateState, *, planned: bool = False)
         left = None if left is None else left - taken
         epoch, size, filled = epoch + 1, length, 0
     return steps if most is None else min(steps, most)
+
+
+def last_iteration(engine: Engine) -> int | None:
+    """The largest iteration that the run can reach within its bounds; None if that is not known."""
+    state = engine.state
+    by_epochs = (
+        None if state.max_epochs is None or state.epoch_length is None else state.max_epochs * state.epoch_length
+    )
+    first = engine.updates[0]
+    by_steps = None
+    if state.max_steps is not None and first.window.length_of is None and first.one_step_per_batch:
+        by_steps = state.iteration + max(0, state.max_steps - first.steps)
+    return min((end for end in (by_epochs, state.max_iters, by_steps) if end is not None), default=None)
+
+
+def last_epoch(engine: Engine) -> int | None:
+    """The last epoch that can be completed within the run's bounds; None if that is not known."""
+    state, iterations = engine.state, last_iteration(engine)
+    by_iterations = None if iterations is None or not state.epoch_length else iterations // state.epoch_length
+    return min((end for end in (state.max_epochs, by_iterations) if end is not None), default=None)
+
+
+def comes_up(engine: Engine, every: str | Interval | AnyEvent) -> bool | None:
+    """Whether an interval or a filtered event comes up between here and the run's bounds; None if that is not known.
+
+    Predicates (``when=``) and wall-clock times are not known; skipped steps and early stops are not expected.
+    """
+    if isinstance(every, str):
+        every = Interval.parse(every)
+    if isinstance(every, Interval):
+        return _amount_comes_up(engine, every)
+    known = [_event_comes_up(engine, event, chosen.next_due if chosen else None, chosen is not None and chosen.when is not None)
+             for event, chosen in resolve(every)]  # fmt: skip
+    return True if True in known else None if None in known else False
+
+
+def _amount_comes_up(engine: Engine, every: Interval) -> bool | None:
+    state, first = engine.state, engine.updates[0]
+    done: float
+    end: float | None
+    if every.unit == "ep":
+        done, end = state.epoch - state.epoch_open, last_epoch(engine)
+        if (
+            not isinstance(every.value, int)
+            and state.epoch_length
+            and (iterations := last_iteration(engine)) is not None
+        ):
+            done, end = state.iteration / state.epoch_length, iterations / state.epoch_length
+    elif every.unit == "it":
+        done, end = state.iteration, last_iteration(engine)
+    elif every.unit == "st":
+        to_come = steps_to_come(engine, first)
+        done, end = first.steps, None if to_come is None else first.steps + to_come
+    else:
+        return None
+    return None if end is None else end // every.value > done // every.value
+
+
+def _event_comes_up(
+    engine: Engine, event: EventEnum, next_due: Callable[[int], int] | None, has_predicate: bool
+) -> bool | None:
+    if next_due is None:
+        return True
+    ends = {
+        "epoch": (engine.state.epoch, last_epoch(engine)),
+        "iteration": (engine.state.iteration, last_iteration(engine)),
+    }
+    if has_predicate or not isinstance(event.counter, str) or event.counter not in ends:
+        return None
+    done, end = ends[event.counter]
+    return None if end is None else next_due(done + 1) <= end

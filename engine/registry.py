@@ -303,10 +303,15 @@ class Registry(Mapping[str, Handler], Part):
             for one, chosen in resolve(event):
                 if type(one) is not Events:
                     self.engine.signals.register(type(one))
-                yield (
-                    self.engine.signal(one),
-                    Connection(method, subscription.phase, subscription.rank, chosen, handler.name),
+                how = (
+                    subscription.phase,
+                    subscription.rank,
+                    chosen,
+                    handler.name,
+                    subscription.reads,
+                    subscription.writes,
                 )
+                yield self.engine.signal(one), Connection(method, *how)
 
     def _leave(self, record: _Record) -> None:
         engine, handler = self.engine, record.handler

@@ -50,6 +50,7 @@ class AdaptiveGradientClipping(Handler):
     """
 
     trains = True
+    clips_gradients = True
     decides_alike = True
 
     def __init__(
@@ -86,7 +87,7 @@ class AdaptiveGradientClipping(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.ADAPTIVE_CLIPPING, by=self, target=f"of update {update.name!r}")
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_excluded(self, engine: Engine) -> None:
         """Find the parameters that are not clipped."""
         named = all_names(engine.modules)
@@ -103,7 +104,7 @@ class AdaptiveGradientClipping(Handler):
         ]
         self._clipped = {}
 
-    @on(Events.GRADIENTS_READY, rank=CLIP_ADAPTIVELY)
+    @on(Events.GRADIENTS_READY, rank=CLIP_ADAPTIVELY, reads=["gradients", "weights"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:
         """Clip the gradients of the accumulation window."""
         update = engine.state.update
@@ -138,7 +139,7 @@ class AdaptiveGradientClipping(Handler):
             cached = self._clipped[update.name] = (parameters, [p for p in parameters if id(p) not in excluded])
         return cached[1]
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Release the references to parameters."""
         self._excluded, self._clipped = [], {}

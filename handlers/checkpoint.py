@@ -75,8 +75,8 @@ class Checkpoint(Handler):
     """
 
     trains = True
-
     writes = True
+    interval_matters = True
 
     files: checkpoints.Files = checkpoints.Files()
     """File-system operations; tests record them or make them fail."""
@@ -217,7 +217,7 @@ class Checkpoint(Handler):
 
     # ---- starting and resuming ------------------------------------------------------------------------------------
 
-    @on("resume_event", phase=Phase.PREPARE)
+    @on("resume_event", phase=Phase.PREPARE, reads=["position", "files", "processes"], writes=["state"])
     def resume(self, engine: Engine) -> None:
         """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
@@ -228,14 +228,14 @@ class Checkpoint(Handler):
             engine.load_state_dict(self.load(self.folder / found, name=self.name))
             self._failures.resumed(found)
 
-    @on("failure_event", phase=Phase.PERSIST)
+    @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:
         """Record an error of this rank that ended the resumed run before its next save."""
         error = engine.state.exception
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes", "weights"], writes=["files"])
     def open(self, engine: Engine) -> None:
         """Create the folder, so that missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
@@ -254,7 +254,7 @@ class Checkpoint(Handler):
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
         """Find the versions that the resumed run owns, and warn if the environment has changed since they were written."""
         self._saver.forget()
@@ -263,7 +263,7 @@ class Checkpoint(Handler):
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
         """Write the version that the loaded state counts as kept, if the run that saved this state ended before it did."""
         entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
@@ -279,18 +279,18 @@ class Checkpoint(Handler):
 
     # ---- selecting ------------------------------------------------------------------------------------------------
 
-    @on("monitor_event", phase=Phase.CONTROL)
+    @on("monitor_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric(self, engine: Engine) -> None:
         """Find the metric's direction; raise an error for a name that nobody announced or writes."""
         assert self.monitor is not None
         self.monitor.start(engine, self.name)
 
-    @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
+    @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["position"], writes=[])
     def select_last(self, engine: Engine) -> None:
         """Select the current state to replace the oldest version."""
         self.retention.select_last(self._entry(engine, None))
 
-    @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS)
+    @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["metrics", "position"], writes=[])
     def select_best(self, engine: Engine) -> None:
         """Select the current state if the metric has a new value that is among the best."""
         assert self.monitor is not None
@@ -304,7 +304,7 @@ class Checkpoint(Handler):
         else:
             self.retention.select_best(self._entry(engine, value), place)
 
-    @on("check_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
+    @on("check_event", phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise a KeyError if the monitored metric, or one in the filename, does not exist."""
         if self.monitor is not None:
@@ -319,7 +319,7 @@ class Checkpoint(Handler):
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT)
+    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["files"], writes=[])
     def collect_finished(self, engine: Engine) -> None:
         """Report a finished asynchronous write; wait for it first if another version is about to be written."""
         if (write := self._saver.pending) is None:
@@ -327,7 +327,7 @@ class Checkpoint(Handler):
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
             self._collect_write(engine)
 
-    @on("save_event", phase=Phase.PERSIST)
+    @on("save_event", phase=Phase.PERSIST, reads=["state", "processes"], writes=["files"])
     def save(self, engine: Engine) -> None:
         """Write the selected state, then remove the versions it supersedes."""
         if (entry := self.retention.take_selected()) is None:
@@ -352,20 +352,20 @@ class Checkpoint(Handler):
         else:
             self._collect_write(engine)
 
-    @on("wait_event", phase=Phase.PREPARE)
-    @on("end_event", phase=Phase.PERSIST, rank=COLLECT)
+    @on("wait_event", phase=Phase.PREPARE, reads=["files"], writes=["files"])
+    @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["files"], writes=["files"])
     def wait_for_write(self, engine: Engine) -> None:
         """Wait for the last write, so that the run ends only once its last version is on disk."""
         if self._saver.pending is not None:
             # After an error the other ranks may be at any point, so nothing collective is possible.
             self._collect_write(engine, rank_local=engine.state.exception is not None)
 
-    @on("hold_event", phase=Phase.PERSIST, rank=HOLD)
+    @on("hold_event", phase=Phase.PERSIST, rank=HOLD, reads=["state"], writes=[])
     def hold_state(self, engine: Engine) -> None:
         """Hold the current state, to be saved if an error ends the run."""
         self._held = engine.snapshots.take()
 
-    @on("exception_event", phase=Phase.PERSIST)
+    @on("exception_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def save_held_state(self, engine: Engine) -> None:
         """Write the state that was held before the error."""
         held, self._held = self._held, None
@@ -384,7 +384,7 @@ class Checkpoint(Handler):
             )
         self._save_uncounted(engine, held, "exception", rank_local=True)
 
-    @on("preemption_event", phase=Phase.PERSIST)
+    @on("preemption_event", phase=Phase.PERSIST, reads=["state", "processes"], writes=["files"])
     def save_preempted(self, engine: Engine) -> None:
         """Write the current state; it does not count towards ``keep``, so that a preemption does not change the kept versions."""
         if self._saver.pending is not None:

@@ -65,7 +65,7 @@ class Cutout(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.CUTOUT, by=self)
 
-    @on(Events.GET_BATCH_COMPLETED)
+    @on(Events.GET_BATCH_COMPLETED, reads=["batch"], writes=["batch"])
     def cut(self, engine: Engine) -> None:
         """Fill the boxes of the batch's inputs."""
         batch = engine.state.batch

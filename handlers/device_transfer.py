@@ -70,7 +70,7 @@ class DeviceTransfer(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.DEVICE, by=self)
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules"], writes=["device"])
     def move_model(self, engine: Engine) -> None:
         """Move the modules to the device. The parameters stay the same objects, so existing optimizers remain valid."""
         for name, module in engine.modules.items():
@@ -83,7 +83,7 @@ class DeviceTransfer(Handler):
         if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
             self._copy_stream = torch.cuda.Stream(self.device)
 
-    @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
+    @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["device"])
     def move_batch(self, engine: Engine) -> None:
         """Move the batch to the device."""
         batch = engine.state.batch
@@ -99,7 +99,7 @@ class DeviceTransfer(Handler):
                 tensor.record_stream(compute_stream)  # keeps its memory from being reused for a later copy too early
         engine.state.batch = map_leaves(self._to_device, batch)
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Release the copy stream."""
         self._copy_stream = None

@@ -116,7 +116,7 @@ class DistributedDataParallel(Distribution):
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 
-    @on(Events.MODEL_SETUP)
+    @on(Events.MODEL_SETUP, reads=["modules", "processes"], writes=["weights", "buffers"])
     def broadcast_weights(self, engine: Engine) -> None:
         """Broadcast the weights and buffers of rank 0."""
         if not self._active:
@@ -138,9 +138,9 @@ class DistributedDataParallel(Distribution):
         with torch.no_grad():
             broadcast([t for module in engine.modules.values() for t in (*module.parameters(), *module.buffers())])
 
-    @on(Events.STARTED, phase=Phase.FINALIZE)
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE)
-    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE)
+    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
+    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
     def wrap(self, engine: Engine) -> None:
         """Wrap the trained modules in torch's DDP; rebuild the wrappers if the trained parameters have changed."""
         if not self._active:
@@ -236,7 +236,7 @@ class DistributedDataParallel(Distribution):
 
     # ---- in every iteration ---------------------------------------------------------------------------------------
 
-    @on("forward_event", phase=Phase.PREPARE)
+    @on("forward_event", phase=Phase.PREPARE, reads=["window", "modules"], writes=[])
     def set_gradient_sync(self, engine: Engine) -> None:
         """Enable the reduction for the backward that completes a window, for the modules of this update only."""
         update = engine.state.update
@@ -247,7 +247,7 @@ class DistributedDataParallel(Distribution):
             if wrapper.require_backward_grad_sync is not syncs:
                 wrapper.require_backward_grad_sync = syncs
 
-    @on("backward_event", phase=Phase.PREPARE)
+    @on("backward_event", phase=Phase.PREPARE, reads=["modules"], writes=[])
     def record_backward(self, engine: Engine) -> None:
         """Record which modules the backward has reduced: those called for it, if it synchronises."""
         for wrapper in self._of_update.get(engine.state.update.name, ()):
@@ -278,7 +278,7 @@ class DistributedDataParallel(Distribution):
                 dist.all_reduce(gradient)
                 parameter.grad = gradient.div_(self.processes.world_size)
 
-    @on(Events.ENDED, phase=Phase.FINALIZE)
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=["modules"])
     def unwrap(self, engine: Engine) -> None:
         """Restore the original model, which has the trained weights."""
         if self._original_model is not None:

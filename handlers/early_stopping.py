@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_number
+from signalfire.findings import finding
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
+from signalfire.planning import last_epoch
 
 from ._common.ranks import CHECK_METRIC, KEEP_BEST
 
@@ -95,12 +97,12 @@ class EarlyStopping(Handler):
         if self.restore_event is not None:
             engine.overrides.claim(Override.FINAL_WEIGHTS, by=self)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_new_best(self, engine: Engine) -> None:
         """Discard a new best value whose weights were not copied because of an error: the weights have changed since."""
         self._is_new_best = False
 
-    @on(Events.STARTED, phase=Phase.CONTROL)
+    @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics", "position"], writes=[])
     def check_metric(self, engine: Engine) -> None:
         """Find the metric's direction; raise an error for a name that nobody announced or writes."""
         self.monitor.start(engine, self.name)
@@ -123,7 +125,12 @@ class EarlyStopping(Handler):
                 self.name,
             )
 
-    @on(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, phase=Phase.CONTROL)
+    @on(
+        Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED,
+        phase=Phase.CONTROL,
+        reads=["metrics", "position"],
+        writes=["stop"],
+    )
     def check_patience(self, engine: Engine) -> None:
         """Check a new value of the metric, and request or cancel a stop."""
         value = self.monitor.new_value(engine)
@@ -162,23 +169,38 @@ class EarlyStopping(Handler):
     def _worse(self, value: float, than: float) -> bool:
         return value > than if self.monitor.mode == "min" else value < than
 
-    @on("best_weights_event", phase=Phase.PERSIST, rank=KEEP_BEST)
+    @on("best_weights_event", phase=Phase.PERSIST, rank=KEEP_BEST, reads=["weights", "buffers"], writes=[])
     def keep_best(self, engine: Engine) -> None:
         """Copy the weights if the current event reported the best value."""
         if self._is_new_best:
             self._is_new_best = False
             self._weights = engine.weights()
 
-    @on("restore_event")
+    @on("restore_event", reads=[], writes=["weights", "buffers"])
     def restore_best(self, engine: Engine) -> None:
         """Load the weights of the best value."""
         if self._weights is not None:
             engine.load_weights(self._weights)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL, rank=CHECK_METRIC)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise an error if the metric does not exist, or differs between the ranks of a distributed run."""
         self.monitor.require(engine)
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Patience that lasts longer than the run."""
+        producer = engine.handlers.get(engine.state.metrics.owners.get(self.monitor.metric, ""))
+        every = getattr(producer, "every", Interval(1, "ep"))
+        last = last_epoch(engine) if isinstance(every, Interval) and every.unit == "ep" else None
+        others = self.threshold is not None or self.divergence is not None or self.best_weights_event is not None
+        if last is not None and int(last / every.value) <= self.patience and not others:
+            yield finding(
+                "C19",
+                f"{self.name!r} waits for {self.patience} values without improvement, but at most {int(last / every.value)} come "
+                "in this run: it cannot stop it",
+                "reduce the patience, or evaluate more often",
+                [self.name],
+            )
 
     def state_dict(self) -> dict[str, Any]:
         state = {"best": self.best, "waited": self.waited, "monitor": self.monitor.state_dict()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from signalfire import Engine, Events, Interval, Phase, on
+from signalfire import Engine, Events, Finding, Interval, Phase, on
 from signalfire.checks import check_bool, check_choice, check_int, check_number
+from signalfire.findings import finding
 from signalfire.interval import check_every
 from signalfire.planning import steps_to_come
 
@@ -59,6 +61,8 @@ class EMA(AveragedWeights):
         False
     """
 
+    interval_matters = True
+
     def __init__(
         self,
         decay: float = 0.999,
@@ -79,7 +83,19 @@ class EMA(AveragedWeights):
         self.start = check_int(self, "start", start, least=0)
         self.warmup = check_bool(self, "warmup", warmup)
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Averaging that starts after the run's last step."""
+        update = engine.find_update(self.update)
+        to_come = steps_to_come(engine, update)
+        if self.start and to_come is not None and update.steps + to_come <= self.start:
+            yield finding(
+                "C18",
+                f"{self.name!r} averages after {self.start} optimizer steps, but the run makes {update.steps + to_come}",
+                "start earlier, or train longer",
+                [self.name],
+            )
+
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["step", "position"], writes=[])
     def check_decay(self, engine: Engine) -> None:
         """Report a run that is too short for the decay: most of the average is then what it began with."""
         update = engine.find_update(self.update)
@@ -98,7 +114,13 @@ class EMA(AveragedWeights):
                 self.name,
             )
 
-    @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
+    @on(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        phase=Phase.PREPARE,
+        rank=AVERAGE,
+        reads=["step", "weights", "buffers"],
+        writes=[],
+    )
     def average(self, engine: Engine) -> None:
         """Update the average after a step that was not skipped."""
         if made_step(engine, self.update, self.every) and engine.state.update.steps > self.start:

@@ -62,7 +62,7 @@ class FastDevRun(Handler):
                 self._whole = None
         return None if data is None else FirstBatches(data, self.batches)
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE)
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["position"], writes=["bounds"])
     def limit_epochs(self, engine: Engine) -> None:
         """Limit the run to one epoch, without a minimum."""
         state = engine.state
@@ -74,7 +74,7 @@ class FastDevRun(Handler):
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
         """List that this run is a trial, in case that the handler was forgotten."""
         engine.findings.report(
@@ -84,14 +84,20 @@ class FastDevRun(Handler):
             self.name,
         )
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL)
+    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["position", "data"], writes=["stop"])
     def end_epoch(self, engine: Engine) -> None:
         """End an epoch whose length is not given by the data."""
         state = engine.state
         if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.feed.on_last_batch():
             engine.terminate_epoch(f"{self.name} limits epochs to {self.batches} batches")
 
-    @on(Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.PREPARE, rank=REHEARSE)
+    @on(
+        Events.EPOCH_COMPLETED | Events.COMPLETED,
+        phase=Phase.PREPARE,
+        rank=REHEARSE,
+        reads=["weights", "buffers", "data"],
+        writes=["metrics"],
+    )
     def rehearse_all(self, engine: Engine) -> None:
         """Let every handler do once what was not due in these few batches."""
         for handler in list(engine.handlers.values()):

@@ -49,6 +49,7 @@ class Freezing(Handler):
     """
 
     trains = True
+    freezes = True
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Freezing(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.FREEZING, by=self)
 
-    @on(Events.STARTED)
+    @on(Events.STARTED, reads=["modules", "position"], writes=["trainable", "modes", "gradients"])
     def find_parts(self, engine: Engine) -> None:
         """Find the parts, and freeze those of this epoch."""
         parameters, norms = all_names(engine.modules), _norms_of(engine)
@@ -107,7 +108,7 @@ class Freezing(Handler):
                 self._norms.append((norm, epoch, norm.training))
         self.apply(engine)
 
-    @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED)
+    @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED, reads=["position"], writes=["trainable", "modes", "gradients"])
     def apply(self, engine: Engine) -> None:
         """Freeze and unfreeze parts according to the epoch."""
         epoch = engine.state.epoch
@@ -118,7 +119,7 @@ class Freezing(Handler):
         for norm, until, training in self._norms:
             norm.training = training and epoch >= until
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=["trainable", "modes"])
     def restore(self, engine: Engine) -> None:
         """Restore the state before the run."""
         for parameter, _, trained in self._parameters:

@@ -143,7 +143,12 @@ class FullyShardedDataParallel(Distribution):
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
-    @on(Events.MODEL_SETUP, phase=Phase.FINALIZE)
+    @on(
+        Events.MODEL_SETUP,
+        phase=Phase.FINALIZE,
+        reads=["modules", "processes", "weights"],
+        writes=["modules", "weights"],
+    )
     def shard(self, engine: Engine) -> None:
         """Shard the modules from the weights of rank 0, after they have been moved and converted."""
         self._roots = []
@@ -221,7 +226,7 @@ class FullyShardedDataParallel(Distribution):
                     )
         return list(reversed(chosen))
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer", "modules"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
         """Raise an error for parameters whose gradients would not be reduced."""
         for update in engine.updates if self._roots else ():
@@ -234,13 +239,13 @@ class FullyShardedDataParallel(Distribution):
 
     # ---- the micro-step -------------------------------------------------------------------------------------------
 
-    @on("update_started_event", phase=Phase.PREPARE)
+    @on("update_started_event", phase=Phase.PREPARE, reads=[], writes=[])
     def reset_progress(self, engine: Engine) -> None:
         """Reset the flags for a new micro-step."""
         self._forward_done = self._backward_done = False
         self._outputs.clear()
 
-    @on("forward_event", phase=Phase.PREPARE)
+    @on("forward_event", phase=Phase.PREPARE, reads=["window", "batch"], writes=["modules"])
     def set_gradient_sync(self, engine: Engine) -> None:
         """Set whether the backward reduces: if it completes its window, or with every batch."""
         update = engine.state.update
@@ -267,7 +272,7 @@ class FullyShardedDataParallel(Distribution):
             root.set_requires_gradient_sync(syncs)
         self._syncs = syncs
 
-    @on("backward_event", phase=Phase.PREPARE)
+    @on("backward_event", phase=Phase.PREPARE, reads=["window"], writes=[])
     def record_backward(self, engine: Engine) -> None:
         """Record that this rank has participated in the collectives of the backward."""
         self._backward_done, self._unreduced = True, not self._syncs
@@ -285,7 +290,7 @@ class FullyShardedDataParallel(Distribution):
                     "the handler that computes gradients several times in a step"
                 )
 
-    @on("update_completed_event", phase=Phase.PREPARE)
+    @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "processes"], writes=["gradients"])
     def sync_open_window(self, engine: Engine) -> None:
         """Inside a window, make a dummy backward on ranks without one; discard a skipped batch on all ranks."""
         update = engine.state.update
@@ -336,12 +341,12 @@ class FullyShardedDataParallel(Distribution):
 
     # ---- evaluation and end ---------------------------------------------------------------------------------------
 
-    @on("gather_event", phase=Phase.PREPARE, rank=GATHER_WEIGHTS)
+    @on("gather_event", phase=Phase.PREPARE, rank=GATHER_WEIGHTS, reads=["weights", "processes"], writes=["modules"])
     def gather_weights(self, engine: Engine) -> None:
         """Gather the full weights for the duration of the evaluation."""
         engine.regions.enter(unsharded(engine.modules.values()))
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=["modules"])
     def release(self, engine: Engine) -> None:
         """Remove the hooks, and release modules, buffers and batch."""
         for hook in self._hooks:

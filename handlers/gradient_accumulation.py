@@ -65,7 +65,7 @@ class GradientAccumulation(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.replace(Override.WINDOW, self.window, by=self, update=self.update)
 
-    @on("weight_event")
+    @on("weight_event", reads=["loss", "batch"], writes=["loss_weight"])
     def set_weight(self, engine: Engine) -> None:
         """Set the weight of this batch's loss."""
         assert self.weight is not None

@@ -38,6 +38,7 @@ class GradientClipping(Handler):
     """
 
     trains = True
+    clips_gradients = True
     decides_alike = True
 
     def __init__(
@@ -64,7 +65,7 @@ class GradientClipping(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.CLIPPING, by=self, target=f"of update {update.name!r}")
 
-    @on(Events.GRADIENTS_READY)
+    @on(Events.GRADIENTS_READY, reads=["gradients"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:
         """Clip the gradients of the accumulation window."""
         update = engine.state.update

@@ -65,12 +65,12 @@ class GradientNoise(Handler):
         """The variance of the noise after this number of optimizer steps."""
         return self.eta / math.pow(1 + step, self.gamma)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_generators(self, engine: Engine) -> None:
         """Reset the generators, so that an iteration repeated after an error draws the same noise."""
         self._iteration = None
 
-    @on(Events.GRADIENTS_READY, rank=ADD_NOISE)
+    @on(Events.GRADIENTS_READY, rank=ADD_NOISE, reads=["gradients", "position", "step"], writes=["gradients"])
     def add_noise(self, engine: Engine) -> None:
         """Add noise to the gradients of the accumulation window."""
         update = engine.state.update

@@ -75,14 +75,17 @@ class GradientNorms(Handler):
         if self.update is not None:
             engine.find_update(self.update)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    def metric_names(self, engine: Engine) -> list[str]:
+        return [_metric(engine, update) for update in selected_updates(engine, self.update)]
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules", "optimizer"], writes=["metrics"])
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the names of the metrics."""
         self._names = {id(parameter): name for name, parameter in named_parameters(engine).items()}
         for update in selected_updates(engine, self.update):
             self._announce(engine, update)
 
-    @on("measure_event", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS)
+    @on("measure_event", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS, reads=["gradients", "step"], writes=["metrics"])
     def measure(self, engine: Engine) -> None:
         """Measure the gradients of the accumulation window."""
         update = engine.state.update
@@ -129,7 +132,7 @@ class GradientNorms(Handler):
         name = self._names.get(id(parameter))
         return name or str(next(i for i, one in enumerate(update.parameters) if one is parameter))
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Release the references to parameters."""
         self._names, self._announced = {}, {}

@@ -100,7 +100,7 @@ class Guards(Handler):
         else:
             self.look_event, self.evaluation_event = None, Events.ITERATION_STARTED(once=1)
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["modes", "modules", "optimizer", "weights"], writes=[])
     def start(self, engine: Engine) -> None:
         """Note the modes of the modules, and the parameters for which the optimizers were built."""
         self._forget()
@@ -116,14 +116,14 @@ class Guards(Handler):
             if p not in names
         ]
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
         """Stop a look that is under way."""
         if self._look is not None:
             self._look.close()
         self._forget()
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["position"], writes=[])
     def check_epoch(self, engine: Engine) -> None:
         """Compare the losses of the epoch with that of guessing."""
         for update in engine.updates if engine.training else ():
@@ -143,7 +143,12 @@ class Guards(Handler):
 
     # ---- looking at a training iteration --------------------------------------------------------------------------
 
-    @on("look_event", phase=Phase.RECORD)
+    @on(
+        "look_event",
+        phase=Phase.RECORD,
+        reads=["batch", "modes", "modules", "position", "processes", "weights", "buffers", "rates"],
+        writes=[],
+    )
     def look(self, engine: Engine) -> None:
         """Look at this iteration, and on until each update has made a step."""
         if self._look is not None or not self._facts:
@@ -451,7 +456,7 @@ class Guards(Handler):
 
     # ---- looking at an evaluation ---------------------------------------------------------------------------------
 
-    @on("evaluation_event", phase=Phase.RECORD)
+    @on("evaluation_event", phase=Phase.RECORD, reads=["modes", "buffers", "modules"], writes=[])
     def look_at_evaluation(self, engine: Engine) -> None:
         """Look at the first batch of an evaluation."""
         self._look = look = Look(engine, self.name)

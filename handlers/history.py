@@ -29,19 +29,24 @@ class History(Handler):
         self._records: dict[str, list[tuple[int, int, float]]] = {}
         self._new = NewValues()
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Collect the values of this run; those of an earlier one that are not recorded yet are kept as new."""
         self._new.start(engine, keep_seen=True)
 
-    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    @on(
+        Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["metrics", "position"],
+        writes=[],
+    )
     def record(self, engine: Engine) -> None:
         """Record the new values."""
         for epoch, iteration, _, values in self._new.take(engine):
             for name, value in values.items():
                 self._records.setdefault(name, []).append((epoch, iteration, value))
 
-    @on(Events.ENDED, phase=Phase.RECORD)
+    @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics", "position"], writes=[])
     def end(self, engine: Engine) -> None:
         """Record what is left, also after an error."""
         self.record(engine)

@@ -51,7 +51,7 @@ class LabelSmoothing(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.LABEL_SMOOTHING, by=self, target=f"of update {update.name!r}")
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["output"], writes=[])
     def check_output(self, engine: Engine) -> None:
         """Raise an error for an update whose output is not available."""
         for update in selected_updates(engine, self.update):
@@ -61,7 +61,7 @@ class LabelSmoothing(Handler):
                     "as Update(forward, loss, ...), or select another update with update="
                 )
 
-    @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS)
+    @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS, reads=["output", "batch", "loss"], writes=["loss"])
     def smooth(self, engine: Engine) -> None:
         """Mix the loss with that against the uniform distribution."""
         update = engine.state.update

@@ -52,7 +52,7 @@ class LimitBatches(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.replace(Override.DATA, self.limit, by=self)
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
         """List that this run uses a part of the data, in case that the handler was forgotten."""
         limits = ((name, getattr(self, name)) for name in ("train", "validation"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -10,14 +10,16 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire import AnyEvent, Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_int, check_name
+from signalfire.findings import finding
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
-from signalfire.planning import steps_to_come
+from signalfire.planning import last_epoch, last_iteration, steps_to_come
 
 from ._common.ranks import CHECK_METRIC
+from ._common.schedule_findings import ScheduledRun, schedule_findings
 from ._common.torch_schedulers import (
     base_of,
     given_argument,
@@ -106,7 +108,7 @@ class LRScheduling(Handler):
             Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
         )
 
-    @on(Events.STARTED)
+    @on(Events.STARTED, reads=["optimizer", "bounds", "position", "window"], writes=["rates"])
     def build(self, engine: Engine) -> None:
         """Build the scheduler: its optimizer exists and the length of the run is known."""
         update = engine.find_update(self.update)
@@ -171,7 +173,7 @@ class LRScheduling(Handler):
                 )
         return scheduler
 
-    @on(Events.CHECKPOINT_LOADED)
+    @on(Events.CHECKPOINT_LOADED, reads=["bounds", "position", "window"], writes=[])
     def check_total(self, engine: Engine) -> None:
         """Raise an error if the run exceeds the number of steps that the scheduler was built for."""
         total = self._total_steps(engine) if self.total is not None else None
@@ -193,18 +195,18 @@ class LRScheduling(Handler):
         to_come = steps_to_come(engine, update, planned=planned)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
-    @on("step_event", phase=Phase.CONTROL)
+    @on("step_event", phase=Phase.CONTROL, reads=["step", "position"], writes=["rates"])
     def step_on_optimizer_step(self, engine: Engine) -> None:
         """Step the scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             self._step()
 
-    @on("epoch_event", phase=Phase.CONTROL)
+    @on("epoch_event", phase=Phase.CONTROL, reads=["position"], writes=["rates"])
     def step_on_epoch(self, engine: Engine) -> None:
         """Step the scheduler after an epoch."""
         self._step()
 
-    @on("start_event", phase=Phase.CONTROL)
+    @on("start_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric(self, engine: Engine) -> None:
         """Find the metric's direction; raise an error for a name that nobody announced or writes."""
         assert self.monitor is not None
@@ -212,7 +214,7 @@ class LRScheduling(Handler):
             self.monitor.given = self.scheduler.mode
         self.monitor.start(engine, self.name)
 
-    @on("metric_event", phase=Phase.CONTROL)
+    @on("metric_event", phase=Phase.CONTROL, reads=["metrics"], writes=["rates"])
     def step_on_metric(self, engine: Engine) -> None:
         """Step the scheduler with a new value of the metric."""
         assert self.monitor is not None
@@ -222,7 +224,7 @@ class LRScheduling(Handler):
             set_mode(self.scheduler, self.monitor.mode)
             self.scheduler.step(value)
 
-    @on("check_metric_event", phase=Phase.CONTROL, rank=CHECK_METRIC)
+    @on("check_metric_event", phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
         """Raise an error if the metric does not exist, or differs between the ranks of a distributed run."""
         assert self.monitor is not None
@@ -372,6 +374,23 @@ class LRScheduling(Handler):
             axes.legend()
         figure.savefig(path, dpi=120)
 
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """What does not fit between the schedule and the run, and optimizers that no schedule drives."""
+        driven = {
+            engine.find_update(one.update).name for one in engine.handlers.values() if isinstance(one, LRScheduling)
+        }
+        if left := [update.name for update in engine.updates if update.name not in driven]:
+            rest = f"{self.name!r} changes the rates of some updates; those of {', '.join(left)} stay constant"
+            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless this is meant", [self.name])
+        total = self._total_steps(engine)
+        if self.monitor is None and total:
+            try:
+                scheduler = self.scheduler or self._build_scheduler(_stand_in(), total)
+            except Exception:  # it needs the real optimizer; the run raises what is wrong
+                return
+            run = ScheduledRun(self.name, self.every.unit, total, last_epoch(engine), last_iteration(engine))
+            yield from schedule_findings(scheduler, run)
+
     def state_dict(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {
@@ -398,6 +417,11 @@ class LRScheduling(Handler):
 def _takes_count(scheduler: Any) -> bool:
     """Whether a scheduler takes the number of steps or epochs as an argument, as timm's do, instead of counting them."""
     return hasattr(scheduler, "step_update")
+
+
+def _stand_in() -> Optimizer:
+    """An optimizer to build a scheduler with that drives nothing."""
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
 
 
 def _as_list(lr: float | Sequence[float]) -> list[float]:

@@ -144,7 +144,7 @@ class Metrics(Handler):
                 "give it a function"
             )
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
         for key, metric in self.metrics.items() if engine.processes.distributed else ():
@@ -155,7 +155,7 @@ class Metrics(Handler):
                     "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def claim_metrics(self, engine: Engine) -> None:
         """Raise an error for a metric object that a handler of another running engine updates, too."""
         self._placed = self._counted = False
@@ -167,7 +167,7 @@ class Metrics(Handler):
                     "that is running, so that each would reset and count the other's batches; build one for each"
                 )
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release_metrics(self, engine: Engine) -> None:
         """Leave the metric objects to other runs."""
         for metric in self.metrics.values():
@@ -178,7 +178,7 @@ class Metrics(Handler):
         for key in self.metrics:
             engine.state.metrics.running.pop(key, None)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_metrics(self, engine: Engine) -> None:
         """Reset the metrics at the start of an epoch."""
         self._placed = False
@@ -186,13 +186,13 @@ class Metrics(Handler):
             if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
                 metric.reset()
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["metrics"])
     def publish_running(self, engine: Engine) -> None:
         """Make the values so far available to displays."""
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD)
+    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss"], writes=[])
     def update_metrics(self, engine: Engine) -> None:
         """Update the metrics with this batch after its last backward; a batch in time chunks counts once, as a whole."""
         update = engine.state.update
@@ -248,7 +248,7 @@ class Metrics(Handler):
             if _torchmetrics(metric):
                 metric.to(tensors[0].device)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():

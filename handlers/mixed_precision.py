@@ -93,7 +93,7 @@ class MixedPrecision(Handler):
         if self.loss_event is not None:
             _discard_windows(engine)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "optimizer", "window"], writes=[])
     def prepare(self, engine: Engine) -> None:
         """Create the autocast for the device, and a scaler for each update."""
         device = engine.device.type
@@ -112,7 +112,7 @@ class MixedPrecision(Handler):
                     scaler.scale(torch.zeros((), device=engine.device))
                     self.scalers[update.name] = scaler
 
-    @on(Events.FORWARD_STARTED)
+    @on(Events.FORWARD_STARTED, reads=[], writes=["precision"])
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
         if engine is not self.engine:  # an evaluator that inherits it; the trainer may be in its own autocast now
@@ -121,32 +121,32 @@ class MixedPrecision(Handler):
         assert self._autocast is not None
         engine.regions.enter(self._autocast)
 
-    @on("loss_event", phase=Phase.FINALIZE)
+    @on("loss_event", phase=Phase.FINALIZE, reads=["loss"], writes=["loss", "scale"])
     def scale(self, engine: Engine) -> None:
         """Scale the loss that the backward starts from; the reported loss stays unscaled."""
         if engine.training:
             update = engine.state.update
             update.backward_loss = self.scalers[update.name].scale(update.backward_loss)
 
-    @on("gradients_event", phase=Phase.PREPARE)
+    @on("gradients_event", phase=Phase.PREPARE, reads=["gradients", "scale"], writes=["gradients", "scale"])
     def unscale(self, engine: Engine) -> None:
         """Unscale the window's gradients before they are measured or clipped."""
         update = engine.state.update
         assert update.optimizer is not None
         self.scalers[update.name].unscale_(update.optimizer)
 
-    @on("gradients_event", phase=Phase.FINALIZE)
+    @on("gradients_event", phase=Phase.FINALIZE, reads=["scale"], writes=["flags"])
     def check_overflow(self, engine: Engine) -> None:
         """Skip the step if its gradients overflowed, as soon as the flags are read."""
         update = engine.state.update
         update.read_later(partial(_skip_overflow, update), *self._found(update).values())
 
-    @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS)
+    @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["flags"], writes=["step"])
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device: the window's only synchronisation."""
         engine.state.update.read_flags()
 
-    @on("step_event", phase=Phase.PREPARE)
+    @on("step_event", phase=Phase.PREPARE, reads=["step"], writes=["scale"])
     def update_scale(self, engine: Engine) -> None:
         """Update the scale, also after a skipped step."""
         update = engine.state.update
@@ -160,7 +160,7 @@ class MixedPrecision(Handler):
         found: Mapping[Any, Any] = self.scalers[update.name]._found_inf_per_device(update.optimizer)
         return found
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=["scale"])
     def clear_scalers(self, engine: Engine) -> None:
         """Clear scalers that still expect an update, after a run that ended inside a window."""
         for scaler in self.scalers.values():

@@ -83,7 +83,7 @@ class NonFiniteGuard(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
 
-    @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS)
+    @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "window"], writes=[])
     def record_loss(self, engine: Engine) -> None:
         """Keep the loss on its device until the window is complete: reading it now would synchronise."""
         update = engine.state.update
@@ -94,7 +94,13 @@ class NonFiniteGuard(Handler):
             losses.clear()
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_FINITE)
+    @on(
+        Events.GRADIENTS_READY,
+        phase=Phase.FINALIZE,
+        rank=CHECK_FINITE,
+        reads=["gradients", "loss", "step"],
+        writes=["flags"],
+    )
     def check_finite(self, engine: Engine) -> None:
         """Request the flags: whether the window's losses and gradients are finite."""
         update = engine.state.update
@@ -110,7 +116,7 @@ class NonFiniteGuard(Handler):
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
         )
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS)
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["flags"], writes=["step", "stop"])
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device, those of the gradient scaler included."""
         engine.state.update.read_flags()
@@ -161,7 +167,7 @@ class NonFiniteGuard(Handler):
                 found.append(f"the gradients are not finite in {', '.join(worst[:_NAMED])}{more}")
         return "; ".join(found)
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=["window"], writes=[])
     def clear_losses(self, engine: Engine) -> None:
         """Drop the losses, unless a window stays open for the next run."""
         if not any(update.window.filled for update in engine.updates):

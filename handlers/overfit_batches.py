@@ -47,7 +47,7 @@ class OverfitBatches(Handler):
     def detached(self, engine: Engine) -> None:
         self._kept = None
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
         """List that this run uses a part of the data, in case that the handler was forgotten."""
         engine.findings.report(

@@ -87,7 +87,7 @@ class Predictions(Handler):
                 f"{self.name!r}: update {update.name!r} is a single function and has no output; give it a forward="
             )
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes"], writes=["files"])
     def begin(self, engine: Engine) -> None:
         """Start empty, and remove the files of an earlier run."""
         self._collected = {part: [] for part in ("outputs", *self._parts)}
@@ -105,7 +105,12 @@ class Predictions(Handler):
                 file.unlink()
             engine.processes.barrier()
 
-    @on(Events.FORWARD_COMPLETED, phase=Phase.RECORD)
+    @on(
+        Events.FORWARD_COMPLETED,
+        phase=Phase.RECORD,
+        reads=["batch", "output", "position", "processes"],
+        writes=["files"],
+    )
     def collect(self, engine: Engine) -> None:
         """Store the output of this batch, or of the piece of it that the forward computed."""
         state = engine.state
@@ -134,7 +139,7 @@ class Predictions(Handler):
             raise
         self.files.append(path)
 
-    @on(Events.COMPLETED, phase=Phase.PREPARE)
+    @on(Events.COMPLETED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def gather(self, engine: Engine) -> None:
         """Gather the batches of all ranks on every rank, in the order of the data."""
         if not engine.processes.distributed:

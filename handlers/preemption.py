@@ -83,7 +83,7 @@ class Preemption(Handler):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_previous": {}}
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["signals"])
     def install(self, engine: Engine) -> None:
         """Install the signal handlers until the run ends."""
         self.preempted = None
@@ -125,7 +125,7 @@ class Preemption(Handler):
             signal.signal(received, signal.SIG_DFL)
             signal.raise_signal(received)
 
-    @on(Events.PREEMPTED, phase=Phase.PREPARE)
+    @on(Events.PREEMPTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def sync_signal(self, engine: Engine) -> None:
         """Exchange the signal, which only some ranks may have received, so that all exit with the same status."""
         received = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
@@ -133,7 +133,7 @@ class Preemption(Handler):
             # The scheduler has sent it to all processes: one received here shortly is the same signal.
             self.preempted, self._received_at = received[0], time.monotonic()
 
-    @on(Events.TERMINATED, phase=Phase.RECORD)
+    @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop", "files"], writes=[])
     def warn_if_unsaved(self, engine: Engine) -> None:
         """Warn if nothing saved the run."""
         if self.preempted is not None and all(
@@ -144,7 +144,7 @@ class Preemption(Handler):
                 "whole state, or connect a function to Events.PREEMPTED",
             )
 
-    @on(Events.ENDED, phase=Phase.PERSIST)
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["signals"])
     def exit(self, engine: Engine) -> None:
         """Restore the signal handlers, and exit if a signal was received, even one too late to stop the run."""
         self._restore()

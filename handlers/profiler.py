@@ -136,7 +136,7 @@ class Profiler(Handler):
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 
-    @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL)
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=["signals", "files"])
     def begin(self, engine: Engine) -> None:
         """Start measuring."""
         if self.folder is not None:
@@ -244,7 +244,7 @@ class Profiler(Handler):
 
     # ---- reports --------------------------------------------------------------------------------------------------
 
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL)
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=["signals", "files"])
     def report(self, engine: Engine) -> None:
         """Stop measuring, and print or write the table and the trace."""
         if self._began is None:

@@ -66,7 +66,7 @@ class ProgressBar(Handler):
         self._epoch_began = 0.0
         self._printed_epoch = 0  # the epoch of the last line
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
         """Choose a bar or plain lines."""
         file = self.file or sys.stderr
@@ -76,21 +76,21 @@ class ProgressBar(Handler):
         if engine.state.epoch_open and not engine.snapshots.has_loaded_state:  # the run before ended inside this epoch
             self.begin_epoch(engine)
 
-    @on(Events.STARTED, phase=Phase.CONTROL)
+    @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metrics(self, engine: Engine) -> None:
         """Raise an error for a name that nobody announced or writes."""
         for name in self.metrics or ():
             if name != "loss":
                 check_announced(engine, name, by="ProgressBar", verb="shows")
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["position"], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Start the bar at the position of a resumed epoch."""
         self._close()
         if engine.state.epoch_open:
             self.begin_epoch(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD)
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["position", "data", "bounds"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
         """Start a bar, at the position of an epoch that goes on."""
         self._epoch_began = time.monotonic()
@@ -107,13 +107,13 @@ class ProgressBar(Handler):
                 unit="it",
             )
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD)
+    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss"], writes=["files"])
     def advance(self, engine: Engine) -> None:
         """Count the iteration; fetch the values only if the bar is redrawn."""
         if self._bar is not None and self._bar.update():
             self._bar.set_postfix(self._values(engine), refresh=False)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD)
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
         self._report_missing(engine)
@@ -123,13 +123,13 @@ class ProgressBar(Handler):
         elif self._plain and time.monotonic() - self._last_line >= self.line_interval:
             self._line(engine)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD)
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
     def end(self, engine: Engine) -> None:
         """Print a line for the last epoch, if there is none yet."""
         if self._plain and self._printed_epoch != engine.state.epoch:
             self._line(engine)
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Close the bar, also after an error."""
         self._close()

@@ -80,7 +80,7 @@ class SharpnessAwareMinimization(Handler):
             if update.window.held and not update.window.kept:  # left open between two runs: it cannot be recomputed
                 update.discard()
 
-    @on(Events.STARTED)
+    @on(Events.STARTED, reads=["optimizer", "modules"], writes=[])
     def prepare(self, engine: Engine) -> None:
         """Raise an error for optimizers with a closure, and collect the buffers."""
         for update in selected_updates(engine, self.update):
@@ -93,7 +93,7 @@ class SharpnessAwareMinimization(Handler):
                 )
         self._buffers = Buffers(engine.modules.values())
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Drop the references to the model."""
         self._buffers = Buffers()

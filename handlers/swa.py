@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -11,14 +11,16 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
-from signalfire import Engine, Events, Interval, Phase, on
+from signalfire import Engine, Events, Finding, Interval, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.data import generators_of
 from signalfire.distributed import unsharded
 from signalfire.evaluation import prepare_batch
+from signalfire.findings import finding
 from signalfire.interval import check_every
+from signalfire.planning import last_epoch
 from signalfire.randomness import unchanged_random_state
 from signalfire.restore import Modes
 
@@ -123,13 +125,24 @@ class SWA(AveragedWeights):
                 "averaged weights; give the training data as SWA(bn_data=), or bn_batches=0 to keep those of the last weights"
             )
 
-    @on("average_event", phase=Phase.PREPARE, rank=AVERAGE)
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Averaging that starts after the run's last epoch."""
+        last = last_epoch(engine)
+        if last is not None and last < self.start:
+            yield finding(
+                "C18",
+                f"{self.name!r} averages from epoch {self.start} on, but the run completes {last} epochs",
+                "start earlier, or train longer",
+                [self.name],
+            )
+
+    @on("average_event", phase=Phase.PREPARE, rank=AVERAGE, reads=["position", "weights", "buffers"], writes=[])
     def average(self, engine: Engine) -> None:
         """Add the weights at the end of this epoch to the average."""
         if (engine.state.epoch - self.start) % self.every.value == 0:
             self._averages.update(1 / (self._averages.count + 1))
 
-    @on("anneal_event", phase=Phase.CONTROL)
+    @on("anneal_event", phase=Phase.CONTROL, reads=["position"], writes=["rates"])
     def anneal_lr(self, engine: Engine) -> None:
         """Anneal the learning rate towards ``lr``."""
         if self.scheduler is None:
@@ -145,7 +158,7 @@ class SWA(AveragedWeights):
         unwrap_step(optimizer)
         return scheduler
 
-    @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE)
+    @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE, reads=["modes", "data"], writes=[])
     def update_statistics(self, engine: Engine) -> None:
         """Recompute the BatchNorm statistics for the final average."""
         self._frozen = {place for place, norm in _batch_norms(engine).items() if not norm.training}

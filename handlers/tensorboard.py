@@ -62,7 +62,7 @@ class TensorBoardLogger(ScalarLogger):
         engine = self.engine
         return self._open(purge=engine is not None and engine.state.epoch > 0)
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         self._running = True
@@ -75,7 +75,7 @@ class TensorBoardLogger(ScalarLogger):
         else:
             self._purge_from = None
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics", "position"], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Purge what the stopped run wrote from the loaded iteration on, and write the checkpoint's last values again."""
         known = self._seen_loaded
@@ -104,7 +104,7 @@ class TensorBoardLogger(ScalarLogger):
         for tag, value in record.values.items():
             self._open().add_scalar(tag, value, record.iteration)
 
-    @on(Events.ENDED, phase=Phase.PERSIST)
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush and close the file."""
         super().close(engine)

@@ -46,7 +46,7 @@ class TruePrecision(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.PRECISION, by=self)
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE)
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules"], writes=["precision"])
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False
@@ -64,7 +64,7 @@ class TruePrecision(Handler):
         if converted:  # an evaluator that inherits this handler has no optimizers
             _convert_optimizers(self.engine or engine)
 
-    @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE)
+    @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["precision"])
     def convert_batch(self, engine: Engine) -> None:
         """Convert the batch's floating-point tensors, before or after they are moved to a device."""
         engine.state.batch = map_leaves(self._converted, engine.state.batch)

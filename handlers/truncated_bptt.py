@@ -124,7 +124,7 @@ class TruncatedBPTT(Handler):
         for update in selected_updates(engine, self.update):
             update.one_step_per_batch, update.more, update.hidden = True, False, None
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["window"], writes=["step"])
     def check(self, engine: Engine) -> None:
         """Raise an error for steps that compute their gradients more than once."""
         for update in selected_updates(engine, self.update):
@@ -139,7 +139,7 @@ class TruncatedBPTT(Handler):
                 "earlier chunks are no longer available; use another optimizer, or detach one of the two handlers"
             )
 
-    @on(Events.ITERATION_STARTED)
+    @on(Events.ITERATION_STARTED, reads=["batch", "plan", "processes"], writes=["plan"])
     def split_batch(self, engine: Engine) -> None:
         """Split the batch, and plan each update once for every chunk."""
         self._clear()
@@ -201,7 +201,7 @@ class TruncatedBPTT(Handler):
         self._weights = self._lengths or [1] * len(chunks)
         return chunks
 
-    @on(Events.UPDATE_STARTED, phase=Phase.PREPARE)
+    @on(Events.UPDATE_STARTED, phase=Phase.PREPARE, reads=["plan", "batch"], writes=["batch", "plan"])
     def take_chunk(self, engine: Engine) -> None:
         """Set the batch to the next chunk, and detach the hidden state."""
         state = engine.state
@@ -224,7 +224,12 @@ class TruncatedBPTT(Handler):
         update.more = self._left[update.name] > 0
         state.batch = self._chunks[self._index]
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE)
+    @on(
+        Events.UPDATE_COMPLETED,
+        phase=Phase.PREPARE,
+        reads=["loss", "output", "batch"],
+        writes=["loss", "output", "batch"],
+    )
     def record_chunk(self, engine: Engine) -> None:
         """Record the chunk's loss and output; after the last chunk, set those of the whole batch."""
         update = engine.state.update
@@ -252,14 +257,14 @@ class TruncatedBPTT(Handler):
         update.hidden = None
         self._begin()
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE)
+    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["batch", "loss", "output"])
     def finish(self, engine: Engine) -> None:
         """Restore the whole batch, also in a run that stops inside it, with the results of the chunks so far."""
         if self._index:
             self._finish(engine, engine.state.update)
         self._clear()
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Drop the batch, also after an error."""
         self._clear()

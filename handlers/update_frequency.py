@@ -105,12 +105,12 @@ class UpdateFrequency(Handler):
             if every > 1:
                 engine.find_update(name).one_step_per_batch = True
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["step"])
     def mark_updates(self, engine: Engine) -> None:
         """Declare that batches are not steps; another handler may have reset this when it was detached."""
         self._mark_updates(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE)
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=["window", "data"], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error for accumulation windows that cannot be closed at the end of an epoch of unknown length."""
         for name, every in self.every.items():
@@ -121,13 +121,13 @@ class UpdateFrequency(Handler):
                     f"iteration of the epoch in which it runs (every {every}) is unknown; give epoch_length= to run()"
                 )
 
-    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES)
+    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan", "position"], writes=["plan"])
     def select_updates(self, engine: Engine) -> None:
         """Omit the updates that do not run in this iteration."""
         state = engine.state
         state.plan = [update for update in state.plan if self.is_made(update.name, state.iteration)]
 
-    @on(Events.UPDATE_STARTED, phase=Phase.FINALIZE)
+    @on(Events.UPDATE_STARTED, phase=Phase.FINALIZE, reads=["window", "position", "data"], writes=["window"])
     def close_window(self, engine: Engine) -> None:
         """Close the open window when the update runs for the last time in the epoch."""
         update = engine.state.update
@@ -141,14 +141,14 @@ class UpdateFrequency(Handler):
             return False
         return state.epoch_iteration + self.every[update.name] > state.epoch_length
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE)
+    @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE, reads=["window"], writes=["window"])
     def open_window(self, engine: Engine) -> None:
         """Reset the window to its full length."""
         if self._window is not None:
             engine.state.update.window.length = self._window
             self._window = None
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def clear_window(self, engine: Engine) -> None:
         """Forget the length after an error; the next epoch sets the windows' lengths."""
         self._window = None

@@ -47,6 +47,8 @@ class Validation(Handler):
         Interval(value=2, unit='ep')
     """
 
+    interval_matters = True
+
     def __init__(
         self,
         evaluator: Engine,
@@ -88,7 +90,7 @@ class Validation(Handler):
         if self.evaluator is engine:
             raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
     def announce(self, engine: Engine) -> None:
         """Announce the metrics' names, so that a monitor with a misspelt name fails at once, and check the data."""
         for key, data in self.data_sets.items():
@@ -102,7 +104,11 @@ class Validation(Handler):
             directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
             engine.state.metrics.announce(self.name, [prefix + name for name in measured.owners], directions)
 
-    @on("sanity_event", phase=Phase.PREPARE)
+    def metric_names(self, engine: Engine) -> list[str]:
+        names = list(self.evaluator.state.metrics.owners)
+        return [self._prefix(key) + name for key in self.data_sets for name in names]
+
+    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=[])
     def sanity_check(self, engine: Engine) -> None:
         """Run the evaluator over a few batches, and discard the metrics."""
         try:
@@ -112,8 +118,8 @@ class Validation(Handler):
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
 
-    @on("start_event", phase=Phase.PREPARE)
-    @on("every", phase=Phase.PREPARE)
+    @on("start_event", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
+    @on("every", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets."""
         self._evaluated = True

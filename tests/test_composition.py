@@ -125,6 +125,7 @@ def test_the_orders_tried_have_every_two_handlers_side_by_side_twice() -> None:
 
 
 @pytest.mark.parametrize("orders", quick(["a Williams design", "at random"], "a Williams design"))
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 def test_every_order_of_attaching_gives_one_result_kept_files_included(orders: str, folder: Path) -> None:
     expected = outcome(NAMES, folder)
     assert sum(part.startswith("file ") for part in expected) >= 1
@@ -136,6 +137,7 @@ def test_every_order_of_attaching_gives_one_result_kept_files_included(orders: s
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 def test_any_subset_in_any_order_gives_one_result_and_detaching_leaves_no_trace(data: Any, tmp_path: Path) -> None:
     monitored = {"stopping", "checkpoint"}
     chosen = data.draw(st.sets(st.sampled_from(NAMES)).map(lambda s: s | {"validation"} if s & monitored else s))

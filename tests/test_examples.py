@@ -21,6 +21,7 @@ def run(script: str, *arguments: str, folder: Path) -> str:
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"MPLBACKEND": "agg"})
     assert result.returncode == 0, result.stderr
+    assert "FindingWarning" not in result.stderr, result.stderr
     return result.stdout
 
 

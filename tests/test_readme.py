@@ -29,6 +29,7 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     script.write_text("import torch\ntorch.set_num_threads(1)\n" + code + "\nprint(trainer)\n")
     result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 0, result.stderr
+    assert "FindingWarning" not in result.stderr, result.stderr
     shown = re.search(r"^This prints\n+```\n(.*?)^```.*?^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
     if number == 0:

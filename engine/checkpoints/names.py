@@ -50,6 +50,7 @@ class NameTemplate:
     counters = ("name", "epoch", "iteration", "step")
 
     def __init__(self, text: str, name: str) -> None:
+        self.text = text
         self.where = f"Checkpoint(filename={text!r})"
         if not isinstance(text, str):
             raise TypeError(f"{self.where}: expected a str, such as {DEFAULT_FILENAME!r}")

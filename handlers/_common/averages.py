@@ -45,13 +45,18 @@ class AveragedWeights(Handler):
         engine.find_update(self.update)
         engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
 
-    @on(Events.STARTED)
+    @on(Events.STARTED, reads=["modules", "weights", "buffers"], writes=[])
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, now that the model is set up."""
         self._averages.bind(engine, self.name)
         watch_averages(self)
 
-    @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE)
+    @on(
+        Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING,
+        phase=Phase.PREPARE,
+        reads=["modules"],
+        writes=["weights", "buffers"],
+    )
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
@@ -70,12 +75,12 @@ class AveragedWeights(Handler):
             return False
         return self._averages.differ_from(engine)
 
-    @on(Events.WEIGHTS_LOADED)
+    @on(Events.WEIGHTS_LOADED, reads=[], writes=[])
     def use_loaded_weights(self, engine: Engine) -> None:
         """Evaluate and export with the loaded weights until the next update of the averages."""
         self._averages.overruled = True
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
         """Drop the references to the model after the run."""
         self._averages.release()

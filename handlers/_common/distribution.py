@@ -80,7 +80,7 @@ class Distribution(Handler):
     def detached(self, engine: Engine) -> None:
         self.processes = SINGLE_PROCESS
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT)
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT, reads=[], writes=["processes"])
     def start_watch(self, engine: Engine) -> None:
         """Start reporting this rank's progress to the others."""
         if not self.processes.distributed:
@@ -100,21 +100,29 @@ class Distribution(Handler):
     def _record_event(self, event: str, engine: Engine) -> None:
         self._last_event = event
 
-    @on("loss_event", phase=Phase.PREPARE)
+    @on("loss_event", phase=Phase.PREPARE, reads=["data"], writes=["loss_weight"])
     def set_weight(self, engine: Engine) -> None:
         """Weight the batch by its number of samples, where the ranks' batches differ in size."""
         update = engine.state.update
         if update.share != 1:
             update.weight = update.weight * update.share
 
-    @on("buffers_event", phase=Phase.PREPARE, rank=BROADCAST_BUFFERS)
+    @on(
+        "buffers_event", phase=Phase.PREPARE, rank=BROADCAST_BUFFERS, reads=["buffers", "processes"], writes=["buffers"]
+    )
     def sync_buffers(self, engine: Engine) -> None:
         """Broadcast the buffers of rank 0."""
         if self._buffers:
             with torch.no_grad():
                 broadcast(self._buffers)
 
-    @on(Events.EXCEPTION_RAISED | Events.INTERRUPTED, phase=Phase.PREPARE, rank=RECORD_EVENT)
+    @on(
+        Events.EXCEPTION_RAISED | Events.INTERRUPTED,
+        phase=Phase.PREPARE,
+        rank=RECORD_EVENT,
+        reads=["error"],
+        writes=["error", "processes"],
+    )
     def report_failure(self, engine: Engine) -> None:
         """Report this rank's failure to the others; if another rank caused it, add to the error which one, and where."""
         error = engine.state.exception
@@ -127,7 +135,7 @@ class Distribution(Handler):
                 error.add_note(line)
         self.watch.failed(error)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=RECORD_EVENT)
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=RECORD_EVENT, reads=[], writes=["processes"])
     def stop_watch(self, engine: Engine) -> None:
         """Stop reporting after a successful run; after a failed one, the other ranks may still ask."""
         for attachment in self._recording:

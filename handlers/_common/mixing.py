@@ -66,7 +66,7 @@ class SampleMixing(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.MIXING, by=self)
 
-    @on(Events.STARTED, phase=Phase.PREPARE)
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["loss", "window"], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error if the loss or the gradients are computed in a way that rules out mixing."""
         for update in engine.updates:
@@ -84,7 +84,7 @@ class SampleMixing(Handler):
         if self._mixed is None:
             self._mixed = WeakTensorKeyDictionary()
 
-    @on(Events.GET_BATCH_COMPLETED, rank=MIX)
+    @on(Events.GET_BATCH_COMPLETED, rank=MIX, reads=["batch", "position"], writes=["batch"])
     def mix(self, engine: Engine) -> None:
         """Mix the inputs of the batch; its targets stay."""
         batch = engine.state.batch
@@ -103,7 +103,7 @@ class SampleMixing(Handler):
         self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
         engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
 
-    @on(Events.LOSS_COMPUTED, rank=MIX_LOSS)
+    @on(Events.LOSS_COMPUTED, rank=MIX_LOSS, reads=["batch", "output", "loss"], writes=["loss"])
     def mix_loss(self, engine: Engine) -> None:
         """Mix the loss for the batch's targets with the loss for the targets that were mixed in."""
         update, batch = engine.state.update, engine.state.batch
@@ -118,7 +118,7 @@ class SampleMixing(Handler):
         other = update.loss_function(engine, update.output, changed(batch, self.target, targets))
         update.loss = update.backward_loss = lam * update.backward_loss + (1 - lam) * other
 
-    @on(Events.ENDED)
+    @on(Events.ENDED, reads=["window"], writes=[])
     def release(self, engine: Engine) -> None:
         """Drop the batches, except those of an open window, whose gradients the next run may recompute."""
         if not any(update.window.kept for update in engine.updates):

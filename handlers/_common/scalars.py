@@ -53,27 +53,27 @@ class ScalarLogger(Handler):
                 self.record(one)
         self.record(record)
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Skip the metrics measured so far: the previous run wrote them."""
         self._new.start(engine)
         self._seen_loaded = self._wrote_losses = False
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def resume(self, engine: Engine) -> None:
         """Resume from the logger's state in the checkpoint; without one, log what is measured from here on."""
         self._early = []
         if not self._seen_loaded:
             self._new.skip(engine)
 
-    @on("rates_event", phase=Phase.RECORD)
+    @on("rates_event", phase=Phase.RECORD, reads=["rates", "groups"], writes=[])
     def record_rates(self, engine: Engine) -> None:
         """Record the learning rates that the step uses, before a schedule changes them."""
         if self._rates_at != engine.state.iteration:
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
 
-    @on("every", phase=Phase.RECORD)
+    @on("every", phase=Phase.RECORD, reads=["loss", "rates", "position", "plan"], writes=["files"])
     def write_losses(self, engine: Engine) -> None:
         """Write the losses and the rates, after the metrics of earlier iterations."""
         if self._new.pending:
@@ -93,13 +93,18 @@ class ScalarLogger(Handler):
             self._wrote_losses = True
             self._record(Record(engine.state.epoch, iteration, engine.updates[0].steps, values))
 
-    @on(Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED, phase=Phase.RECORD)
+    @on(
+        Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["metrics", "position"],
+        writes=["files"],
+    )
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
         for record in self._new.take(engine):
             self._record(record._replace(values={f"metrics/{name}": value for name, value in record.values.items()}))
 
-    @on(Events.COMPLETED, phase=Phase.RECORD)
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["position"], writes=[])
     def report_interval(self, engine: Engine) -> None:
         """Report an interval that no iteration of the run has reached."""
         if engine.training and 0 < engine.state.iteration < self.every.value and not self._wrote_losses:
@@ -111,7 +116,7 @@ class ScalarLogger(Handler):
                 self.name,
             )
 
-    @on(Events.ENDED, phase=Phase.PERSIST)
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Write what is new, unless the run ended before its first epoch."""
         self.write_metrics(engine)

@@ -69,7 +69,7 @@ class TextLogger(ScalarLogger):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
 
-    @on(Events.STARTED, phase=Phase.RECORD)
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         open_folder(self, self.path.parent)
@@ -82,7 +82,7 @@ class TextLogger(ScalarLogger):
                 self.name,
             )
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD)
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Truncate the file to the checkpoint's position."""
         super().resume(engine)
@@ -129,7 +129,7 @@ class TextLogger(ScalarLogger):
                     continue
         return "".join(kept)
 
-    @on(Events.ENDED, phase=Phase.PERSIST)
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush the file to disk and close it."""
         super().close(engine)

@@ -126,6 +126,7 @@ def test_two_new_values_in_one_iteration_take_one_place_among_the_best(tmp_path:
 # ---- loading --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:C01:signalfire.FindingWarning")
 def test_a_load_that_failed_is_not_forgotten() -> None:
     first = make_engine()
     first.attach(EarlyStopping("loss"), Metrics(loss=Average()))

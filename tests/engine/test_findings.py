@@ -7,7 +7,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch.nn import Linear
 from torch.nn.functional import mse_loss
+from torch.optim import SGD
 
 import signalfire
 from signalfire import Engine, Events, Finding, Findings, FindingWarning, Update
@@ -83,3 +85,20 @@ def test_findings_are_listed() -> None:
     assert json.loads(findings.json())[0] == {
         "code": "W10", "sentence": "a", "way_out": "b", "handlers": ["ema"], "severity": "info"
     }  # fmt: skip
+
+
+def test_a_finding_that_repeats_an_earlier_one_is_listed_but_does_not_warn_again() -> None:
+    def seen(check: bool) -> tuple[list[str], dict[str, str]]:
+        model = mlp(5, 8, 2)
+        engine = Engine(Update.supervised(mse_loss, SGD(model.parameters(), lr=0.1)), model=model)
+        model[-1] = Linear(8, 1)
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            engine.run(batches(), max_epochs=1, check=check)
+        codes = [one.message.finding.code for one in messages if isinstance(one.message, FindingWarning)]
+        return codes, {one.code: one.severity for one in engine.findings.of_run()}
+
+    warned, listed = seen(check=True)
+    assert ("C08" in warned, "W11" in warned, listed["W11"]) == (True, False, "info")
+    warned, listed = seen(check=False)
+    assert (warned, listed["W11"]) == (["W11"], "warning")

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import FastDevRun, GradientAccumulation, LimitBatches
-from signalfire.planning import steps_to_come
+from signalfire.planning import comes_up, last_epoch, last_iteration, steps_to_come
+from tests.kit import build, mlp
 
 
 class Unsized:
@@ -73,3 +74,37 @@ def test_a_trial_run_knows_the_steps_of_the_run_that_it_is_a_trial_of() -> None:
         engine.run(list(Unsized()), max_epochs=3, **bounds)  # type: ignore[arg-type]
     assert found[:3] == [(2, 21), (2, 15), (21, 21)]
     assert found[3][1] == 12
+
+
+def expecting(length: int | None = 10, **bounds: int) -> Engine:
+    engine = build(mlp(5, 8, 1))
+    engine.state.epoch_length = length
+    for name, bound in bounds.items():
+        setattr(engine.state, name, bound)
+    return engine
+
+
+def test_where_a_run_ends_is_known_from_each_of_its_bounds() -> None:
+    assert (last_iteration(expecting(max_epochs=3)), last_epoch(expecting(max_epochs=3))) == (30, 3)
+    assert (last_iteration(expecting(max_iters=25)), last_epoch(expecting(max_iters=25))) == (25, 2)
+    assert (last_iteration(expecting(max_steps=15)), last_epoch(expecting(max_steps=15))) == (15, 1)
+    assert (last_iteration(expecting(None, max_epochs=3)), last_epoch(expecting(None, max_epochs=3))) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ("3ep", True), ("4ep", False), ("0.5ep", True), ("30it", True), ("31it", False), ("30st", True), ("31st", False),
+        ("1s", None), (Events.EPOCH_COMPLETED, True), (Events.EPOCH_COMPLETED(every=4), False),
+        (Events.ITERATION_COMPLETED(once=30), True), (Events.ITERATION_COMPLETED(after=30), False),
+        (Events.ITERATION_COMPLETED(when=lambda engine: True), None), (Events.EVALUATION_COMPLETED(every=2), None),
+        (Events.EPOCH_COMPLETED(every=4) | Events.ITERATION_COMPLETED(every=7), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_whether_an_interval_comes_up(every: Any, expected: bool | None) -> None:
+    assert comes_up(expecting(max_epochs=3), every) is expected
+
+
+def test_an_interval_that_nobody_can_know_is_unknown() -> None:
+    assert comes_up(expecting(None), "5it") is None

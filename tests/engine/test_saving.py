@@ -278,6 +278,7 @@ def test_a_window_made_with_a_handler_that_is_not_here_is_discarded_and_said_so(
     "observer",
     [lambda: Metrics(loss=Average(), name="gone"), lambda: EMA(0.9, name="gone"), lambda: GradientNorms(name="gone")],
 )
+@pytest.mark.filterwarnings("ignore:C17:signalfire.FindingWarning")
 def test_what_has_no_hand_in_the_gradients_costs_no_window_if_it_is_not_here(observer: Callable[[], Handler]) -> None:
     engine = make_engine()
     engine.attach(GradientAccumulation(4), observer())

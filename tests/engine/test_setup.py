@@ -190,7 +190,7 @@ def test_a_part_that_is_trained_and_a_model_that_was_evaluated_are_put_in_traini
     model.eval()  # all of it
     modes, engine = modes_in_training(model)
     assert all(modes.values())
-    assert not engine.findings.of_run()
+    assert not engine.findings.of_run().of("W52")
 
 
 def test_a_frozen_teacher_in_eval_mode_stays_in_it() -> None:
@@ -214,4 +214,4 @@ def test_a_model_that_keeps_a_part_in_eval_mode_by_itself_is_left_to_do_so() -> 
 
     modes, engine = modes_in_training(Keeping().train())
     assert [modes["model.backbone"], modes["model.head"]] == [False, True]
-    assert not engine.findings.of_run()
+    assert not engine.findings.of_run().of("W52")

@@ -113,6 +113,7 @@ def test_it_acts_once_for_each_new_value(tmp_path: Path) -> None:
     assert [int(name[16:20]) for name in files(tmp_path)] == [1, 2, 4]
 
 
+@pytest.mark.filterwarnings("ignore:C01:signalfire.FindingWarning")
 def test_a_missing_metric_is_an_error_that_names_those_there_are(tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, monitor="acuracy"), Metrics(accuracy=Accuracy()))
     with pytest.raises(KeyError, match=r"Checkpoint.*'acuracy'.*did you mean 'accuracy'"):
@@ -697,6 +698,7 @@ def test_what_an_error_left_goes_once_a_later_run_does_not_need_it(tmp_path: Pat
     assert all("exception" not in name for name in files(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:C17:signalfire.FindingWarning")
 def test_an_error_while_writing_for_an_error_is_reported_and_the_first_one_leaves(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, every="9it", on_exception=True)
     engine = engine_of(handler)

@@ -219,6 +219,7 @@ def test_an_evaluation_after_the_run_sees_the_averages_too() -> None:
     assert_same(model.state_dict(), plain_loop()[0].state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:C18:signalfire.FindingWarning")
 def test_before_the_first_average_the_weights_themselves_are_used() -> None:
     model = network()
     engine = trainer_of(model, EMA(0.9, start=1000))
@@ -538,9 +539,9 @@ def test_the_best_weights_that_early_stopping_restores_are_those_that_are_evalua
     ids=str,
 )
 def test_a_run_that_is_too_short_for_the_decay_is_reported(options: Any, epochs: int, reported: bool) -> None:
-    engine = trainer_of(network(), EMA(**options), allow=["W55"])
+    engine = trainer_of(network(), EMA(**options), allow=["C18", "W55"])
     engine.run(batches(), max_epochs=epochs)
-    allowed = build(network(), EMA(**options))
+    allowed = build(network(), EMA(**options), allow=["C18"])
     if reported:
         with pytest.warns(FindingWarning, match=r"W55: EMA\(decay=.*warmup=True"):
             allowed.run(batches(), max_epochs=epochs)

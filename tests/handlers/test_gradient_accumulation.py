@@ -108,6 +108,7 @@ def test_windows_do_not_straddle_epochs_when_the_data_goes_on_across_them() -> N
     assert gradients == [2.5, 5.0, 7.5, 10.0]
 
 
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_a_window_as_long_as_the_epoch_and_a_longer_one_both_step_once() -> None:
     for length in (10, 25):
         engine, gradients = counting_engine()

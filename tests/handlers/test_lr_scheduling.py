@@ -99,6 +99,7 @@ def sequential(optimizer: Optimizer) -> SequentialLR:
     return SequentialLR(optimizer, parts, milestones=[4])
 
 
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize(
     "factory",
@@ -212,6 +213,7 @@ def test_by_epochs_the_half_period_is_the_number_of_epochs() -> None:
     assert_same(model, reference)
 
 
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 def test_a_total_that_was_given_is_left_alone() -> None:
     for factory in (
         partial(OneCycleLR, max_lr=0.3, epochs=5, steps_per_epoch=6),
@@ -338,6 +340,7 @@ def test_an_epoch_without_a_step_gives_no_warning() -> None:
     assert rates == [0.1] * 3 + [0.05] * 3
 
 
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
     factory = partial(OneCycleLR, max_lr=0.3, total_steps=18)
     model = network()
@@ -529,6 +532,7 @@ def test_a_saved_plateau_goes_on_with_what_it_has_seen() -> None:
     ],
     ids=["StepLR", "LambdaLR", "SequentialLR", "OneCycleLR", "CosineAnnealingLR"],
 )
+@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
 def test_the_rates_that_are_simulated_are_those_that_training_uses(factory: Factory, every: str) -> None:
     engine, rates = engine_of(network(), LRScheduling(factory, every=every), GradientAccumulation(2))
     engine.run(batches(), max_epochs=6)

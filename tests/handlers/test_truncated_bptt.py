@@ -512,6 +512,7 @@ def test_a_batch_of_none_is_passed_over() -> None:
 
 @pytest.mark.parametrize("window", [2, 4, 5])
 @pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_accumulation_counts_chunks_and_windows_straddle_batches_but_not_epochs(window: int, sized: bool) -> None:
     class Unsized:
         def __iter__(self) -> Iterator[Batch]:
@@ -527,6 +528,7 @@ def test_accumulation_counts_chunks_and_windows_straddle_batches_but_not_epochs(
     assert trainer.updates[0].steps == 2 * -(-9 // window)
 
 
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 @pytest.mark.parametrize("window", [1, 4])
 def test_clipping_acts_once_for_each_window_of_chunks(window: int) -> None:
     model, reference = Recurrent(), Recurrent()
@@ -558,6 +560,7 @@ class Elman(nn.Module):
         return torch.stack(outputs, 1), hidden
 
 
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 @pytest.mark.parametrize("window", [1, 4])
 def test_fp16_scaling_equals_a_plain_loop(window: int) -> None:
     model, reference = Elman(), Elman()
@@ -756,6 +759,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("window", quick([1, 4], 4))
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_it_keeps_the_promises_of_a_handler_and_resumes_after_any_iteration(window: int) -> None:
     def build() -> Engine:
         return make_trainer(Dropping(), GradientAccumulation(window), LRScheduling(partial(StepLR, step_size=5)))
@@ -763,6 +767,7 @@ def test_it_keeps_the_promises_of_a_handler_and_resumes_after_any_iteration(wind
     check_handler(build, lambda: TruncatedBPTT(STEPS), make_data(), max_epochs=2)
 
 
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_a_resumed_run_in_a_window_over_two_batches_equals_a_plain_loop() -> None:
     data = make_data()
     first = make_trainer(Recurrent(), TruncatedBPTT(STEPS), GradientAccumulation(4))

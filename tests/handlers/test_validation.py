@@ -132,6 +132,7 @@ def test_the_order_of_a_shuffled_training_loader_is_not_moved() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*orders, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_no_gradient_is_made_or_changed() -> None:
     model = network()
     evaluator = evaluator_of(model)
@@ -405,6 +406,7 @@ def check_that_nothing_is_measured(engine: Engine) -> None:
     assert engine.state.metrics.serial == 0
 
 
+@pytest.mark.filterwarnings("ignore:C17:signalfire.FindingWarning")
 def test_a_shuffled_loader_of_its_own_draws_nothing_in_a_sanity_run() -> None:
     generator = torch.Generator().manual_seed(1)
     data = DataLoader(

@@ -79,12 +79,23 @@ def a_test_of_a_new_model_after_training(right: bool) -> None:
     engine.evaluate(evaluator_of(model if right else net()), batches(2))
 
 
-@mistake("W53")
+@mistake("C20")
 def metrics_on_the_trainer_that_the_evaluator_needs(right: bool) -> None:
     model = net()
     evaluator = Engine(Update.supervised(mse_loss), model=model)
     engine = build(model, Validation(evaluator, batches(2), prefix="val_"))
     (evaluator if right else engine).attach(Metrics(loss=Average()))
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W53")
+def an_evaluation_in_a_receiver_that_measures_nothing(right: bool) -> None:
+    model = net()
+    evaluator = Engine(Update.supervised(mse_loss), model=model)
+    if right:
+        evaluator.attach(Metrics(loss=Average()))
+    engine = build(model)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.evaluate(evaluator, batches(2)) and None)
     engine.run(batches(), max_epochs=1)
 
 

@@ -24,7 +24,7 @@ def a_forgotten_optimizer(right: bool) -> None:
     engine.run(batches(), max_epochs=2)
 
 
-@mistake("W11")
+@mistake("C08")
 def a_layer_replaced_after_the_optimizer_was_built(right: bool) -> None:
     model = mlp(5, 8, 2)
     if right:

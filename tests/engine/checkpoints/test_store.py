@@ -668,6 +668,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
 # ---- resuming -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:C17:signalfire.FindingWarning")
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_kept_after_a_resume_is_what_the_uninterrupted_run_keeps(cut: int, folder: Path) -> None:
     scores = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0, 0.5, 7.0]

@@ -411,6 +411,7 @@ def test_an_epoch_that_a_user_sets_holds() -> None:
     assert reported == [101] * 3 + [102] * 2
 
 
+@pytest.mark.filterwarnings("ignore:C20:signalfire.FindingWarning")
 def test_persistent_workers_persist_over_epochs_and_evaluations() -> None:
     loader = DataLoader(_Pids(), BATCH, num_workers=1, persistent_workers=True)
     evaluator = Engine(Update.prediction(lambda engine, batch: pids.update(batch[1].flatten().tolist())))

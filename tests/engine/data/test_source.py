@@ -230,6 +230,7 @@ def test_empty_data_that_has_a_length_is_refused_before_the_run(data: Any, name:
     assert not engine.running
 
 
+@pytest.mark.filterwarnings("ignore:C24:signalfire.FindingWarning")
 @pytest.mark.parametrize("bounds", [{"max_epochs": 2}, {"max_epochs": 2, "epoch_length": 3}], ids=str)
 def test_an_empty_generator_is_an_error(bounds: dict[str, int]) -> None:
     with pytest.raises(DataError, match=r"the data \(generator\) is empty: it yielded no batch"):
@@ -238,6 +239,7 @@ def test_an_empty_generator_is_an_error(bounds: dict[str, int]) -> None:
         made_of(Unsized(0), **bounds)
 
 
+@pytest.mark.filterwarnings("ignore:C24:signalfire.FindingWarning")
 def test_a_generator_that_is_exhausted_in_the_second_epoch_is_an_error_that_says_so() -> None:
     engine, seen = make_engine()
     with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):

@@ -1,0 +1,65 @@
+"""What receivers declare to read and write: ``@on(event, reads=..., writes=...)``, for `Engine.check`.
+
+A handler declares what belongs to the run, not what it keeps for itself. What is used through the same object but does not
+conflict has names of its own: moving a batch changes its device, converting it its precision, mixing it the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["THINGS", "Things", "check_things"]
+
+Things = frozenset[str]
+
+THINGS: dict[str, str] = {
+    "batch": "values of state.batch",
+    "device": "where the batch and the model are",
+    "precision": "dtypes of batch and model, and contexts that convert, such as autocast",
+    "output": "what the forward returned, and contexts and functions of the forward",
+    "loss": "update.loss and backward_loss",
+    "loss_weight": "update.weight: how much a loss counts in its window",
+    "scale": "the factor by which the loss, and so the gradients, are multiplied",
+    "gradients": "the parameters' gradients",
+    "trainable": "requires_grad of the parameters",
+    "weights": "the parameters' values",
+    "buffers": "the modules' buffers",
+    "modes": "which modules are in training mode",
+    "modules": "the modules themselves, such as wrappers around them and hooks in them",
+    "rates": "learning rates of the optimizers, and a momentum that a schedule cycles with them",
+    "groups": "other hyperparameters of the optimizers",
+    "optimizer": "the optimizers and their state",
+    "step": "whether the step is made, the steps that were counted, and whether each batch is one",
+    "plan": "which updates an iteration makes, and micro-steps of one",
+    "window": "the accumulation window",
+    "metrics": "state.metrics, also the announced names",
+    "stop": "requests to stop the run or the epoch",
+    "bounds": "the bounds of the run",
+    "position": "epochs, iterations, and where the run stands",
+    "data": "what is iterated, and the position in it",
+    "state": "the engine's whole state, as it is saved",
+    "files": "files, folders, the terminal and the network",
+    "random": "the global random generators",
+    "processes": "what the ranks exchange",
+    "signals": "signal handlers, and functions put around receivers",
+    "flags": "flags on a device that are read together: UpdateState.read_later",
+    "error": "state.exception",
+}
+"""The things that a receiver may declare, and what each one covers."""
+
+
+def check_things(where: str, things: Iterable[str] | None) -> Things | None:
+    """The names as a set; None for a receiver that declares nothing.
+
+    Raises:
+        TypeError: for a single string in place of a sequence.
+        ValueError: for a name that is not in `THINGS`.
+    """
+    if things is None:
+        return None
+    if isinstance(things, str):
+        raise TypeError(f"{where}={things!r} is one string; write [{things!r}]")
+    found = frozenset(things)
+    if unknown := sorted(str(one) for one in found if one not in THINGS):
+        raise ValueError(f"{where}: {unknown[0]!r} is not one of {', '.join(THINGS)}")
+    return found

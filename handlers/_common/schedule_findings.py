@@ -1,0 +1,149 @@
+"""What looks wrong about a torch scheduler in a run of known length, for `Engine.check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import lr_scheduler
+
+from signalfire import Finding
+from signalfire.codes import Severity
+from signalfire.findings import finding
+
+__all__ = ["ScheduledRun", "schedule_findings"]
+
+_SLACK = 1.02
+"""Totals that differ by less than 2 %, or by two steps, are taken for equal: a schedule may leave out a warm-up's last step."""
+
+_TINY = 1e-6
+
+
+@dataclass(frozen=True)
+class ScheduledRun:
+    """The run of a schedule.
+
+    Attributes:
+        handler: name of the handler.
+        unit: what the scheduler is stepped after: "st" for optimizer steps, "ep" for epochs.
+        total: how many times it is stepped in the run.
+        epochs, batches: length of the run; None if unknown.
+    """
+
+    handler: str
+    unit: str
+    total: int
+    epochs: int | None
+    batches: int | None
+
+    @property
+    def counted(self) -> str:
+        """The unit in words."""
+        return "epochs" if self.unit == "ep" else "optimizer steps"
+
+
+def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
+    """What does not fit between a scheduler and its run."""
+    yield from _of_part(scheduler, run, run.total)
+
+
+def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]:
+    """The findings for a scheduler, or one that it chains, which is stepped ``total`` times."""
+    inner = getattr(scheduler, "_schedulers", None)
+    if isinstance(scheduler, lr_scheduler.SequentialLR) and inner is not None:
+        starts = [0, *scheduler._milestones]
+        for number, (part, start) in enumerate(zip(inner, starts, strict=True)):
+            if start >= total and number:
+                yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier")
+                return
+            end = starts[number + 1] if number + 1 < len(starts) else total
+            yield from _of_part(part, run, min(end, total) - start)
+        return
+    if inner is not None:
+        for part in inner:
+            yield from _of_part(part, run, total)
+        return
+    name = _name(scheduler)
+    if (left := _rate_left(scheduler, total)) is not None and left < _TINY:
+        yield finding(
+            "C05",
+            f"{run.handler!r}: {name} is stepped {total} times, after {run.counted}, so that the rate ends at {left:.0e} of "
+            "its start",
+            "step it after epochs with LRScheduling(..., every='1ep'), or give its numbers in optimizer steps"
+            if run.unit == "st"
+            else "use a larger gamma, or a larger step_size",
+            [run.handler],
+        )
+    milestones = sorted(getattr(scheduler, "milestones", None) or ())
+    if milestones and milestones[0] > total:
+        yield _length(run, f"its first milestone is {milestones[0]}", "use smaller milestones", "info")
+    elif milestones and run.unit == "st" and _in_epochs(run, milestones[-1], total):
+        yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
+    elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
+        yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
+    yield from _of_total(scheduler, run, total)
+
+
+def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]:
+    name = _name(scheduler)
+    for argument, repeats in (("T_max", True), ("total_steps", True), ("total_iters", False)):
+        given = getattr(scheduler, argument, None)
+        if not isinstance(given, int) or isinstance(given, bool):
+            continue
+        if given > total * _SLACK and given > total + 2:
+            what = f"{argument}={given} of {name}"
+            if run.unit == "st" and given == run.batches:
+                yield _unit(run, what, "batches")
+            else:
+                yield _length(run, f"{what} is more than that: the schedule does not reach its end", _FILLED)
+        elif (
+            given * _SLACK < total
+            and given + 2 < total
+            and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR))
+        ):
+            if run.unit == "st" and _in_epochs(run, given, total):
+                yield _unit(run, f"{argument}={given} of {name}")
+            else:
+                rest = "the rate rises again" if argument == "T_max" else "it has no rate for the rest"
+                yield _length(run, f"{argument}={given} of {name} is less than that: {rest}", _FILLED)
+
+
+_FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
+
+
+def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
+    """Whether a number is one of epochs though the scheduler is stepped more often."""
+    return run.epochs is not None and given <= run.epochs and total >= 3 * run.epochs
+
+
+def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
+    way_out = (
+        "step it after epochs with LRScheduling(..., every='1ep')"
+        if counted == "epochs"
+        else "count one for each window"
+    )
+    return finding(
+        "C05",
+        f"{run.handler!r}: {what} seems to count {counted}, but the scheduler is stepped after {run.counted}: {run.total} times",
+        f"{way_out}, or give the number of {run.counted}",
+        [run.handler],
+    )
+
+
+def _length(run: ScheduledRun, problem: str, way_out: str, severity: Severity | None = None) -> Finding:
+    sentence = f"{run.handler!r}: the run has {run.total} {run.counted} of this schedule, but {problem}"
+    return finding("C06", sentence, way_out, [run.handler], severity)
+
+
+def _rate_left(scheduler: Any, total: int) -> float | None:
+    """The factor that a scheduler has multiplied the rate by at the end; None if it is not one that only decays."""
+    if isinstance(scheduler, lr_scheduler.StepLR):
+        return float(scheduler.gamma ** (total // scheduler.step_size))
+    if isinstance(scheduler, lr_scheduler.ExponentialLR):
+        return float(scheduler.gamma**total)
+    return None
+
+
+def _name(scheduler: Any) -> str:
+    return type(scheduler).__name__

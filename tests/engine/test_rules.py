@@ -1,0 +1,80 @@
+"""The rules of `Engine.check` that depend on details; each code has a case in `tests.mistakes.composition`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import EarlyStopping, Freezing, Validation
+from tests.kit import SGD, batches, build, evaluator_of, mlp
+
+
+def codes(engine: Engine, *data: Any, **bounds: Any) -> dict[str, str]:
+    return {one.code: one.severity for one in engine.check(*data, **bounds)}
+
+
+class Unsized(BatchSampler):
+    """Batches in an order of their own, whose number is not known."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_batch_sampler_of_ones_own_shuffles_as_it_likes() -> None:
+    samples = TensorDataset(torch.randn(8, 5), torch.randn(8, 1))
+    own = DataLoader(samples, batch_sampler=Unsized(SequentialSampler(samples), 4, drop_last=False))
+    assert codes(build(mlp(5, 8, 1)), own) == {}
+    assert codes(build(mlp(5, 8, 1)), DataLoader(samples, 4)) == {"C13": "info"}
+
+
+def test_adapters_between_frozen_layers_are_only_listed() -> None:
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 1))
+    for place in (0, 2, 4):
+        model[place].requires_grad_(False)
+    assert codes(build(model)) == {"C09": "info"}
+
+
+def test_what_the_freezing_handler_freezes_is_meant() -> None:
+    model = mlp(5, 8, 1)
+    model[1].requires_grad_(False)
+    assert codes(build(model, Freezing(["0"], until=2))) == {"C09": "info"}
+
+
+def test_parameters_that_an_update_leaves_out_are_meant() -> None:
+    model = mlp(5, 8, 1)
+    update = Update.supervised(nn.functional.mse_loss, SGD, parameters=lambda engine: model[1].parameters())
+    assert codes(Engine(update, model=model)) == {"C08": "info"}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_learned_number_beside_the_model_is_listed_and_a_replaced_layer_is_a_warning(replaced: bool) -> None:
+    model, scale = mlp(5, 8, 1), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    if replaced:
+        model[1] = nn.Linear(8, 1)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(scale * output, target)
+
+    found = codes(Engine(Update.supervised(loss, optimizer), model=model))
+    assert found == ({"C07": "warning", "C08": "warning"} if replaced else {"C07": "info"})
+
+
+def test_training_data_that_is_evaluated_beside_other_data_is_meant() -> None:
+    model, data = mlp(5, 8, 1), batches()
+    both = Validation(evaluator_of(model), {"seen": data, "unseen": batches(2, seed=1)})
+    assert "C14" not in codes(build(model, both, EarlyStopping("unseen/loss", mode="min")), data)
+    named = Validation(evaluator_of(model), data, prefix="train_")
+    assert "C14" not in codes(build(model, named, EarlyStopping("train_loss", mode="min")), data)
+
+
+def test_a_function_that_may_write_a_metric_makes_an_unknown_one_information() -> None:
+    engine = build(mlp(5, 8, 1), EarlyStopping("score", mode="max"))
+    assert codes(engine)["C01"] == "warning"
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
+    assert codes(engine)["C01"] == "info"

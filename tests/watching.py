@@ -1,0 +1,302 @@
+"""What a receiver changes and uses: the things of `signalfire.declarations`, compared before and after its call."""
+
+from __future__ import annotations
+
+import io
+import signal
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+
+from signalfire import Connection, Engine, Events, Handler, Signal, Update
+from signalfire.batches import tensors_in
+from signalfire.connection import Receiver
+from signalfire.handlers import (
+    EMA,
+    SWA,
+    Average,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    FastDevRun,
+    Freezing,
+    GradientAccumulation,
+    GradientClipping,
+    LRScheduling,
+    Metrics,
+    MixedPrecision,
+    NonFiniteGuard,
+    ParameterScheduling,
+    Predictions,
+    Preemption,
+    ProgressBar,
+    Seeding,
+    TensorBoardLogger,
+    UpdateFrequency,
+    Validation,
+)
+from signalfire.randomness import random_state
+from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
+from tests.resume_recipes import RECIPES, Recipe
+
+__all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "watch"]
+
+Place = tuple[str, str]
+"""A receiver: the class that declares it, and its method."""
+
+UNSEEN = {"processes", "flags", "scale", "error", "optimizer", "data"}
+"""Things that cannot be compared here: what ranks exchange, what a scaler and a device hold, errors, and positions in data."""
+
+
+CYCLED = {"params", "momentum", "betas", "max_momentum", "base_momentum"}
+"""Fields of optimizers' groups that schedules of rates and of parameters may both write."""
+
+
+def things(engine: Engine, folder: Path) -> dict[str, Any]:
+    """The things of an engine that can be compared, each as text or bytes that differ where they do."""
+    state, parameters = engine.state, [p for root in engine.modules.values() for p in root.parameters()]
+    modules = [part for root in engine.modules.values() for part in root.modules()]
+    buffers = [b for root in engine.modules.values() for b in root.buffers()]
+    tensors = tensors_in(state.batch)
+    groups = [group for update in engine.updates if update.optimizer for group in update.optimizer.param_groups]
+    update = state.update
+    return {
+        "batch": digest([wide(one) for one in tensors]),
+        "device": str({one.device for one in [*tensors, *parameters]}),
+        "precision": str([one.dtype for one in [*tensors, *parameters]]) + str(torch.is_autocast_enabled("cpu")),
+        "output": digest([wide(one) for one in tensors_in(update.output)]),
+        "loss": digest([wide(one) for one in (update.raw_loss, update.backward_loss) if isinstance(one, Tensor)]),
+        "loss_weight": repr(update.weight),
+        "gradients": digest([None if p.grad is None else wide(p.grad) for p in parameters]),
+        "trainable": str([p.requires_grad for p in parameters]),
+        "weights": digest([wide(p) for p in parameters]),
+        "buffers": digest([wide(one) for one in buffers]),
+        "modes": str([part.training for part in modules]),
+        "modules": str([id(engine.model), *map(id, modules)]),
+        "rates": str([[value for key, value in group.items() if "lr" in key] for group in groups]),
+        "groups": str(
+            [[value for key, value in group.items() if key not in CYCLED and "lr" not in key] for group in groups]
+        ),
+        "step": str([(one.skipped, one.steps, one.one_step_per_batch) for one in engine.updates]),
+        "plan": str([[one.name for one in state.plan], update.more]),
+        "window": str([(one.window.length, one.window.filled, one.window.held) for one in engine.updates]),
+        "metrics": digest([dict(state.metrics.serials), state.metrics.owners, sorted(state.metrics.running)]),
+        "stop": str([engine.boundary.stops_now(), engine.boundary.epoch_stop, state.stop_reason]),
+        "bounds": str([state.max_epochs, state.max_iters, state.max_steps, state.min_epochs, state.min_iters]),
+        "position": str([state.epoch, state.iteration, state.epoch_open, state.epoch_start]),
+        "state": str(engine.snapshots.has_loaded_state),
+        "files": written(engine, folder),
+        "random": digest(random_state()),
+        "signals": str([signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]),
+    }
+
+
+def wide(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.double() if value.is_floating_point() else value
+
+
+def written(engine: Engine, folder: Path) -> str:
+    """The files in a folder with their sizes, and what is shown."""
+    shown = [handler.file for handler in engine.handlers.values() if isinstance(handler, ProgressBar)]
+    text = [file.getvalue() for file in shown if isinstance(file, io.StringIO)]
+    return str([*sorted((str(one), one.stat().st_size) for one in folder.rglob("*") if one.exists()), text])
+
+
+class Watch:
+    """Calls every receiver of a handler through a comparison.
+
+    Attributes:
+        changed: by receiver, the things that differed after it.
+    """
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.folder = folder
+        self.changed: dict[Place, set[str]] = defaultdict(set)
+        self._inner: list[set[str]] = []  # what receivers inside the call have changed
+        engine.signals.call_through(self._around)
+
+    def _around(self, signal: Signal, connection: Connection) -> Receiver:
+        handler = getattr(connection.receiver, "__self__", None)
+        if connection.owner is None or not isinstance(handler, Handler):
+            return connection.call
+        place = place_of(type(handler), connection.receiver.__name__)
+
+        def call(engine: Engine) -> Any:
+            before = things(engine, self.folder)
+            self._inner.append(set())
+            try:
+                return connection.call(engine)
+            finally:
+                inner = self._inner.pop()
+                after = things(engine, self.folder)
+                changed = {name for name, value in after.items() if value != before[name]}
+                self.changed[place] |= changed - inner
+                if self._inner:
+                    self._inner[-1] |= changed
+
+        return call
+
+
+def place_of(kind: type, method: str) -> Place:
+    """The class among the bases that declares a method's subscriptions."""
+    owners = [base for base in kind.__mro__ if hasattr(vars(base).get(method), "_signalfire_subscriptions")]
+    return owners[0].__name__, method
+
+
+def declared(kind: type[Handler]) -> dict[Place, tuple[frozenset[str], frozenset[str]]]:
+    """What the receivers of a class declare to read and to write."""
+    found: dict[Place, tuple[frozenset[str], frozenset[str]]] = {}
+    for one in kind.subscriptions:
+        assert one.reads is not None, f"{kind.__name__}.{one.method}"
+        assert one.writes is not None, f"{kind.__name__}.{one.method}"
+        reads, writes = found.get(place_of(kind, one.method), (frozenset(), frozenset()))
+        found[place_of(kind, one.method)] = reads | one.reads, writes | one.writes
+    return found
+
+
+# ---- compositions -----------------------------------------------------------------------------------------------------
+
+
+def scaled(folder: Path) -> Engine:
+    """Gradients are scaled, and overflow at first; a batch is infinite."""
+    guard = NonFiniteGuard(patience=1, action="stop")
+    engine = build(mlp(5, 8, 1), MixedPrecision("fp16", init_scale=2.0**40), GradientClipping(max_norm=1.0), guard)
+
+    def ruin(engine: Engine) -> None:
+        if engine.state.iteration == 9:
+            engine.state.batch[0].fill_(float("inf"))
+
+    engine.connect(Events.GET_BATCH_COMPLETED, ruin)
+    return engine
+
+
+class Terminal(io.StringIO):
+    """A text file on which bars are drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def kept(folder: Path) -> Engine:
+    """Every way to save; the best weights are put back."""
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    stopping = EarlyStopping("loss", mode="min", patience=2, min_delta=9.0, restore_best=True)
+    return build(
+        model,
+        Validation(evaluator_of(model), batches(2, seed=1), sanity=1, at_start=True),
+        stopping,
+        Checkpoint(folder / "a", on_exception=True, resume=True, name="a"),
+        Checkpoint(folder / "b", monitor="loss", mode="min", name="b"),
+        Preemption(),
+        ProgressBar(file=Terminal(), interval=0.0),
+        SWA(1, lr=0.05, bn_data=batches(2)),
+        Seeding(),
+    )
+
+
+def resumed(folder: Path) -> Engine:
+    kept(folder).run(batches(), max_epochs=1)
+    return kept(folder)
+
+
+def interrupted(folder: Path) -> Engine:
+    engine = kept(folder)
+
+    def preempt(engine: Engine) -> None:
+        if engine.state.iteration == 4:
+            engine.boundary.preempt("asked")
+
+    engine.connect(Events.ITERATION_COMPLETED, preempt)
+    return engine
+
+
+def thawing(folder: Path) -> Engine:
+    return build(
+        mlp(5, 8, 1, nn.BatchNorm1d(8)),
+        Freezing({"0": 2, "1": None}),
+        GradientAccumulation(2, weight=lambda engine: 1.5),
+        EMA(0.5),
+        ParameterScheduling("weight_decay", lambda epoch: 0.1 * epoch, every="1ep"),
+        LRScheduling(partial(ExponentialLR, gamma=0.9), every="1ep"),
+        CSVLogger(folder / "logs" / "log.csv"),
+        TensorBoardLogger(folder / "events", every="1it"),
+    )
+
+
+def thawing_again(folder: Path) -> Engine:
+    first = thawing(folder)
+    first.run(batches(), max_epochs=1, check=False)
+    engine = thawing(folder)
+    engine.load_state_dict(first.state_dict())
+    return engine
+
+
+def failing(folder: Path) -> Engine:
+    engine = resumed(folder)
+
+    def fail(engine: Engine) -> None:
+        if engine.state.iteration == 8:
+            raise ValueError("meant")
+
+    engine.connect(Events.ITERATION_COMPLETED, fail)
+    return engine
+
+
+def turns(folder: Path) -> Engine:
+    """Two updates of one model in turns, of which one accumulates."""
+    model = mlp(5, 8, 1)
+
+    def update(name: str, part: nn.Module) -> Update:
+        return Update.supervised(nn.functional.mse_loss, SGD, name=name, parameters=lambda engine: part.parameters())
+
+    engine = Engine([update("one", model[0]), update("other", model[1])], model=model, seed=0)
+    engine.attach(UpdateFrequency({"other": 2}), GradientAccumulation(2, update="other"))
+    return engine
+
+
+def plateau(folder: Path) -> Engine:
+    return build(
+        mlp(5, 8, 1),
+        Metrics(loss=Average()),
+        LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=9.0), monitor="loss"),
+    )
+
+
+def predicted(folder: Path) -> Engine:
+    engine = Engine(Update.prediction(), model=mlp(5, 8, 1))
+    engine.attach(Predictions(folder / "outputs"))
+    return engine
+
+
+def short(folder: Path) -> Engine:
+    return build(mlp(5, 8, 1), FastDevRun(2))
+
+
+COMPOSITIONS: dict[str, Recipe] = {
+    **{name: one for name, one in RECIPES.items() if name != "workers"},
+    **{
+        one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
+        for one in (scaled, kept, resumed, interrupted, failing, thawing, thawing_again, turns, plateau)
+    },
+    "predicted": Recipe(predicted, partial(batches, 3), {}),
+    "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),
+}
+
+
+def watch(recipe: Recipe, folder: Path) -> dict[Place, set[str]]:
+    """What the receivers of a composition have changed in a run."""
+    engine = recipe.build(folder)
+    watching = Watch(engine, folder)
+    try:
+        engine.run(recipe.data(), **recipe.bounds)
+    except ValueError as error:
+        assert str(error) == "meant"  # noqa: PT017
+    except SystemExit:
+        pass
+    return watching.changed
