@@ -46,6 +46,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W28": ("warning", "the batches of the data were changed in place"),
     "W29": ("warning", "no step is made, since nothing returns a loss"),
     # W3x: checkpoints and resuming
+    "W31": ("info", "a run resumes from a saved state"),
+    "W32": ("warning", "a run resumes with other options, handlers or data than the run that saved the state"),
+    "W33": ("warning", "entries of the checkpoint folder cannot be read"),
     # W4x: how things are attached and connected
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .update import Update, loss_module
@@ -14,7 +15,19 @@ from .update import Update, loss_module
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Modules", "model_of", "report_loss_parameters", "report_wrapped", "unwrapped"]
+__all__ = [
+    "Modules",
+    "bare_name",
+    "differences",
+    "model_of",
+    "named_like",
+    "report_loss_parameters",
+    "report_wrapped",
+    "unwrapped",
+]
+
+_MOST_NAMED = 8
+"""Tensors that a message names."""
 
 
 class Modules(dict[str, nn.Module]):
@@ -85,8 +98,42 @@ def _bare(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DataParallel | DistributedDataParallel) else module
 
 
+def bare_name(name: str) -> str:
+    """The name of a parameter without what torch.compile puts into it: "_orig_mod.0.bias" is "0.bias"."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+
+
+def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was given, under the names that it has here, where these differ by torch.compile alone."""
+    if own.keys() == given.keys() or not any("_orig_mod" in name for names in (own, given) for name in names):
+        return given
+    names = {bare_name(name): name for name in own}
+    renamed = copy.copy(given)  # keeps the metadata of a module's state
+    if not isinstance(renamed, dict):
+        renamed = dict(given)
+    renamed.clear()
+    renamed.update((names.get(bare_name(name), name), value) for name, value in given.items())
+    return renamed
+
+
+def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """In which tensors two states of a module differ, with their shapes; empty if their names and shapes are the same."""
+    shapes, others = (
+        {key: list(value.shape) for key, value in state.items() if isinstance(value, Tensor)} for state in (own, given)
+    )
+    different = [key for key in {**shapes, **others} if shapes.get(key) != others.get(key)]
+    named = [
+        f"{key} (only in the state)" if key not in shapes
+        else f"{key} (not in the state)" if key not in others
+        else f"{key} ({others[key]} in the state, {shapes[key]} here)"
+        for key in different[:_MOST_NAMED]
+    ]  # fmt: skip
+    more = [f"and {len(different) - _MOST_NAMED} more"] if len(different) > _MOST_NAMED else []
+    return ", ".join(named + more)
+
+
 def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state without the "module." that torch's wrappers put before names, where these modules have no such names."""
+    """A saved state without what torch's wrappers put into names, where these modules have no such names."""
     wrapped = [
         name
         for name, state in saved.get("modules", {}).items()
@@ -94,7 +141,7 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         and not any(key.startswith("module.") for key in modules[name].state_dict())
     ]  # fmt: skip
     if not wrapped:
-        return saved
+        return _compiled_alike(modules, saved)
 
     def bare(name: str) -> str:
         root, _, rest = name.partition(".")
@@ -107,7 +154,17 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
         for name, part in saved.get("updates", {}).items()
     }
-    return {**saved, "modules": states, "updates": updates}
+    return _compiled_alike(modules, {**saved, "modules": states, "updates": updates})
+
+
+def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state whose names have the "_orig_mod." of torch.compile where those of these modules have it."""
+    given = saved.get("modules", {})
+    states = {
+        name: named_like(modules[name].state_dict(), state) if name in modules and isinstance(state, Mapping) else state
+        for name, state in given.items()
+    }
+    return saved if all(states[name] is given[name] for name in given) else {**saved, "modules": states}
 
 
 def report_wrapped(engine: Engine) -> None:

@@ -17,8 +17,9 @@ from .connection import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
-from .modules import unwrapped
+from .modules import bare_name, differences, unwrapped
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .resumption import check_complete, composition
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -52,6 +53,7 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
         "handlers": {name: taken(state) for name, state in engine.handlers.state_dict().items()},
         "data": taken(engine.feed.state_dict()),
         "random": packed(random_state()),
+        "composition": composition(engine),
     }
     return of_all(own, engine.processes)
 
@@ -188,9 +190,14 @@ def spread_over(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state, in which tensors of the shape of their parameter are sharded like it."""
-    for place, part in state["state"].items():
-        for key, value in part.items():
+    """An optimizer's state, in which tensors of the shape of their parameter are sharded like it.
+
+    A state that does not have torch's form, such as that of several optimizers in one, is left as the optimizer gave it.
+    """
+    parts = state.get("state") if isinstance(state, dict) else None
+    for place, part in parts.items() if isinstance(parts, dict) else ():
+        known = isinstance(place, int) and 0 <= place < len(parameters)
+        for key, value in part.items() if known and isinstance(part, dict) else ():
             if isinstance(value, Tensor) and value.shape == parameters[place].shape:
                 part[key] = spread_like(value, parameters[place])
     return state
@@ -273,9 +280,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
 
 def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
     """Raise ValueError for a state whose modules, updates or handlers are not those of the engine."""
-    missing_parts = [part for part in ("engine", "modules", "updates", "handlers", "random") if part not in saved]
-    if missing_parts:
-        raise ValueError(f"the loaded state is incomplete: it has no {', '.join(missing_parts)}")
+    check_complete(saved, "load_state_dict()")
     # Before losses were modules, their parameters were among an update's own.
     modules = [name for name in engine.modules if name in saved["modules"] or name not in engine.modules.losses]
     own: dict[str, set[str]] = {"modules": set(modules), "updates": {update.name for update in engine.updates}}
@@ -290,17 +295,15 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
         if missing or unknown:
             problems = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
             problems += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
-            way_out = "; load_state_dict(state, allow=[...]) lets them differ" if part == "handlers" else ""
+            names = sorted(missing | unknown)
+            way_out = (
+                f"; to let them differ: engine.load_state_dict(state, allow={names})" if part == "handlers" else ""
+            )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
     for name in modules:
         root = engine.modules[name]
-        own_shapes = {key: value.shape for key, value in root.state_dict().items() if isinstance(value, Tensor)}
-        shapes = {key: value.shape for key, value in saved["modules"][name].items() if isinstance(value, Tensor)}
-        if own_shapes != shapes:
-            different = sorted(
-                key for key in own_shapes.keys() | shapes.keys() if own_shapes.get(key) != shapes.get(key)
-            )
-            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {', '.join(different)}")
+        if different := differences(root.state_dict(), saved["modules"][name]):
+            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
     for update in engine.updates:
         part = saved["updates"][update.name]
         part_names = part["parameters"]
@@ -312,7 +315,7 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
             raise ValueError(
                 f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, here by {kind}"
             )
-        if part_names != names:
+        if [*map(bare_name, part_names)] != [*map(bare_name, names)]:
             raise ValueError(
                 f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
                 f"here it optimizes {names}"

@@ -14,8 +14,9 @@ from .acts import Override
 from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .evaluation_findings import report_averages_left_out
 from .events import Events
-from .modules import unwrapped
+from .modules import differences, unwrapped
 from .part import Part
+from .resumption import check_complete, report_resume
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Snapshots(Part):
         if not self.engine.training and _is_of_training(state):
             self.load_weights(state)  # its position and its handlers are those of the training
             return
+        check_complete(state, "load_state_dict()")
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
         self.engine.handlers.drop_held_states()
@@ -141,6 +143,7 @@ class Snapshots(Part):
 
     def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
         """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
+        state = unwrapped(self.engine.modules, state)
         roots, saved = self.engine.modules, state.get("modules", {})
         if SHARDS in state and any(
             Override.PROCESS_GROUP in self.engine.overrides.owned_by(one) for one in self.engine.handlers
@@ -148,7 +151,7 @@ class Snapshots(Part):
             return  # the run reads this rank's shards alone
         for name, root in roots.items():
             own = root.state_dict()
-            if any(is_sharded(p) or p.device.type == "meta" for p in root.parameters()) or _differing(
+            if any(is_sharded(p) or p.device.type == "meta" for p in root.parameters()) or differences(
                 own, saved.get(name, {})
             ):
                 return
@@ -166,7 +169,7 @@ class Snapshots(Part):
         before, self._before = self._before, None
         for name, root in self.engine.modules.items() if before is not None and self._loaded is not None else ():
             assert before is not None
-            if not _differing(root.state_dict(), before[name]):
+            if not differences(root.state_dict(), before[name]):
                 root.load_state_dict(before[name])
 
     def loaded_state_of(self, handler: str) -> Mapping[str, Any] | None:
@@ -195,6 +198,8 @@ class Snapshots(Part):
         if loaded is None:
             return False
         position = put_back(engine, loaded, allowed=self._allowed)
+        if engine.training:
+            report_resume(engine, loaded, self._allowed)
         if (origin := loaded.get("origin")) is not None:
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
@@ -234,6 +239,7 @@ class Snapshots(Part):
                 "restore() was called after the last iteration of a run; call load_state_dict() after run()"
             )
         _check_is_state(state, "restore()")
+        check_complete(state, "restore()")
         if not engine.processes.distributed:  # which merge their parts first
             check_fit(engine, state, frozenset(allow))
         if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
@@ -279,8 +285,8 @@ class Snapshots(Part):
                 f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(engine.modules)}"
             )
         for name, root in modules.items():
-            if different := _differing(root.state_dict(), weights[name]):
-                raise ValueError(f"load_weights(): module {name!r} differs in {', '.join(different)}")
+            if different := differences(root.state_dict(), weights[name]):
+                raise ValueError(f"load_weights(): module {name!r} differs in {different}")
         for name, root in modules.items():
             root.load_state_dict(spread_over(root, weights[name]))
         report_averages_left_out(engine, given)
@@ -301,14 +307,6 @@ class Snapshots(Part):
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:
     return any(part.get("optimizer") is not None for part in state.get("updates", {}).values())
-
-
-def _differing(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """The names under which two states of a module hold tensors of different shapes, or only one of them holds one."""
-    shapes, others = (
-        {key: value.shape for key, value in state.items() if isinstance(value, torch.Tensor)} for state in (own, given)
-    )
-    return sorted(key for key in shapes.keys() | others.keys() if shapes.get(key) != others.get(key))
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

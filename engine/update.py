@@ -173,6 +173,7 @@ class UpdateState:
         name: the update's name.
         spec: the `Update` that it was made from.
         optimizer: the optimizer; None before OPTIMIZER_SETUP, and on an engine that only evaluates.
+        options: the options that it was built with, such as lr, for each of its groups.
         window: the accumulation window.
         output: what the forward returned, perhaps transformed at FORWARD_COMPLETED.
         raw_loss: the loss as the loss function returned it, with its graph.
@@ -212,6 +213,7 @@ class UpdateState:
         "omitted_in",
         "one_step_per_batch",
         "optimizer",
+        "options",
         "output",
         "raw_loss",
         "share",
@@ -230,6 +232,7 @@ class UpdateState:
         self.loss_function: Any = spec.loss
         self.function: Any = spec.function
         self.optimizer = spec.optimizer if training and isinstance(spec.optimizer, Optimizer) else None
+        self.options = _options(self.optimizer)
         self.window = Window()
         self.again: Callable[[], Tensor] = _not_again
         self.one_step_per_batch = True
@@ -289,6 +292,7 @@ class UpdateState:
                 f"update {self.name!r}: the optimizer factory returned {optimizer!r}, which is no torch optimizer"
             )
         self.optimizer = optimizer
+        self.options = _options(optimizer)
         self._parameters_of = []
 
     @property
@@ -372,3 +376,21 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether this optimizer evaluates the loss inside its step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """The plain values among the options of an optimizer's groups."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [{key: _plain(value) for key, value in group.items() if _is_plain(_plain(value))} for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in value)
+    return value is None or type(value) in (bool, int, float, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,8 @@ class Checkpoint(Handler):
     its part; they can be loaded with any number of ranks, each reading its own parts.
 
     A run never replaces or removes a version that another run wrote: a name that is taken gets the suffix ``-2``. A resumed run
-    owns the versions of the run that it continues, but never removes the version that it resumed from.
+    owns the versions of the run that it continues, but never removes the version that it resumed from; only with ``keep=1`` and
+    a fixed filename, such as "last", does the next version take its place.
 
     With ``monitor``, each new value is considered once: NaN is never kept, and of equal values the earlier one is kept.
 
@@ -55,7 +57,8 @@ class Checkpoint(Handler):
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
             completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
             in every iteration. It does not count towards ``keep``.
-        resume: When a run starts, resume from the newest intact version of this handler in the folder, if any: a restarted
+        resume: When a run starts, resume from the newest intact version of this handler in the folder, if any, and say so on
+            stderr: a restarted
             script, such as with ``torchrun --max-restarts``, continues automatically. A version is skipped if three runs that
             resumed from it failed with an error before the next save. Ignored if a state was loaded or the run continues.
         sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
@@ -225,8 +228,13 @@ class Checkpoint(Handler):
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
         found = self._failures.newest(where=where, files=self.files) if engine.processes.is_rank_zero else None
         if (found := engine.processes.broadcast(found)) is not None:
-            engine.load_state_dict(self.load(self.folder / found, name=self.name))
+            state = self.load(self.folder / found, name=self.name)
+            engine.load_state_dict(state)
             self._failures.resumed(found)
+            if engine.processes.is_rank_zero:
+                epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
+                where = str(self.folder / found)
+                print(f"{self.name}: resuming from {where!r}, epoch {epoch}, iteration {iteration}", file=sys.stderr)
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:
@@ -253,6 +261,17 @@ class Checkpoint(Handler):
             checkpoints.make_folders(self.folder, self.files)
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
+            self._report_folder(engine)
+
+    def _report_folder(self, engine: Engine) -> None:
+        for problem in checkpoints.find_unreadable(self.folder, self.files):
+            engine.findings.report(
+                "W33",
+                f"an entry of the checkpoint folder cannot be read and is passed over: {problem}",
+                "remove it if it is a link that leads nowhere, correct its permissions, or give checkpoints their own folder",
+                self.name,
+                key=str(problem.filename),
+            )
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from ._common.scalars import Record, ScalarLogger
 
 __all__ = ["TensorBoardLogger"]
 
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.(?:(\d{9})\.)?")
 _FLUSH_SECONDS = 30  # a killed process loses at most this much
 
 
@@ -124,6 +126,14 @@ class TensorBoardLogger(ScalarLogger):
         self._last_step, self._last = (state["step"], dict(state["values"])) if "step" in state else (0, {})
 
 
+def _latest(folder: str) -> int:
+    """The time in the name of the last event file of a folder, in ns; 0 without one."""
+    with suppress(OSError):
+        names = [_EVENT_FILE.match(name) for name in os.listdir(folder)]
+        return max((int(m[1]) * 10**9 + int(m[2] or 10**9) for m in names if m is not None), default=0)
+    return 0
+
+
 class _EventFile:
     """tensorboardX's event file without its thread, in which a full disk would go unnoticed and hang the run."""
 
@@ -131,8 +141,9 @@ class _EventFile:
         self.folder = folder
         self.failed = False
         self.flushed = time.monotonic()
-        # TensorBoard reads the files in the order of their names; two files of one name would lose events.
-        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        # TensorBoard reads the files in the order of their names; two files of one name would lose events. The clock may have
+        # been set back since the last file.
+        seconds, nanoseconds = divmod(max(time.time_ns(), _latest(folder) + 1), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{uuid.uuid4().hex[:8]}"
         with self._path_in_errors():
             self.file = RecordWriter(os.path.join(folder, name))

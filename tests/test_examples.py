@@ -94,7 +94,7 @@ def check_distributed(folder: Path) -> None:
 
 
 def check_ablation(folder: Path) -> None:
-    output = run("ablation.py", "--seeds", "2", "--epochs", "1", folder=folder)
+    output = run("ablation.py", "--seeds", "2", "--epochs", "2", folder=folder)
     assert "12 of 12 runs to make" in output
     for handler in ("gradient_clipping", "lr_scheduling", "ema", "mixup", "label_smoothing"):
         assert re.search(rf"^Without {handler}, accuracy ", output, re.MULTILINE), output

@@ -13,7 +13,7 @@ from .names import DEFAULT_FILENAME, NameTemplate
 from .ownership import Ownership
 from .retention import Entry, Retention
 from .saver import Saver, SavingRun
-from .store import Taken, clean, commit, find, open_version
+from .store import Taken, clean, commit, find, find_unreadable, open_version
 
 __all__ = [
     "DEFAULT_FILENAME",
@@ -32,6 +32,7 @@ __all__ = [
     "commit",
     "encode",
     "find",
+    "find_unreadable",
     "make_folders",
     "open_version",
     "read_manifest",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from ..blame import warn
@@ -41,8 +43,9 @@ class ResumeFailures:
     def add(self, run: str) -> None:
         """Record that a run failed, if it has not saved since it resumed. All ranks may call this at the same time."""
         if self.resumed_from is not None:
-            self.path.mkdir(exist_ok=True)
-            (self.path / f"{self.resumed_from}@{run}").touch()
+            with suppress(FileNotFoundError):  # another run has just saved, and removed the records
+                self.path.mkdir(exist_ok=True)
+                (self.path / f"{self.resumed_from}@{run}").touch()
 
     def saved(self, *, clear: bool) -> None:
         """Note that the run has saved a version.
@@ -58,9 +61,11 @@ class ResumeFailures:
 
     def given_up(self) -> list[str]:
         """The versions from which three resumed runs failed."""
-        if not self.path.is_dir():
+        try:
+            names = os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        counts = Counter(path.name.rpartition("@")[0] for path in self.path.iterdir())
+        counts = Counter(name.rpartition("@")[0] for name in names)
         return sorted(name for name, runs in counts.items() if runs >= TRIES)
 
     def newest(self, *, where: str, files: Files) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Files", "make_folders", "remove_folder"]
+__all__ = ["Files", "WrongSize", "make_folders", "remove_folder"]
 
 
 class Files:
@@ -41,11 +43,44 @@ class Files:
     def list(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))
 
-    def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+    def read(self, path: Path, size: int | None = None, most: int | None = None) -> bytes:
+        """The content of a regular file; a pipe or a device raises an OSError at once, and is never waited for.
+
+        Args:
+            path: The file.
+            size: Size that the file should have; one of another size raises a `WrongSize`, and is not read.
+            most: Largest size that it may have.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if size not in (None, found.st_size) or (most is not None and found.st_size > most):
+                raise WrongSize(found.st_size)
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
+
+    def mark(self, path: Path) -> tuple[int, int] | None:
+        """What tells a folder from another one that takes its name; None if there is none."""
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+class WrongSize(OSError):
+    """Raised for a file that does not have the expected size; ``size`` is the one that it has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(errno.EINVAL, f"the file has {size} bytes")
+        self.size = size
 
 
 def make_folders(folder: Path, files: Files) -> None:
@@ -58,7 +93,7 @@ def make_folders(folder: Path, files: Files) -> None:
 
 
 def remove_folder(folder: Path, files: Files) -> list[OSError]:
-    """Remove a folder and the files in it; continues after errors and returns them."""
+    """Remove a folder and the files in it; continues after errors and returns them. Of a link, only the link is removed."""
     problems = []
 
     def attempt(remove: Callable[[Path], None], path: Path) -> None:
@@ -69,6 +104,9 @@ def remove_folder(folder: Path, files: Files) -> list[OSError]:
         except OSError as problem:
             problems.append(problem)
 
+    if folder.is_symlink():
+        attempt(files.remove, folder)
+        return problems
     try:
         inside = files.list(folder)
     except OSError as problem:

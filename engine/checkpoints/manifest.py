@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import platform
+import stat
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from ..blame import warn
 from ..distributed.sharded import sha256_of
-from .files import Files
+from .files import Files, WrongSize
 
 __all__ = [
     "MANIFEST",
@@ -43,6 +44,7 @@ STATE, MANIFEST = "state.pt", "manifest.json"
 
 _ENTRIES = {"name": str, "handler": str, "kind": str, "run": str, "lineage": list, "writer": str, "epoch": int,
             "iteration": int, "epoch_open": bool, "environment": dict, "files": dict}  # fmt: skip
+_MOST = 2**26  # bytes of a manifest, many times what one has
 _json = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -149,9 +151,11 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         Damaged: if it is missing, or differs from what was written.
     """
     try:
-        content = files.read(path / MANIFEST)
+        content = files.read(path / MANIFEST, most=_MOST)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
+    except WrongSize as error:
+        raise Damaged(f"{MANIFEST} has {error.size} bytes, which is no manifest") from None
     except NotADirectoryError:
         raise Damaged("it is not a folder") from None
     begin = content.find(b'\n "sha256": ') + 1
@@ -167,14 +171,34 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         raise Damaged(
             f"{MANIFEST} has the format {manifest.get('format')!r}, which this version of Signalfire does not support"
         )
-    wrong = [key for key, kind in _ENTRIES.items() if not isinstance(manifest.get(key), kind)]
-    if (
-        wrong
-        or not isinstance(manifest["files"].get(STATE), dict)
-        or manifest["files"][STATE].keys() < {"size", "sha256"}
-    ):
-        raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong) or 'files'}")
+    wrong = [key for key, kind in _ENTRIES.items() if type(manifest.get(key)) is not kind]
+    if wrong := wrong or _impossible(manifest):
+        raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong)}")
     return manifest
+
+
+def _impossible(manifest: Mapping[str, Any]) -> list[str]:
+    """The entries of the right type whose values this library never writes."""
+    wrong = [key for key in ("epoch", "iteration") if manifest[key] < 0]
+    wrong += ["kind"] if manifest["kind"] not in ("state", "weights") else []
+    wrong += ["lineage"] if not all(isinstance(run, str) for run in manifest["lineage"]) else []
+    wrong += ["hyperparameters"] if not isinstance(manifest.get("hyperparameters"), dict | None) else []
+    wrong += [] if _is_value(manifest.get("value")) else ["value"]
+    described = all(
+        type(entry) is dict and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
+        for entry in manifest["files"].values()
+    )
+    return wrong + ([] if described and STATE in manifest["files"] else ["files"])
+
+
+def _is_value(value: Any) -> bool:
+    """Whether this is a metric's value, or None: infinite ones are stored as text."""
+    if value is None or type(value) is float:
+        return True
+    try:
+        return type(value) in (int, str) and isinstance(float(value), float)
+    except (ValueError, OverflowError):
+        return False
 
 
 def read_manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
@@ -193,11 +217,11 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     """
     entry = manifest["files"][STATE]
     try:
-        content = files.read(path / STATE)
+        content = files.read(path / STATE, entry["size"])
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
-    if len(content) != entry["size"]:
-        raise Damaged(f"{STATE} has {len(content)} bytes and not the {entry['size']} that were written")
+    except WrongSize as error:
+        raise Damaged(f"{STATE} has {error.size} bytes and not the {entry['size']} that were written") from None
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise Damaged(f"{STATE} is not what was written: its sha256 differs")
     for file, shard in manifest["files"].items():
@@ -208,19 +232,26 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     except Exception as error:
         raise Damaged(f"{STATE} cannot be loaded: {type(error).__name__}: {error}") from error
     if manifest["kind"] == "state":
-        position = state["engine"]
+        position = state.get("engine") if isinstance(state, dict) else None
+        if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
+            raise Damaged(f"{STATE} is not the state of an engine, as {MANIFEST} says")
         for key in ("epoch", "iteration"):
             if position[key] != manifest[key]:
                 raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
+    if not isinstance(state, dict):
+        raise Damaged(f"{STATE} is a {type(state).__name__}, and no weights by name, as {MANIFEST} says")
     return dict(state)
 
 
 def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
     """Verify a shard file, which is not read here, against the manifest."""
     try:
-        if Path(file).name != file:
+        if Path(file).name != file or "\0" in file:
             raise Damaged(f"{MANIFEST} lists {file!r}, which is not a file of the checkpoint")
-        if (size := (path / file).stat().st_size) != entry["size"]:
+        found = (path / file).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{file!r} is not a regular file")
+        if (size := found.st_size) != entry["size"]:
             raise Damaged(f"{file} has {size} bytes and not the {entry['size']} that were written")
         if sha256_of(path / file) != entry["sha256"]:
             raise Damaged(f"{file} is not what was written: its sha256 differs")

@@ -54,6 +54,14 @@ class Ownership:
         manifest = read_manifest_or_none(path, files)
         return manifest is not None and manifest["iteration"] == iteration and self.may_remove(path.name, manifest)
 
+    def may_overwrite(self, path: Path, iteration: int, files: Files) -> bool:
+        """Whether a superseded version may be replaced by a later one that takes its name.
+
+        A fixed filename asks for that, also for the version that the run resumed from.
+        """
+        manifest = read_manifest_or_none(path, files)
+        return manifest is not None and manifest["iteration"] < iteration and self.owns(path.name, manifest)
+
 
 def find_owned_versions(
     folder: Path, *, handler: str, run: str, origin: Mapping[str, Any] | None, files: Files

@@ -98,8 +98,10 @@ class Retention:
         return [name for iteration, name in self.names.items() if iteration not in stays] + self.superseded
 
     def other_names(self, entry: Entry) -> frozenset[str]:
-        """The names of the other entries, which a new version must not use."""
-        return frozenset(name for iteration, name in self.names.items() if iteration != entry.iteration)
+        """The names of the other entries, which a new version must not use; a single one is replaced by the new one."""
+        stays = set() if len(self.planned) == 1 else set(self.names)
+        stays -= {entry.iteration}
+        return frozenset(name for iteration, name in self.names.items() if iteration in stays)
 
     def saved(self, entry: Entry, name: str, planned: list[Entry], left: list[str]) -> None:
         """Note that an entry is on disk, and that the versions it supersedes are removed.

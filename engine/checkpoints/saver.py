@@ -137,7 +137,7 @@ class Saver:
             ownership,
             planned=list(self.retention.planned) if counted else None,
             superseded=self.retention.superseded_by(entry) if counted else [],
-            avoid=self.retention.other_names(entry),
+            avoid=self.retention.other_names(entry) if counted else frozenset(self.retention.names.values()),
             shards=shards,
             shard_files=self._shard_files,
             is_rank_zero=is_rank_zero,

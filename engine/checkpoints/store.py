@@ -26,9 +26,10 @@ from .manifest import (
 )
 from .names import hidden_name, match_hidden, visible_name
 
-__all__ = ["Taken", "clean", "commit", "find", "open_version", "prune", "set_aside"]
+__all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "prune", "set_aside"]
 
 _STALE = 24 * 3600.0  # seconds after which an unfinished write of another machine counts as abandoned
+_ATTEMPTS = 100  # to read a version that is replaced or removed meanwhile
 _being_written: set[str] = set()  # hidden names that this process is writing
 
 
@@ -232,20 +233,39 @@ def _age(path: Path) -> float:
 # ---- finding and reading ------------------------------------------------------------------------------------------
 
 
-def find(folder: Path, files: Files) -> list[tuple[str, Path]]:
-    """The versions in a folder, including damaged ones, as (name, path)."""
+def find(folder: Path, files: Files, unreadable: list[OSError] | None = None) -> list[tuple[str, Path]]:
+    """The versions in a folder, including damaged ones, as (name, path).
+
+    Args:
+        folder: Folder of the versions.
+        files: File-system operations.
+        unreadable: List to which the errors of entries are added that cannot be looked into, such as links that lead nowhere.
+    """
     names = files.list(folder)
-    found = [
-        (name, folder / name)
-        for name in names
-        if not name.startswith(".") and not name.endswith(".damaged") and _is_version(folder / name, files)
-    ]
+    found = []
+    for name in names:
+        if name.startswith(".") or name.endswith(".damaged"):
+            continue
+        try:
+            if _is_version(folder / name, files):
+                found.append((name, folder / name))
+        except OSError as error:
+            # One that has gone was removed by another run since it was listed.
+            if unreadable is not None and files.exists(folder / name):
+                unreadable.append(error)
     # A version that was being replaced when the process died exists only under a hidden name.
     return found + [
         (match["name"], entry)
         for entry, match in _hidden_in(folder, files)
         if match["kind"] == "replaced" and match["name"] not in names
     ]
+
+
+def find_unreadable(folder: Path, files: Files) -> list[OSError]:
+    """The errors of entries that cannot be looked into: dangling links, and folders without permission."""
+    unreadable: list[OSError] = []
+    find(folder, files, unreadable)
+    return unreadable
 
 
 def _is_version(path: Path, files: Files) -> bool:
@@ -255,6 +275,10 @@ def _is_version(path: Path, files: Files) -> bool:
     except NotADirectoryError:
         return False
     return MANIFEST in inside or STATE in inside or (not inside and re.search(r"-iter\d+", path.name) is not None)
+
+
+class _Changed(Exception):
+    """Raised if a version was replaced or removed while it was read."""
 
 
 def open_version(
@@ -276,27 +300,50 @@ def open_version(
         FileNotFoundError: if there is no version.
         ValueError: if the version, or every version in the folder, is damaged.
     """
-    given = Path(path)
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(_Changed):
+            return _open_version(Path(path), name=name, where=where, files=files, without=without)
+    raise ValueError(f"{where}: the checkpoints are replaced faster than they can be read")
+
+
+def _open_version(
+    given: Path, *, name: str | None, where: str, files: Files, without: Collection[str]
+) -> tuple[Path, dict[str, Any], dict[str, Any], list[Path]]:
+    """Open a version; raises `_Changed` if the files changed while they were read."""
+    if given.name not in (STATE, MANIFEST) and not files.exists(given):
+        given = _replaced(given, where, files)
     inside = files.exists(given / STATE) or files.exists(given / MANIFEST)
     if inside or given.name in (STATE, MANIFEST):
         version = given if inside else given.parent
-        if not files.exists(version):
-            raise FileNotFoundError(f"{where}: no such checkpoint")
+        version = version if files.exists(version) else _replaced(version, where, files)
+        mark = files.mark(version)
         try:
             manifest = read_manifest(version, files)
             state = read_state(version, manifest, files)
-        except Damaged as error:
+        except (Damaged, OSError) as error:
+            if files.mark(version) != mark or not files.exists(version):
+                raise _Changed from error
+            if not isinstance(error, Damaged):
+                raise
             raise ValueError(f"{where}: this is not an intact checkpoint: {error}") from error
         _compare_names(version.name, manifest, where)
         return version, manifest, state, []
-    if not files.exists(given):
-        raise FileNotFoundError(f"{where}: no such checkpoint")
     if not given.is_dir():
         raise ValueError(
             f"{where}: this is not a checkpoint, which is a folder with a {STATE} and a {MANIFEST}; to read a single file "
             "without verification, use torch.load(path, weights_only=True)"
         )
     return _open_newest(given, name=name, where=where, files=files, without=without)
+
+
+def _replaced(path: Path, where: str, files: Files) -> Path:
+    """The hidden path of a version that is being replaced, or was when a process died."""
+    for hidden, found in _hidden_in(path.parent, files) if path.parent.is_dir() else ():
+        if found["kind"] == "replaced" and found["name"] == path.name:
+            return hidden
+    if files.exists(path):
+        raise _Changed  # the new one has just taken its place
+    raise FileNotFoundError(f"{where}: no such checkpoint")
 
 
 def _open_newest(
@@ -306,34 +353,47 @@ def _open_newest(
     bad: list[str] = []
     damaged: list[Path] = []
     good = []
+    gone = False
+    unreadable: list[OSError] = []
 
-    def skip(label: str, path: Path, error: Exception) -> None:
+    def skip(label: str, path: Path, error: Exception, mark: tuple[int, int] | None) -> None:
+        nonlocal gone
+        if files.mark(path) != mark or not files.exists(path):
+            gone = True  # another run has removed or replaced it meanwhile
+            return
         warn(f"{where}: the checkpoint {label!r} is damaged and skipped: {error}", RuntimeWarning)
         bad.append(f"{label}: {error}")
         if isinstance(error, Damaged):
             damaged.append(path)
 
-    for label, path in find(folder, files):
+    for label, path in find(folder, files, unreadable):
         if label in without:
             continue
+        mark = files.mark(path)
         try:
             manifest = read_manifest(path, files)
         except (Damaged, OSError) as error:
             if name is None or label.startswith(name):
-                skip(label, path, error)
+                skip(label, path, error, mark)
             continue
         if name is None or manifest["handler"] == name:
             order = (manifest["epoch"], manifest["iteration"], not manifest["epoch_open"], label)
-            good.append((manifest["kind"] == "state", order, label, path, manifest))
-    for _, _, label, path, manifest in sorted(good, key=lambda one: one[:2], reverse=True):
+            good.append((manifest["kind"] == "state", order, label, path, manifest, mark))
+    for _, _, label, path, manifest, mark in sorted(good, key=lambda one: one[:2], reverse=True):
         try:
             state = read_state(path, manifest, files)
         except (Damaged, OSError) as error:
-            skip(label, path, error)
+            skip(label, path, error, mark)
+            if gone:
+                raise _Changed from error  # the newest one now may be a newer one
             continue
+        for problem in unreadable:
+            warn(f"{where}: this entry of the folder cannot be read and is skipped: {problem}", RuntimeWarning)
         _compare_names(label, manifest, where)
         return path, manifest, state, damaged
     of_name = "" if name is None else f" of {name!r}"
+    if gone:
+        raise _Changed
     if not bad:
         raise FileNotFoundError(f"{where}: the folder contains no checkpoint{of_name}")
     raise ValueError(f"{where}: all checkpoints{of_name} in the folder are damaged: {'; '.join(bad)}")

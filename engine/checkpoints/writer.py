@@ -175,4 +175,8 @@ class Write:
         return self.shard_files.write(folder, self.shards)
 
     def _may_replace(self, path: Path) -> bool:
-        return self.ownership.may_replace(path, self.entry.iteration, self.files)
+        iteration = self.entry.iteration
+        is_only_one = self.planned is not None and len(self.planned) == 1
+        if is_only_one and path.name in self.superseded and self.ownership.may_overwrite(path, iteration, self.files):
+            return True
+        return self.ownership.may_replace(path, iteration, self.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 from typing import NamedTuple
 
@@ -74,12 +75,16 @@ _identities: dict[int, str] = {}
 
 
 def is_alive(process: str) -> bool | None:
-    """Whether the process with this `identity` is running; None for another machine. A zombie counts as running."""
-    machine, pid, started = process.split("~")
-    if machine != _machine_digest():
+    """Whether the process with this `identity` is running; None for another machine, and for what is no identity.
+
+    A zombie has ended: it writes no more.
+    """
+    machine, _, rest = process.partition("~")
+    pid, _, started = rest.partition("~")
+    if machine != _machine_digest() or not re.fullmatch(r"[0-9]{1,10}", pid):
         return None
     found = find_process(int(pid))
-    return found is not None and str(found.started) == started
+    return found is not None and not found.defunct and str(found.started) == started
 
 
 def _machine_digest() -> str:

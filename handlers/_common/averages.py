@@ -14,6 +14,7 @@ from signalfire.acts import Override
 from signalfire.checks import check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.evaluation_findings import watch_averages
+from signalfire.modules import named_like
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -151,6 +152,7 @@ class Averages:
                         places = self._moving if averaged and fractional else self._copied
                         places.append((f"{path}.{key}", tensors, key))
         if self.values:
+            self.values = dict(named_like(live, self.values))
             different = sorted(
                 name
                 for name in live.keys() | self.values.keys()

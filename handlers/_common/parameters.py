@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, UpdateState
 from signalfire.distributed import is_sharded, local_part, norms_over_ranks
-from signalfire.modules import Modules
+from signalfire.modules import Modules, bare_name
 
 __all__ = [
     "alike",
@@ -30,7 +30,7 @@ __all__ = [
 def named_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """All parameters of the engine's modules by name; several modules prefix the names with their own."""
     return {
-        name: parameter
+        bare_name(name): parameter
         for root, module in engine.modules.items()
         for name, parameter in module.named_parameters(prefix=engine.modules.prefix(root))
     }
@@ -41,12 +41,13 @@ def all_names(modules: Modules) -> dict[nn.Parameter, list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for root, module in modules.items():
         for name, parameter in module.named_parameters(prefix=modules.prefix(root), remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+            names.setdefault(parameter, []).append(bare_name(name))
     return names
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a parameter is under a path, such as "backbone", or matches a pattern with ``*``, ``?`` or ``[]``."""
+    pattern = bare_name(pattern)
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
     path = pattern.rstrip(".")

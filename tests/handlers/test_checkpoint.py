@@ -454,18 +454,30 @@ def test_the_template_names_the_position_and_metrics(tmp_path: Path) -> None:
     assert handler.last == tmp_path / "best_2-004-2-0.50-1e-03"
 
 
-def test_a_name_without_a_position_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_name_without_a_position_is_the_newest_if_one_is_kept(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, keep=1, filename="latest")
     engine = engine_of(handler)
     around: list[list[str]] = []
     engine.connect(Events.CHECKPOINT_SAVED, lambda engine: around.append(files(tmp_path)))
     engine.run(DATA, max_epochs=3)
-    assert around == [["latest"], ["latest-2"], ["latest"]]
+    assert around == [["latest"], ["latest"], ["latest"]]
     assert Checkpoint.load(tmp_path / "latest")["engine"]["iteration"] == 6
     other = engine_of(Checkpoint(tmp_path, keep=2, filename="latest"))
     other.load_state_dict(Checkpoint.load(tmp_path))
     other.run(DATA, max_epochs=5)
     assert sorted(Checkpoint.load(tmp_path / name)["engine"]["iteration"] for name in files(tmp_path)) == [6, 8, 10]
+
+
+def test_a_run_that_is_restarted_again_and_again_has_its_newest_state_under_the_fixed_name(tmp_path: Path) -> None:
+    for life in (1, 2, 3):
+        engine = engine_of(Checkpoint(tmp_path, keep=1, filename="last", resume=True))
+        engine.run(DATA, max_epochs=2 * life)
+        assert files(tmp_path) == ["last"]
+        assert Checkpoint.load(tmp_path / "last")["engine"]["epoch"] == 2 * life
+    another = engine_of(Checkpoint(tmp_path, keep=1, filename="last"))
+    another.run(DATA, max_epochs=1)
+    assert files(tmp_path) == ["last", "last-2"], "that of another run is never replaced"
+    assert Checkpoint.load(tmp_path / "last")["engine"]["epoch"] == 6
 
 
 def test_a_name_without_a_position_takes_that_of_no_newer_one_and_of_none_that_was_moved(tmp_path: Path) -> None:

@@ -281,6 +281,7 @@ def _joined_runs(size: int) -> dict[str, Weights]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")  # with three ranks an epoch has two turns
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_trains_as_one_process_on_the_batches_joined(size: int) -> None:
     runs = assert_alike(run_together(_joined_runs, size, 0))

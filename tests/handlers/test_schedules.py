@@ -337,7 +337,7 @@ def test_what_is_simulated_is_what_training_uses(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", spread(FACTORIES, 7))
 @pytest.mark.filterwarnings("ignore:W18")
-@pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")
+@pytest.mark.filterwarnings("ignore:C0[56]:signalfire.FindingWarning")
 def test_a_schedule_that_is_saved_goes_on_bit_for_bit(kind: str) -> None:
     """`check_handler` saves after every iteration, and loads with ``weights_only=True``."""
     check_handler(build, lambda: LRScheduling(FACTORIES[kind]), batches(5, targets=2), max_epochs=3)

@@ -371,3 +371,13 @@ def test_the_loss_of_an_update_that_was_not_made_is_not_written(tmp_path: Path) 
 
     engine.run(batches(), max_epochs=1)
     assert [step for step, _ in read(tmp_path)["loss/b"]] == [2, 4, 6]
+
+
+def test_steps_are_in_order_though_the_clock_was_set_back_before_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for life, clock in enumerate((1_700_000_000.5, 1_699_999_999.5, 1_600_000_000.0), start=1):
+        monkeypatch.setattr("time.time_ns", lambda clock=clock: int(clock * 10**9))
+        log = TensorBoardLogger(tmp_path / "log", every="1it")
+        engine_of(log, Checkpoint(tmp_path / "run", resume=True)).run(batches(), max_epochs=life)
+        assert [step for step, _ in read(tmp_path / "log")["loss"]] == list(range(1, 6 * life + 1))

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from signalfire import Engine, Events
+from signalfire import Engine, Events, Phase
 from signalfire.checkpoints import Files, Taken, clean, commit, encode, read_manifest
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
@@ -806,3 +806,187 @@ def test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on(tm
     assert lines[0].endswith("['2', '3']")
     assert lines[1] == "3 ['2', '3']"
     assert lines[2] == "8 ['7', '8']"
+
+
+# ---- what else is in the folder -----------------------------------------------------------------------------------
+
+
+def test_links_that_lead_nowhere_are_passed_over_by_name(folder: Path) -> None:
+    trained(folder)
+    (folder / "moved-iter00000009").symlink_to(folder / "archive")
+    (folder / "loop").symlink_to("loop")
+    with pytest.warns(RuntimeWarning) as caught:
+        assert iteration(folder) == 3
+    assert {name for name in ("moved-iter00000009", "loop") for one in caught if name in str(one.message)} == {
+        "moved-iter00000009",
+        "loop",
+    }
+    with pytest.warns(UserWarning, match="W33") as caught:
+        assert [path.name[-1] for path in trained(folder, 4, keep=1)] == ["4"]
+    assert len(caught) == 2
+
+
+def test_a_folder_without_permission_is_passed_over_by_name(folder: Path) -> None:
+    class Forbidding(Files):
+        def list(self, path: Path) -> list[str]:
+            if path.name == "lost+found":
+                raise PermissionError(13, "Permission denied", str(path))
+            return super().list(path)
+
+    trained(folder)
+    (folder / "lost+found").mkdir()
+    handler = Checkpoint(folder, every="1it")
+    handler.files = Forbidding()
+    engine = engine_of(handler)
+    engine.connect(Events.EPOCH_STARTED, lambda engine: seen.extend(engine.findings.of_run().of("W33")))
+    seen: list[Any] = []
+    with pytest.warns(UserWarning, match=r"lost\+found"):
+        engine.run(DATA, max_epochs=1)
+    assert len(seen) == 1, "known before the first batch"
+
+
+def test_a_name_that_goes_away_while_one_looks_is_no_error(folder: Path) -> None:
+    class Vanishing(Files):
+        """Another run removes the oldest version after the folder was listed, or after its manifest was read."""
+
+        def __init__(self, when: str) -> None:
+            self.when, self.gone = when, False
+
+        def remove_it(self, when: str) -> None:
+            if when == self.when and not self.gone:
+                self.gone = True
+                shutil.rmtree(max(path for path in folder.iterdir()))
+
+        def list(self, path: Path) -> list[str]:
+            names = super().list(path)
+            if path == folder:
+                self.remove_it("listed")
+            return names
+
+        def read(self, path: Path, *arguments: Any, **options: Any) -> bytes:
+            if path.name == "state.pt":
+                self.remove_it("manifest read")
+            return super().read(path, *arguments, **options)
+
+    for when in ("listed", "manifest read"):
+        trained(folder)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(Checkpoint, "files", Vanishing(when))
+            assert iteration(folder) in (2, 3)
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+
+def test_a_version_is_loaded_by_its_name_while_it_is_replaced_and_after_a_crash_in_between(folder: Path) -> None:
+    trained(folder, 3, keep=1, filename="last")
+    (folder / "last").rename(folder / f".last.{identity()}~7.replaced")
+    assert iteration(folder / "last") == 3
+    assert iteration(folder / "last" / "state.pt") == 3
+    assert [path.name for path in trained(folder, 4, keep=1, filename="last")] == ["last-2"], "of another run"
+    assert iteration(folder / "last") == 3
+
+
+def test_of_a_link_only_the_link_is_removed(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    (archive / "precious").write_text("data")
+    (folder / f".old.{identity()}~99.old").symlink_to(archive)
+    handler = Checkpoint(folder, every="1it", keep=1)
+    engine = engine_of(handler)
+    moved: list[Path] = []
+
+    def move(engine: Engine) -> None:
+        """Put a version into the archive, and a link in its place."""
+        assert handler.last is not None
+        moved.append(handler.last.rename(archive / handler.last.name))
+        (folder / moved[0].name).symlink_to(moved[0])
+
+    engine.connect(Events.ITERATION_COMPLETED(once=2), move, phase=Phase.PERSIST, rank=9)
+    engine.run(DATA, max_iters=3)
+    assert os.listdir(folder) == [handler.kept[0][0]], "both links have gone"
+    assert (archive / "precious").read_text() == "data"
+    assert iteration(moved[0]) == 2
+
+
+STRANGE: dict[str, Any] = {
+    "epoch": True, "iteration": -1, "epoch_open": 1, "kind": "model", "lineage": [1], "value": "much", "handler": None, "run": 5,
+    "hyperparameters": [], "environment": [], "name": ["a"], "writer": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", STRANGE)
+def test_a_manifest_with_strange_values_and_a_right_seal_is_passed_over(key: str, folder: Path) -> None:
+    *_, last = trained(folder)
+    manifest = read_manifest(last, DISK)
+    (last / "manifest.json").write_bytes(encode({**manifest, key: STRANGE[key]}))
+    with pytest.warns(RuntimeWarning, match=f"damaged and skipped: manifest.json is not what was written: {key}"):
+        assert iteration(folder) == 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [5, {"size": 1}, {"size": -1, "sha256": ""}, {"size": "1", "sha256": ""}, {"size": 2**60, "sha256": "a"}],
+)
+def test_a_manifest_with_strange_files_and_a_right_seal_is_passed_over(entry: Any, folder: Path) -> None:
+    *_, last = trained(folder)
+    manifest = read_manifest(last, DISK)
+    for files in ({"state.pt": entry}, {**manifest["files"], "/etc/passwd": entry}, {**manifest["files"], "\0": entry}):
+        (last / "manifest.json").write_bytes(encode({**manifest, "files": files}))
+        with pytest.warns(RuntimeWarning, match="damaged and skipped"):
+            assert iteration(folder) == 2
+
+
+@pytest.mark.parametrize("writer", ["", "a~b~c", "~~~~", f"{identity().split('~')[0]}~{'9' * 50}~1", "x" * 1000])
+def test_a_strange_writer_with_a_right_seal_neither_fails_a_run_nor_counts_as_dead(writer: str, folder: Path) -> None:
+    *_, last = trained(folder)
+    (last / "manifest.json").write_bytes(encode({**read_manifest(last, DISK), "writer": writer}))
+    assert is_alive(writer) is None
+    engine = engine_of(Checkpoint(folder, every="1it", resume=True))
+    engine.run(DATA, max_iters=5)
+    assert iteration(folder) == 5
+
+
+@pytest.mark.parametrize("file", ["state.pt", "manifest.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_only_regular_files_of_a_plausible_size_are_read(file: str, kind: str, folder: Path) -> None:
+    *_, last = trained(folder)
+    (last / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(last / file)
+    elif kind == "device":
+        (last / file).symlink_to("/dev/zero")
+    else:
+        with open(last / file, "wb") as opened:
+            opened.truncate(2**40)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        assert iteration(folder) == 2
+
+
+def test_a_state_that_is_none_under_a_right_manifest_is_passed_over(folder: Path) -> None:
+    *_, last = trained(folder)
+    manifest = read_manifest(last, DISK)
+    for content in ([1], {"modules": 1}, {"engine": 3}, {"engine": {"epoch": 1}}):
+        torch.save(content, last / "state.pt")
+        written = (last / "state.pt").read_bytes()
+        entry = {"size": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+        for kind in ("state",) if isinstance(content, dict) else ("state", "weights"):
+            (last / "manifest.json").write_bytes(encode({**manifest, "kind": kind, "files": {"state.pt": entry}}))
+            with pytest.raises(ValueError, match="not an intact checkpoint"):
+                Checkpoint.load(last)
+
+
+def test_the_versions_of_a_process_that_nobody_has_collected_may_be_removed(folder: Path) -> None:
+    def die() -> None:
+        engine = engine_of(Checkpoint(folder, every="1it", keep=1))
+        engine.connect(Events.CHECKPOINT_SAVED(once=3), lambda engine: os._exit(0))
+        engine.run(DATA, max_epochs=3)
+
+    child = begin_child(die)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    try:
+        engine_of(Checkpoint(folder, every="1it", keep=1, resume=True)).run(DATA, max_iters=6)
+        assert [name[-1] for name in visible(folder)] == ["3", "6"], "what it resumed from stays"
+        engine_of(Checkpoint(folder, every="1it", keep=1, resume=True)).run(DATA, max_iters=7)
+        assert sorted(name[-1] for name in visible(folder)) == ["6", "7"]
+    finally:
+        os.waitpid(child, 0)

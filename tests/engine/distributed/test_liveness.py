@@ -22,7 +22,7 @@ def test_this_process_is_found_and_one_that_never_was_is_not() -> None:
     assert find_process(2**22 + 1) is None  # above the largest id that Linux gives
 
 
-def test_a_process_that_nobody_has_collected_is_defunct_and_counts_as_running() -> None:
+def test_a_process_that_nobody_has_collected_is_defunct_and_counts_as_ended() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # until it has ended; it stays as it is
     found = find_process(child.pid)
@@ -30,7 +30,7 @@ def test_a_process_that_nobody_has_collected_is_defunct_and_counts_as_running() 
     assert found.defunct
     machine, _, _ = identity().split("~")
     name = f"{machine}~{child.pid}~{found.started}"
-    assert is_alive(name) is True
+    assert is_alive(name) is False, "it writes no more, though its parent has not asked for its status"
     child.wait()
     assert find_process(child.pid) is None
     assert is_alive(name) is False

@@ -1,0 +1,122 @@
+"""What a run resumes from, and how its composition differs from the one that saved the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .data.extent import extent_of
+from .data.streamed import inner
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["check_complete", "composition", "report_resume"]
+
+_POSITION = (
+    *("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason", "seed", "fired", "metrics"),
+    *("stops", "epoch_stop", "stopped_bounds"),
+)
+_UPDATE = ("steps", "optimizer", "kind", "parameters", "own_parameters", "window")
+_PARTS = ("engine", "modules", "updates", "handlers", "data", "random")
+
+
+def check_complete(saved: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a state that lacks a part, or a key of its position, before anything is changed."""
+    missing = [part for part in _PARTS if part not in saved]
+    mappings = {"engine": _POSITION} | {"modules": (), "updates": (), "handlers": ()}
+    for part, keys in mappings.items():
+        if part not in missing and not isinstance(saved[part], Mapping):
+            raise ValueError(f"{where}: this is no state of an engine: {part!r} is a {type(saved[part]).__name__}")
+        missing += [f"{part}[{key!r}]" for key in keys if part not in missing and key not in saved[part]]
+    if "updates" not in missing:
+        for name, update in saved["updates"].items():
+            missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]
+    if not missing and not {"values", "serials", "serial"} <= saved["engine"]["metrics"].keys():
+        missing += ["engine['metrics']"]
+    if missing:
+        raise ValueError(
+            f"{where}: the loaded state is incomplete: it has no {', '.join(missing)}; load what Engine.state_dict() returned, "
+            "or give its weights to load_weights()"
+        )
+
+
+def composition(engine: Engine) -> dict[str, Any]:
+    """What a resumed run should have alike, apart from what has a state: the optimizers' options and the training handlers."""
+    return {
+        "options": {update.name: update.options for update in engine.updates},
+        "handlers": {
+            name: type(handler).__name__
+            for name, handler in engine.handlers.items()
+            if handler.trains and not handler.writes
+        },
+    }
+
+
+def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    """Report where a run resumes, and what differs from the run that saved the state."""
+    position, origin = saved["engine"], saved.get("origin")
+    source = "a loaded state" if origin is None else f"the checkpoint {origin['path']!r}"
+    engine.findings.report(
+        "W31",
+        f"the run resumes from {source}: epoch {position['epoch']}, iteration {position['iteration']}",
+        "to begin anew with its weights, give them to load_weights()",
+    )
+    differences = [
+        *_different_options(engine, saved.get("composition", {}).get("options", {})),
+        *_different_handlers(engine, saved.get("composition", {}).get("handlers"), allowed),
+        *_different_data(engine, saved),
+    ]
+    for update in engine.updates:  # what was saved is what applies from now on
+        update.options = saved.get("composition", {}).get("options", {}).get(update.name, update.options)
+    if differences:
+        engine.findings.report(
+            "W32",
+            f"the run that saved the state was composed differently: {'; '.join(differences)}",
+            "compose the run as it was; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED, or begin "
+            "anew with the weights: load_weights()",
+        )
+
+
+def _different_options(engine: Engine, options: Mapping[str, Any]) -> list[str]:
+    found = []
+    for update in engine.updates:
+        before, now = options.get(update.name) or [], update.options or []
+        if len(before) != len(now):
+            continue
+        for number, (then, here) in enumerate(zip(before, now, strict=True)):
+            where = f" of group {number}" if len(now) > 1 else ""
+            found += [
+                f"{key}={here[key]!r}{where} is not used, since the state has {key}={then[key]!r}"
+                for key in here
+                if key in then and then[key] != here[key]
+            ]
+    return found
+
+
+def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowed: frozenset[str]) -> list[str]:
+    now = composition(engine)["handlers"]
+    if before is None:
+        return []
+    left_out = [f"{name!r} ({kind})" for name, kind in before.items() if name not in now and name not in allowed]
+    added = [f"{name!r} ({kind})" for name, kind in now.items() if name not in before and name not in allowed]
+    other = [
+        f"{name!r} is a {kind} and was a {before[name]}" for name, kind in now.items() if before.get(name, kind) != kind
+    ]
+    return [
+        *([f"this run lacks {', '.join(left_out)}"] if left_out else []),
+        *([f"{', '.join(added)} is new"] if added else []),
+        *other,
+    ]
+
+
+def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
+    source, data = engine.feed.source, saved["data"]
+    if source is None or not data or saved.get("processes", 1) != engine.processes.world_size:
+        return []
+    before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
+    return [
+        f"the data has {now[key]} {key}, and had {before[key]}"
+        for key in ("samples", "batches")
+        if key in now and key in before and now[key] != before[key]
+    ][:1]

@@ -1,0 +1,133 @@
+"""A resumed run says from where it resumes, and in what its composition differs from the one that saved the state."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam, Optimizer
+
+from signalfire import Engine, FindingWarning, Update
+from signalfire.handlers import Checkpoint, GradientClipping, History
+from tests.kit import assert_same, batches, build, mlp
+
+
+def trained(*handlers: Any, lr: float = 0.1) -> Engine:
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=lr)), model=mlp(5, 8, 1))
+    engine.attach(*handlers)
+    return engine
+
+
+def test_a_resume_names_the_checkpoint_the_epoch_and_the_iteration(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained(Checkpoint(tmp_path, filename="last", keep=1)).run(batches(4), max_epochs=2)
+    assert capfd.readouterr().err == ""
+    engine = trained(Checkpoint(tmp_path, filename="last", keep=1, resume=True))
+    engine.run(batches(4), max_epochs=3)
+    [found] = engine.findings.of_run().of("W31")
+    assert found.severity == "info"
+    assert found.sentence == f"the run resumes from the checkpoint {str(tmp_path / 'last')!r}: epoch 2, iteration 8"
+    assert capfd.readouterr().err == f"checkpoint: resuming from {str(tmp_path / 'last')!r}, epoch 2, iteration 8\n"
+
+
+def test_a_resume_with_another_learning_rate_other_handlers_and_other_data_says_so_in_one_message() -> None:
+    engine = trained(GradientClipping(max_norm=1.0), History())
+    engine.run(batches(4), max_epochs=1)
+    other = trained(lr=0.5)
+    other.load_state_dict(engine.state_dict(), allow=["gradient_clipping", "history"])
+    with pytest.warns(FindingWarning, match=r"W32: .*: lr=0.5 is not used, since the state has lr=0.1") as caught:
+        other.run(batches(6), max_epochs=2)
+    assert [str(one.message).split(":")[0] for one in caught] == ["W32"]
+    assert "the data has 6 batches, and had 4" in str(caught[0].message)
+    assert other.updates[0].optimizer is not None
+    assert other.updates[0].optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_resume_of_the_same_composition_says_nothing_of_it() -> None:
+    engine = trained(GradientClipping(max_norm=1.0))
+    engine.run(batches(4), max_epochs=1)
+    other = trained(GradientClipping(max_norm=1.0))
+    other.load_state_dict(engine.state_dict())
+    other.run(batches(4), max_epochs=2)
+    assert [one.code for one in other.findings.of_run()] == ["W31"]
+
+
+@pytest.mark.parametrize(
+    ("part", "key"), [("engine", "epoch_start"), ("engine", "stops"), ("updates", "window"), ("data", None)]
+)
+def test_a_state_that_lacks_a_part_is_refused_before_anything_is_changed(part: str, key: str | None) -> None:
+    engine = trained()
+    engine.run(batches(4), max_epochs=1)
+    state = engine.state_dict()
+    holder = state if key is None else state[part]["main"] if part == "updates" else state[part]
+    del holder[part if key is None else key]
+    other = trained()
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"the loaded state is incomplete: it has no {part}.*load_weights"):
+        other.load_state_dict(state)
+    assert_same(other.model, before)
+
+
+class TwoInOne(Optimizer):
+    """One optimizer for matrices and another for the rest, with a state of its own form."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, {"lr": 0.1})
+        self.one = SGD([p for p in parameters if p.ndim > 1], lr=0.1, momentum=0.9)
+        self.other = Adam([p for p in parameters if p.ndim < 2], lr=0.01)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.one.step()
+        self.other.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"matrices": self.one.state_dict(), "rest": self.other.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.one.load_state_dict(state["matrices"])
+        self.other.load_state_dict(state["rest"])
+
+
+def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_exactly(tmp_path: Path) -> None:
+    def engine_of(*handlers: Any) -> Engine:
+        engine = Engine(Update.supervised(mse_loss, TwoInOne), model=mlp(5, 8, 1))
+        engine.attach(*handlers)
+        return engine
+
+    whole = engine_of()
+    whole.run(batches(4), max_epochs=3)
+    engine_of(Checkpoint(tmp_path)).run(batches(4), max_epochs=1)
+    resumed = engine_of(Checkpoint(tmp_path, resume=True))
+    resumed.run(batches(4), max_epochs=3)
+    assert_same(resumed.model, whole.model)
+    plain = mlp(5, 8, 1)
+    optimizer = TwoInOne(plain.parameters())
+    for inputs, targets in batches(4) * 3:
+        for parameter in plain.parameters():
+            parameter.grad = None
+        mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+    assert_same(whole.model, plain)
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_names_that_differ_by_compilation_alone_are_the_same(compiled_first: bool) -> None:
+    def model(compiled: bool) -> nn.Module:
+        return torch.compile(mlp(5, 8, 1), backend="eager") if compiled else mlp(5, 8, 1)  # type: ignore[return-value]
+
+    first, second = build(model(compiled_first)), build(model(not compiled_first))
+    first.run(batches(4), max_epochs=1)
+    second.load_state_dict(first.state_dict())
+    second.run(batches(4), max_epochs=2)
+    first.run(batches(4), max_epochs=2)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    third = build(model(compiled_first))
+    third.load_weights(second.weights())

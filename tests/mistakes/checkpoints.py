@@ -1,0 +1,117 @@
+"""Checkpoints and resuming: other compositions than those that saved, states that do not fit, folders that are none."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam
+
+from signalfire import Engine, Findings, Update
+from signalfire.handlers import EMA, Checkpoint, GradientClipping
+from tests.kit import batches, mlp
+from tests.mistakes.registry import mistake
+
+
+def engine_of(*handlers: Any, lr: float = 0.1, optimizer: Any = SGD, hidden: int = 8) -> Engine:
+    engine = Engine(Update.supervised(mse_loss, partial(optimizer, lr=lr)), model=mlp(5, hidden, 1))
+    engine.attach(*handlers)
+    return engine
+
+
+def saved(*handlers: Any) -> dict[str, Any]:
+    engine = engine_of(*handlers)
+    engine.run(batches(4), max_epochs=1)
+    return engine.state_dict()
+
+
+def resumed(engine: Engine, state: dict[str, Any], **options: Any) -> Engine:
+    engine.load_state_dict(state, **options)
+    engine.run(batches(4), max_epochs=2)
+    return engine
+
+
+@mistake("W31")
+def an_old_folder_from_which_a_new_experiment_goes_on(right: bool, folder: Path) -> Findings:
+    engine_of(Checkpoint(folder / "one")).run(batches(4), max_epochs=1)
+    engine = engine_of(Checkpoint(folder / ("two" if right else "one"), resume=True))
+    engine.run(batches(4), max_epochs=2)
+    return engine.findings.of_run()
+
+
+@mistake("W32")
+def a_resume_with_another_learning_rate(right: bool) -> None:
+    resumed(engine_of(lr=0.1 if right else 0.5), saved())
+
+
+@mistake("W32")
+def a_resume_without_the_clipping(right: bool) -> None:
+    resumed(engine_of(*[GradientClipping(max_norm=1.0)] * right), saved(GradientClipping(max_norm=1.0)))
+
+
+@mistake("W33")
+def a_link_to_an_archive_that_was_moved(right: bool, folder: Path) -> None:
+    if not right:
+        (folder / "checkpoint-best").symlink_to(folder / "archive" / "gone")
+    engine_of(Checkpoint(folder)).run(batches(4), max_epochs=1)
+
+
+@mistake(ValueError, r"\[8, 5\] in the state, \[16, 5\] here")
+def a_state_of_a_smaller_model(right: bool) -> None:
+    resumed(engine_of(hidden=8 if right else 16), saved())
+
+
+@mistake(ValueError, "optimized by SGD, here by Adam")
+def a_state_of_another_optimizer(right: bool) -> None:
+    resumed(engine_of(optimizer=SGD if right else Adam), saved())
+
+
+@mistake(ValueError, r"load_state_dict\(state, allow=\['ema'\]\)")
+def a_handler_with_a_state_that_was_added_since(right: bool) -> None:
+    resumed(engine_of(EMA(0.5)), saved(), **({"allow": ["ema"]} if right else {}))
+
+
+@mistake(ValueError, "not the state of a Signalfire engine")
+def the_weights_in_place_of_the_state(right: bool) -> None:
+    engine = engine_of()
+    engine.run(batches(4), max_epochs=1)
+    resumed(engine_of(), engine.state_dict() if right else engine.weights())
+
+
+@mistake(ValueError, "resume=True, weights_only=True")
+def weights_only_checkpoints_to_resume_from(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder, weights_only=not right, resume=True)).run(batches(4), max_epochs=1)
+
+
+@mistake(ValueError, "s3://")
+def a_bucket_in_place_of_a_folder(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder if right else "s3://bucket/run")).run(batches(4), max_epochs=1)
+
+
+@mistake(NotADirectoryError, "not a folder")
+def a_file_in_place_of_a_folder(right: bool, folder: Path) -> None:
+    (folder / "model.pt").write_text("")
+    engine_of(Checkpoint(folder if right else folder / "model.pt")).run(batches(4), max_epochs=1)
+
+
+@mistake(UserWarning, "nothing to do")
+def a_finished_run_that_is_resumed(right: bool) -> None:
+    engine = engine_of()
+    engine.load_state_dict(saved())
+    engine.run(batches(4), max_epochs=2 if right else 1)
+
+
+@mistake(FileNotFoundError, "no ")
+def a_folder_without_a_checkpoint(right: bool, folder: Path) -> None:
+    if right:
+        engine_of(Checkpoint(folder)).run(batches(4), max_epochs=1)
+    Checkpoint.load(folder)
+
+
+@mistake("C10")
+def two_checkpoints_with_one_folder_and_one_name(right: bool, folder: Path) -> None:
+    other = folder / "other" if right else folder
+    one = Checkpoint(folder, filename="model", name="one", keep=1)
+    engine_of(one, Checkpoint(other, filename="model", name="two", keep=1)).run(batches(4), max_epochs=1)
