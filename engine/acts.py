@@ -20,7 +20,7 @@ __all__ = ["Override", "Overrides"]
 class Override(Enum):
     """What one handler at a time may override. The values complete the sentence "both override ...".
 
-    The first six are functions of the loop, which `Overrides.replace` replaces; see there for their signatures. The others
+    The first seven are functions of the loop, which `Overrides.replace` replaces; see there for their signatures. The others
     are claimed alone, with `Overrides.claim`. A handler of your own may claim members of an enum of its own.
     """
 
@@ -28,6 +28,7 @@ class Override(Enum):
     GRADIENTS = "the computation of gradients"
     STEP = "the optimizer step"
     DATA = "the data that is iterated"
+    EVALUATION_DATA = "the data of evaluations"
     TRIAL = "how much of the data a trial run iterates"
     REDUCTION = "the reduction of gradients over ranks"
 
@@ -60,7 +61,8 @@ class Override(Enum):
 
 
 _FUNCTIONS = (
-    Override.WINDOW, Override.GRADIENTS, Override.STEP, Override.DATA, Override.TRIAL, Override.REDUCTION,
+    Override.WINDOW, Override.GRADIENTS, Override.STEP, Override.DATA, Override.EVALUATION_DATA, Override.TRIAL,
+    Override.REDUCTION,
 )  # fmt: skip
 
 
@@ -68,7 +70,8 @@ class Overrides(Part):
     """Who overrides what, and the functions that replace those of the loop.
 
     Attributes:
-        gradients, step, data, trial, reduction: the function of a handler in place of the loop's; None without one.
+        gradients, step, data, evaluation_data, trial, reduction: the function of a handler in place of the loop's; None without
+            one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -76,6 +79,7 @@ class Overrides(Part):
         self.gradients: Callable[..., None] | None = None
         self.step: Callable[..., None] | None = None
         self.data: Callable[[Engine, Any], Any] | None = None
+        self.evaluation_data: Callable[[Engine, Any], Any] | None = None
         self.trial: Callable[[Engine, Any], Any] | None = None
         self.reduction: Callable[[Engine, UpdateState], None] | None = None
         self._owners: dict[tuple[Enum, str | None], str] = {}
@@ -111,8 +115,9 @@ class Overrides(Part):
         - ``GRADIENTS``: ``function(engine, update, compute)``, where ``compute()`` is what it replaces: forward, loss and
           backward of ``state.batch``, which adds to the gradients that the window holds;
         - ``STEP``: ``function(engine, update, step)``, where ``step()`` is the optimizer's;
-        - ``DATA``: ``function(engine, data) -> data``, what this engine, or an evaluator that it runs, iterates instead;
-        - ``TRIAL``: ``function(engine, data) -> data``, as ``DATA``, and called with what that returned;
+        - ``DATA``: ``function(engine, data) -> data``, what this engine iterates instead;
+        - ``EVALUATION_DATA``: the same for the evaluators that it runs, of which one is given as the engine;
+        - ``TRIAL``: ``function(engine, data) -> data``, for both, and called with what those returned;
         - ``REDUCTION``: ``function(engine, update)``, with several ranks only, called once the gradients of a complete window are
           there. It makes them the mean over the ranks, also where this rank had no batch, so that its backward reduced nothing.
 
@@ -150,7 +155,7 @@ class Overrides(Part):
 
     def data_of(self, engine: Engine, data: Any) -> Any:
         """What this engine, or an evaluator that it runs, iterates in place of its data."""
-        for replacement in (self.data, self.trial):
+        for replacement in (self.data if engine is self.engine else self.evaluation_data, self.trial):
             if replacement is not None:
                 data = replacement(engine, data)
         return data

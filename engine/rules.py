@@ -92,7 +92,8 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
         for several in at_once.values():
             for place, one in enumerate(several):
                 for other in several[place + 1 :]:
-                    alike = it.kind_of(one) is it.kind_of(other)  # of one class: they exclude each other, or commute
+                    # Of one class, or a method of one base: they exclude each other, take turns, or commute.
+                    alike = it.kind_of(one) is it.kind_of(other) or _function_of(one) is _function_of(other)
                     thing = None if alike else _conflict(one, other)
                     if thing is not None:
                         yield finding(
@@ -102,6 +103,10 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                             "give one of the two another phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )
+
+
+def _function_of(one: Connection) -> Any:
+    return getattr(one.receiver, "__func__", one.receiver)
 
 
 # Two receivers may write these in either order: each writes entries, files or requests of its own.

@@ -27,6 +27,8 @@ class CutMix(SampleMixing):
     Args:
         alpha: Parameter of the Beta distribution. The smaller, the more often the box covers almost nothing or almost
             everything; the paper uses 1.
+        share: Share of the batches that it mixes beside `MixUp`, relative to the share of that one. One of the two is drawn for
+            each batch from the run's seed and the iteration; alone, the handler mixes every batch.
         input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
         target: Index or key of the targets: a tensor of shape (N, ...).
 
@@ -46,9 +48,15 @@ class CutMix(SampleMixing):
     """
 
     def __init__(
-        self, alpha: float = 1.0, *, input: int | str = 0, target: int | str = 1, name: str | None = None
+        self,
+        alpha: float = 1.0,
+        *,
+        share: float = 1.0,
+        input: int | str = 0,
+        target: int | str = 1,
+        name: str | None = None,
     ) -> None:
-        super().__init__(alpha, input=input, target=target, name="cutmix" if name is None else name)
+        super().__init__(alpha, share=share, input=input, target=target, name="cutmix" if name is None else name)
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator

@@ -40,6 +40,8 @@ class EMA(AveragedWeights):
             updates of the average so far.
         buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like
             weights. Integer buffers are copied in either case.
+        evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
+            uses another one.
         update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged.
 
     Attributes:
@@ -71,11 +73,12 @@ class EMA(AveragedWeights):
         start: int = 0,
         warmup: bool = False,
         buffers: Literal["copy", "average"] = "copy",
+        evaluate: bool = True,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
         average_buffers = check_choice(self, "buffers", buffers, ("copy", "average")) == "average"
-        super().__init__(average_buffers=average_buffers, update=update, name=name)
+        super().__init__(average_buffers=average_buffers, evaluate=evaluate, update=update, name=name)
         self.decay = check_number(self, "decay", decay, least=0, below=1)
         self.every = check_every(
             self, f"{check_int(self, 'every', every)}st" if isinstance(every, int) else every, units=["st"]

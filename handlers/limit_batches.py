@@ -20,7 +20,8 @@ class LimitBatches(Handler):
     the last batch used; persistent workers wait for the next epoch. With ``run(epoch_length=)`` the epoch keeps that length,
     and the limited data restarts when it is exhausted.
 
-    A change takes effect in the next `run` or evaluation. Attached to an evaluator, the handler uses ``validation``.
+    A change takes effect in the next `run` or evaluation. One handler may limit the training, and another the
+    evaluations. Attached to an evaluator, the handler uses ``validation``.
 
     Args:
         train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded
@@ -50,12 +51,28 @@ class LimitBatches(Handler):
         self.validation = validation
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.replace(Override.DATA, self.limit, by=self)
+        own = self.train if engine.training else self.validation
+        if own is not None:
+            engine.overrides.replace(Override.DATA, self.limit, by=self)
+        if engine.training and self.validation is not None:
+            engine.overrides.replace(Override.EVALUATION_DATA, self.limit, by=self)
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
-        """List that this run uses a part of the data, in case that the handler was forgotten."""
-        limits = ((name, getattr(self, name)) for name in ("train", "validation"))
+        """List that this run uses a part of the data, in case that the handler was forgotten.
+
+        Raises:
+            ValueError: For a limit of data that the handler had no limit of when it was attached.
+        """
+        owned = engine.overrides.owned_by(self)
+        limits = [("train", self.train), ("validation", self.validation)]
+        for argument, value in limits if engine.training else limits[1:]:
+            what = Override.EVALUATION_DATA if engine.training and argument == "validation" else Override.DATA
+            if value is not None and what not in owned:
+                raise ValueError(
+                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without it; detach it, and "
+                    "attach it again"
+                )
         given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
         engine.findings.report(
             "W58",

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.acts import Override
@@ -50,10 +50,13 @@ class LRScheduling(Handler):
         every: Interval between scheduler steps: "1step" (every optimizer step), "5steps", "1ep", ...
         monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
             without ``mode`` gets the metric's own direction.
+        warmup: With ``monitor``, the factory of a second scheduler, which is stepped after every optimizer step, such as
+            ``partial(LinearLR, start_factor=0.01, total_iters=500)``. Its factor multiplies the rates of the first one.
         update: Name of the update whose optimizer is scheduled; the first by default.
 
     Attributes:
         scheduler: The scheduler; None before the first run.
+        warmup_scheduler: The scheduler of the warm-up; None before the first run and without ``warmup``.
 
     Example:
         >>> from functools import partial
@@ -70,6 +73,7 @@ class LRScheduling(Handler):
         *,
         every: str | Interval | None = None,
         monitor: str | None = None,
+        warmup: Callable[[Optimizer], LRScheduler] | None = None,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
@@ -87,7 +91,15 @@ class LRScheduling(Handler):
                 f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= the scheduler is stepped at each new value "
                 "of the metric; omit every="
             )
+        if warmup is not None and (monitor is None or not callable(warmup)):
+            raise ValueError(
+                f"LRScheduling(warmup={warmup!r}): expected a factory beside ReduceLROnPlateau and monitor=; other schedules are "
+                "chained: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
+            )
         self.factory = scheduler
+        self.warmup = warmup
+        self.warmup_scheduler: LRScheduler | None = None
+        self.warmup_event = None if warmup is None else Events.OPTIMIZER_STEP_COMPLETED
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
         given = given_argument(scheduler, "mode") if plateau else None
         self._finds_mode = plateau and given is None
@@ -140,8 +152,19 @@ class LRScheduling(Handler):
                     raise
                 self.total = planned
                 self.scheduler = self._build_scheduler(optimizer, self.total)
+            if self.warmup is not None:
+                self.warmup_scheduler = self._build_warmup(optimizer)
         finally:
             unwrap_step(optimizer)
+
+    def _build_warmup(self, optimizer: Optimizer) -> LRScheduler:
+        assert self.warmup is not None
+        scheduler = self.warmup(optimizer)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                f"{self.name!r}: the warm-up {scheduler!r} is no scheduler that is stepped after optimizer steps"
+            )
+        return scheduler
 
     def _build_scheduler(self, optimizer: Optimizer, total: int | None) -> Any:
         """Build a scheduler, and check that this handler can drive it."""
@@ -200,6 +223,12 @@ class LRScheduling(Handler):
         """Step the scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             self._step()
+
+    @on("warmup_event", phase=Phase.CONTROL, reads=["step", "position"], writes=["rates"])
+    def warm_up(self, engine: Engine) -> None:
+        """Step the scheduler of the warm-up after an optimizer step that was not skipped."""
+        if made_step(engine, self.update, self.every):
+            step(self.warmup_scheduler)
 
     @on("epoch_event", phase=Phase.CONTROL, reads=["position"], writes=["rates"])
     def step_on_epoch(self, engine: Engine) -> None:
@@ -302,11 +331,14 @@ class LRScheduling(Handler):
         scheduler = self._build_scheduler(optimizer, len(scheduler_steps))
         if self._finds_mode and self.monitor is not None and self.monitor.mode is not None:  # known from a run
             set_mode(scheduler, self.monitor.mode)
+        warmup = None if self.warmup is None else self._build_warmup(optimizer)
         rates: list[list[float]] = [[] for _ in groups]
         stepped = 0
         for optimizer_step in range(1, steps + 1):
             for group, used in zip(optimizer.param_groups, rates, strict=True):
                 used.append(float(group["lr"]))
+            if warmup is not None:
+                step(warmup)
             while stepped < len(scheduler_steps) and scheduler_steps[stepped] <= optimizer_step:
                 stepped += 1
                 if metric_values is not None:
@@ -398,7 +430,7 @@ class LRScheduling(Handler):
             "total": self.total,
             "stepped": self.stepped,
             "monitor": self.monitor and self.monitor.state_dict(),
-        }
+        } | ({} if self.warmup_scheduler is None else {"warmup": self.warmup_scheduler.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total, self.stepped = state["total"], state["stepped"]
@@ -409,9 +441,11 @@ class LRScheduling(Handler):
                 self.scheduler is not None and self.engine is not None
             ):  # restart from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
-            self.scheduler = None
+            self.scheduler = self.warmup_scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])
+            if self.warmup_scheduler is not None and "warmup" in state:
+                self.warmup_scheduler.load_state_dict(state["warmup"])
 
 
 def _takes_count(scheduler: Any) -> bool:

@@ -23,6 +23,8 @@ class MixUp(SampleMixing):
     Args:
         alpha: Parameter of the Beta distribution. The smaller it is, the closer lam is to 0 or 1; the paper uses 0.1 to 0.4 for
             ImageNet and 1 for CIFAR.
+        share: Share of the batches that it mixes beside `CutMix`, relative to the share of that one. One of the two is drawn for
+            each batch from the run's seed and the iteration; alone, the handler mixes every batch.
         input: Index or key of the inputs in the batch, a tuple, list or dict: floats of shape (N, ...).
         target: Index or key of the targets: a tensor of shape (N, ...).
 
@@ -42,9 +44,15 @@ class MixUp(SampleMixing):
     """
 
     def __init__(
-        self, alpha: float = 0.2, *, input: int | str = 0, target: int | str = 1, name: str | None = None
+        self,
+        alpha: float = 0.2,
+        *,
+        share: float = 1.0,
+        input: int | str = 0,
+        target: int | str = 1,
+        name: str | None = None,
     ) -> None:
-        super().__init__(alpha, input=input, target=target, name="mixup" if name is None else name)
+        super().__init__(alpha, share=share, input=input, target=target, name="mixup" if name is None else name)
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator

@@ -43,6 +43,8 @@ class OverfitBatches(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.replace(Override.DATA, self.replace_data, by=self)
+        if self.validation:
+            engine.overrides.replace(Override.EVALUATION_DATA, self.replace_data, by=self)
 
     def detached(self, engine: Engine) -> None:
         self._kept = None
@@ -60,7 +62,7 @@ class OverfitBatches(Handler):
     def replace_data(self, engine: Engine, data: Any) -> Any:
         """The kept batches, which the engine iterates instead of its data."""
         if engine is not self.engine:
-            return self._kept if self.validation and self._kept is not None else data
+            return data if self._kept is None else self._kept
         if data is None:
             raise ValueError(f"{self.name!r}: this run has no data; give data to run(), or detach {self.name!r}")
         if self._kept is None or self._kept.data is not data:

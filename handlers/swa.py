@@ -62,6 +62,8 @@ class SWA(AveragedWeights):
         bn_batches: Number of its batches to use; all by default. 0 keeps the statistics of the last averaged weights.
         bn_update: When to recompute the statistics: "end" when the run is complete, "evaluation" also before each evaluation or
             export with a new average.
+        evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
+            uses another one.
         update: Name of the update whose learning rate is annealed and whose forward is called; the first by default. All
             modules of the engine are averaged.
 
@@ -89,10 +91,11 @@ class SWA(AveragedWeights):
         bn_data: Iterable[Any] | None = None,
         bn_batches: int | None = None,
         bn_update: Literal["end", "evaluation"] = "end",
+        evaluate: bool = True,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(average_buffers=False, update=update, name=name)
+        super().__init__(average_buffers=False, evaluate=evaluate, update=update, name=name)
         self.start = check_int(self, "start", start)
         self.every = check_every(self, every, units=["ep"])
         self.lr = None if lr is None else check_number(self, "lr", lr, above=0)

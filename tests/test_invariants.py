@@ -243,7 +243,6 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
 REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
-        ("CutMix", "MixUp"): "override the mixing of samples",
         ("CutMix", "MicroBatching"): "mixes the samples of a whole batch",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_name
+from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.evaluation_findings import watch_averages
 from signalfire.modules import named_like
@@ -24,6 +24,7 @@ class AveragedWeights(Handler):
 
     Args:
         average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
+        evaluate: Whether evaluations and exports use the averages; of several handlers one can.
         update: Name of the update whose steps count; the first by default. All modules of the engine are averaged.
 
     Attributes:
@@ -32,8 +33,10 @@ class AveragedWeights(Handler):
 
     trains = True
 
-    def __init__(self, *, average_buffers: bool, update: str | None, name: str | None) -> None:
+    def __init__(self, *, average_buffers: bool, evaluate: bool, update: str | None, name: str | None) -> None:
         super().__init__(name=name)
+        self.evaluate = check_bool(self, "evaluate", evaluate)
+        self.swap_event = Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING if evaluate else None
         self.update = check_name(self, "update", update)
         self._versions: list[int] | None = None  # of the parameters as the last run ended
         self._averages = Averages(average_buffers=average_buffers)
@@ -44,7 +47,27 @@ class AveragedWeights(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
+        if self.evaluate:
+            try:
+                engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
+            except ValueError as error:
+                raise ValueError(f"{error}, or give one of them evaluate=False") from None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the averages in place of the weights for the ``with`` block, also with ``evaluate=False``.
+
+        Does nothing before the first average, and after weights were loaded.
+
+        Raises:
+            RuntimeError: If the handler is not attached.
+        """
+        if self.engine is None:
+            raise RuntimeError(f"{self.name!r}: in_place() needs the modules of an engine; attach the handler first")
+        if not self.engine.running:
+            self._averages.bind(self.engine, self.name)
+        with self._averages.in_place():
+            yield
 
     @on(Events.STARTED, reads=["modules", "weights", "buffers"], writes=[])
     def bind_tensors(self, engine: Engine) -> None:
@@ -52,12 +75,7 @@ class AveragedWeights(Handler):
         self._averages.bind(engine, self.name)
         watch_averages(self)
 
-    @on(
-        Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING,
-        phase=Phase.PREPARE,
-        reads=["modules"],
-        writes=["weights", "buffers"],
-    )
+    @on("swap_event", phase=Phase.PREPARE, reads=["modules"], writes=["weights", "buffers"])
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
@@ -72,7 +90,7 @@ class AveragedWeights(Handler):
         Averages of weights that were changed after the run, by a further training or a load, do not count any more.
         """
         engine = self.engine
-        if engine is None or (not engine.running and self._versions != _versions_of(engine)):
+        if not self.evaluate or engine is None or (not engine.running and self._versions != _versions_of(engine)):
             return False
         return self._averages.differ_from(engine)
 

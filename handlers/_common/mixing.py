@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_number
+from signalfire.randomness import derived_seed
 
 from .batches import changed, check_place, tensor_at
 from .ranks import MIX, MIX_LOSS
@@ -27,6 +28,7 @@ class SampleMixing(Handler):
 
     Args:
         alpha: Parameter of the Beta distribution; greater than 0.
+        share: Share of the batches that the handler mixes where others mix, too: each batch is mixed by one of them.
         input: Index or key of the inputs in the batch, a tuple, list or dict.
         target: Index or key of the targets: a tensor of shape (N, ...).
 
@@ -36,9 +38,10 @@ class SampleMixing(Handler):
 
     trains = True
 
-    def __init__(self, alpha: float, *, input: int | str, target: int | str, name: str | None) -> None:
+    def __init__(self, alpha: float, *, share: float, input: int | str, target: int | str, name: str | None) -> None:
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0)
+        self.share = check_number(self, "share", share, above=0)
         self.input = check_place(self, "input", input)
         self.target = check_place(self, "target", target)
         if input == target:
@@ -64,7 +67,7 @@ class SampleMixing(Handler):
         raise NotImplementedError
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.MIXING, by=self)
+        engine.overrides.claim(Override.MIXING, by=self, target=f"by {type(self).__name__}")
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["loss", "window"], writes=[])
     def check(self, engine: Engine) -> None:
@@ -88,7 +91,7 @@ class SampleMixing(Handler):
     def mix(self, engine: Engine) -> None:
         """Mix the inputs of the batch; its targets stay."""
         batch = engine.state.batch
-        if batch is None:
+        if batch is None or not self._is_its_turn(engine):
             return
         inputs, targets = tensor_at(self, batch, "input"), tensor_at(self, batch, "target")
         if inputs.shape[:1] != targets.shape[:1]:
@@ -103,13 +106,29 @@ class SampleMixing(Handler):
         self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
         engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
 
+    def _is_its_turn(self, engine: Engine) -> bool:
+        """Whether this handler mixes the current batch: of several, one is drawn for each batch, whatever their order."""
+        mixing = _mixing(engine)
+        if len(mixing) == 1:
+            return True
+        seed = derived_seed(engine.seed, "mixing", engine.state.iteration)
+        place = torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).item()
+        for handler in mixing:
+            place -= handler.share / sum(one.share for one in mixing)
+            if place < 0:
+                return handler is self
+        return mixing[-1] is self
+
     @on(Events.LOSS_COMPUTED, rank=MIX_LOSS, reads=["batch", "output", "loss"], writes=["loss"])
     def mix_loss(self, engine: Engine) -> None:
         """Mix the loss for the batch's targets with the loss for the targets that were mixed in."""
         update, batch = engine.state.update, engine.state.batch
         assert self._mixed is not None
-        found = self._mixed.get(tensor_at(self, batch, "target"))
+        own = tensor_at(self, batch, "target")
+        found = self._mixed.get(own)
         if found is None:
+            if any(own in (one._mixed or ()) for one in _mixing(engine) if one is not self):
+                return
             raise RuntimeError(
                 f"{self.name!r}: the batch's targets were replaced after mixing; replace or slice them before it: at "
                 "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data"
@@ -146,3 +165,9 @@ class SampleMixing(Handler):
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts without mixed batches."""
         return super().__getstate__() | {"_mixed": None}
+
+
+def _mixing(engine: Engine) -> list[SampleMixing]:
+    """The handlers that mix the batches of an engine in turn, by name."""
+    found = [one for one in engine.handlers.values() if isinstance(one, SampleMixing) and one.enabled]
+    return sorted(found, key=lambda one: one.name)

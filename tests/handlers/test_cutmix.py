@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
 from signalfire.acts import Override
-from signalfire.handlers import CutMix, GradientAccumulation, LabelSmoothing, MixedPrecision, MixUp
+from signalfire.handlers import (
+    CutMix,
+    GradientAccumulation,
+    LabelSmoothing,
+    MixedPrecision,
+    MixUp,
+    SharpnessAwareMinimization,
+)
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
@@ -187,9 +194,104 @@ def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, message: str
         engine.run([batch], max_epochs=1)
 
 
-def test_only_one_handler_mixes_samples() -> None:
-    with pytest.raises(ValueError, match="both 'cutmix' and 'mixup' override the mixing of samples"):
-        build().attach(CutMix(), MixUp())
+def expected_mixup(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float, Tensor]:
+    generator = torch.Generator().manual_seed(derived_seed(7, "mixup", iteration))
+    one, other = torch._standard_gamma(torch.tensor([alpha, alpha], dtype=torch.float64), generator=generator)
+    perm, lam = torch.randperm(len(x), generator=generator), (one / (one + other)).item()
+    return lam * x + (1 - lam) * x[perm], lam, perm
+
+
+def is_cut(iteration: int, share: float) -> bool:
+    """Whether the batch is cut, with this share against one of 1 of MixUp."""
+    generator = torch.Generator().manual_seed(derived_seed(7, "mixing", iteration))
+    return torch.rand((), dtype=torch.float64, generator=generator).item() < share / (share + 1)
+
+
+def in_turn(share: float, *, rho: float = 0.0) -> nn.Sequential:
+    """The plain loop: one of the two mixes each batch; with rho, the gradients are those at the ascended weights (SAM)."""
+    model = network((6, 7))
+    optimizer = SGD(model.parameters())
+    for iteration, (x, y) in enumerate(batches((6, 7)) * 2, start=1):
+        mix = partial(expected_mix, alpha=1.0) if is_cut(iteration, share) else partial(expected_mixup, alpha=0.4)
+        mixed, lam, perm = mix(x, iteration)
+
+        def loss(mixed: Tensor = mixed, lam: float = lam, y: Tensor = y, perm: Tensor = perm) -> Tensor:
+            output = model(mixed)
+            return lam * F.cross_entropy(output, y) + (1 - lam) * F.cross_entropy(output, y[perm])
+
+        optimizer.zero_grad()
+        loss().backward()
+        if rho:
+            ascend_and_compute_again(model, loss, rho)
+        optimizer.step()
+    return model
+
+
+def ascend_and_compute_again(model: nn.Module, loss: Any, rho: float) -> None:
+    parameters = list(model.parameters())
+    norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            assert p.grad is not None
+            p.add_(p.grad * (rho / (norm + 1e-12)))
+            p.grad = None
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.momentum, module.left = 0.0, module.momentum  # type: ignore[assignment]
+    loss().backward()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.momentum = module.left  # type: ignore[assignment]
+    with torch.no_grad():
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_takes_turns_with_mixup_batch_by_batch_as_a_plain_loop_does(share: float, order: int) -> None:
+    cuts = [is_cut(iteration, share) for iteration in range(1, 13)]
+    assert 0 < sum(cuts) < 12
+    engine = build()
+    engine.attach(*[CutMix(share=share), MixUp(0.4)][::order])
+    engine.run(batches((6, 7)), max_epochs=2)
+    assert same(engine.model, in_turn(share))
+
+
+@pytest.mark.parametrize("switched_off", ["cutmix", "mixup"])
+def test_the_one_that_is_left_mixes_every_batch(switched_off: str) -> None:
+    engine, alone = build(), build()
+    engine.attach(CutMix(), MixUp(0.4))
+    alone.attach(MixUp(0.4) if switched_off == "cutmix" else CutMix())
+    engine.handlers[switched_off].enabled = False
+    for one in (engine, alone):
+        one.run(batches((6, 7)), max_epochs=2)
+    assert same(engine.model, alone.model)
+
+
+def test_turns_go_on_in_a_resumed_run_also_where_gradients_are_recomputed() -> None:
+    def made() -> Engine:
+        engine = build()
+        engine.attach(MixUp(0.4), CutMix(), SharpnessAwareMinimization(0.05))
+        return engine
+
+    whole, states = made(), []
+    whole.connect(Events.ITERATION_COMPLETED, lambda engine: states.append(engine.state_dict()))
+    whole.run(batches((6, 7)), max_epochs=2)
+    reference = in_turn(1.0, rho=0.05)
+    for one, other in zip(whole.model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    for state in states[1::3]:
+        resumed = made()
+        resumed.load_state_dict(state)
+        resumed.run(batches((6, 7)), max_epochs=2)
+        assert same(resumed.model, whole.model)
+
+
+def test_two_of_one_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="both 'cutmix' and 'other' override the mixing of samples by CutMix"):
+        build().attach(CutMix(), CutMix(name="other"))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from signalfire import Engine, Events, FindingWarning, Phase, Update, seed_everything
 from signalfire.handlers import (
     EMA,
+    SWA,
     EarlyStopping,
     FastDevRun,
     GradientAccumulation,
@@ -33,6 +34,7 @@ from tests.kit import (
     average_gradients,
     batches,
     build,
+    digest,
     evaluator_of,
     mlp,
     spread,
@@ -81,6 +83,70 @@ def plain_loop(
                 averaged.update_parameters(model)
         losses.append(validation_loss(averaged.module))
     return model, averaged.module, losses
+
+
+def three_averages() -> list[Any]:
+    return [EMA(0.9, name="fast"), EMA(0.99, name="slow", evaluate=False), SWA(2, bn_batches=0, evaluate=False)]
+
+
+@pytest.mark.filterwarnings("ignore:W55")
+@pytest.mark.parametrize("order", [1, -1])
+def test_several_averages_equal_those_of_a_plain_loop_and_one_is_evaluated(order: int) -> None:
+    model = network()
+    evaluator = evaluator_of(model)
+    engine = trainer_of(model, *[*three_averages(), Validation(evaluator, batches(3))][::order])
+    measured: list[float] = []
+    engine.connect(Events.EVALUATION_COMPLETED, lambda engine: measured.append(engine.state.metrics["loss"]))
+    run(engine)
+    reference, fast, losses = plain_loop(0.9)
+    _, slow, _ = plain_loop(0.99)
+    assert_same(model, reference)
+    assert measured == losses
+    assert_same(engine.weights()["model"], fast.state_dict())
+    averages = {"fast": fast, "slow": slow, "swa": averaged_epochs()}
+    for name, expected in averages.items():
+        with engine.handlers[name].in_place():  # type: ignore[attr-defined]
+            for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(one, other), name
+    assert_same(model, reference)
+
+
+def averaged_epochs() -> nn.Module:
+    """The mean of the weights at the ends of the epochs from the second on."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    averaged = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
+    seed_everything(1)
+    for epoch in (1, 2, 3):
+        for inputs, targets in batches():
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        validation_loss(model)
+        if epoch > 1:
+            averaged.update_parameters(model)
+    return averaged.module
+
+
+@pytest.mark.filterwarnings("ignore:W55")
+def test_several_averages_go_on_bit_for_bit_in_a_resumed_run() -> None:
+    whole, states = trainer_of(network(), *three_averages()), []
+    whole.connect(Events.ITERATION_COMPLETED, lambda engine: states.append(engine.state_dict()))
+    run(whole)
+    for state in states[2::5]:
+        resumed = trainer_of(network(), *three_averages())
+        resumed.load_state_dict(state)
+        resumed.run(batches(), max_epochs=3)
+        assert digest(resumed.state_dict()["handlers"]) == digest(whole.state_dict()["handlers"])
+
+
+def test_two_averages_that_are_both_evaluated_are_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        ValueError, match=r"both 'ema' and 'swa' .* detach one of the two, or give one of them evaluate=False"
+    ):
+        trainer_of(network(), EMA(), SWA(2, bn_batches=0))
+    with pytest.raises(RuntimeError, match=r"'ema': in_place\(\) needs the modules of an engine"), EMA().in_place():
+        pass
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {

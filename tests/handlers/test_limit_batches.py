@@ -21,6 +21,7 @@ from signalfire.handlers import (
     LimitBatches,
     LRScheduling,
     Metrics,
+    OverfitBatches,
     Validation,
 )
 from signalfire.testing import check_handler
@@ -247,6 +248,35 @@ def test_two_refuse_each_other() -> None:
         engine.attach(LimitBatches(3, name="other"))
     engine.detach("limit_batches")
     assert engine.run(batches(), max_epochs=1).iteration == 6
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_may_limit_the_training_and_another_the_validation(order: int) -> None:
+    lengths = {}
+    pairs: dict[str, list[Any]] = {
+        "two": [LimitBatches(3), LimitBatches(validation=2, name="other")],
+        "overfit": [OverfitBatches(3), LimitBatches(validation=2)],
+        "one": [LimitBatches(3, 2)],
+    }
+    for name, handlers in pairs.items():
+        model = network()
+        evaluator = evaluator_of(model)
+        evaluated: list[int] = []
+        evaluator.connect(Events.COMPLETED, lambda engine, into=evaluated: into.append(engine.state.iteration))
+        trainer = engine_of(model, *[*handlers, Validation(evaluator, batches(5))][::order])
+        trainer.run(batches(5), max_epochs=2)
+        lengths[name] = (trainer.state.iteration, evaluated)
+    assert lengths == dict.fromkeys(("two", "overfit", "one"), (6, [2, 2]))
+
+
+def test_a_limit_that_is_set_after_the_handler_was_attached_without_it_is_refused() -> None:
+    handler = LimitBatches(3)
+    engine = engine_of(network(), handler)
+    handler.train = 2
+    assert engine.run(batches(5), max_epochs=1).iteration == 2
+    handler.validation = 2
+    with pytest.raises(ValueError, match="'limit_batches': validation=2 was set after"):
+        engine.run(batches(5), max_epochs=2)
 
 
 @pytest.mark.parametrize("data", [batches(), DataLoader(dataset(), batch_size=3, shuffle=True)], ids=["list", "loader"])

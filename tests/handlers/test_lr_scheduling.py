@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling
 from signalfire.testing import check_handler
 from tests import kit
@@ -770,3 +770,79 @@ def test_a_scheduler_that_is_refused_leaves_no_trace_on_the_optimizer() -> None:
         with pytest.raises(ValueError, match="ReduceLROnPlateau"):
             engine.run(batches(), max_epochs=1)
         assert "step" not in vars(engine.updates[0].optimizer)
+
+
+# ---- warm-up and plateau ------------------------------------------------------------------------------------------------
+
+
+PLATEAU = partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=0)
+WARMUP = partial(LinearLR, start_factor=0.1, total_iters=8)
+
+
+def warmed_up(*others: Any) -> tuple[Engine, list[float]]:
+    engine = kit.build(kit.mlp(5, 8, 1), optimizer=partial(SGD, lr=0.2, momentum=0.9))
+    rates: list[float] = []
+    engine.connect(
+        Events.OPTIMIZER_STEP_STARTED, lambda engine: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"])
+    )
+    engine.attach(*others)
+    return engine, rates
+
+
+def scores(engine: Engine) -> None:
+    engine.state.metrics["score"] = [5.0, 6.0, 4.0, 4.5, 4.6][engine.state.epoch - 1]
+
+
+def with_warmup() -> tuple[Engine, list[float]]:
+    engine, rates = warmed_up(LRScheduling(PLATEAU, monitor="score", warmup=WARMUP))
+    engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
+    return engine, rates
+
+
+def test_a_warm_up_and_a_plateau_schedule_equal_a_plain_loop() -> None:
+    engine, rates = with_warmup()
+    engine.run(kit.batches(4), max_epochs=5)
+    model = kit.mlp(5, 8, 1)
+    optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+    plateau, warmup, expected = PLATEAU(optimizer), WARMUP(optimizer), []
+    for score in (5.0, 6.0, 4.0, 4.5, 4.6):
+        for inputs, targets in kit.batches(4):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            warmup.step()
+        plateau.step(score)
+    assert rates == expected
+    assert min(rates) == rates[0] == pytest.approx(0.02)
+    assert rates[-1] == pytest.approx(0.05)  # halved twice, from the full rate
+    assert_same(engine.model, model)
+    handler = LRScheduling(PLATEAU, monitor="score", warmup=WARMUP)
+    assert handler.simulate(20, lr=0.2, metric_values=[5.0, 6.0, 4.0, 4.5, 4.6]) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("cut", [3, 8, 9, 13])
+def test_a_warm_up_goes_on_in_a_resumed_run(cut: int) -> None:
+    whole, rates = with_warmup()
+    states: list[dict[str, Any]] = []
+    whole.connect(Events.ITERATION_COMPLETED, lambda engine: states.append(engine.state_dict()), phase=Phase.PERSIST)
+    whole.run(kit.batches(4), max_epochs=5)
+    resumed, later = with_warmup()
+    resumed.load_state_dict(states[cut - 1])
+    resumed.run(kit.batches(4), max_epochs=5)
+    assert later == rates[cut:]
+    assert_same(resumed.model, whole.model)
+    whole.reset()
+    whole.model.load_state_dict(kit.mlp(5, 8, 1).state_dict())
+    rates.clear()
+    whole.run(kit.batches(4), max_epochs=1)
+    assert rates[0] == pytest.approx(0.02)
+
+
+def test_a_warm_up_of_another_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"LRScheduling\(warmup=.*SequentialLR"):
+        LRScheduling(partial(StepLR, step_size=3), warmup=WARMUP)
+    engine, _ = warmed_up(LRScheduling(PLATEAU, monitor="score", warmup=PLATEAU))
+    engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
+    with pytest.raises(TypeError, match=r"the warm-up .* is no scheduler that is stepped after optimizer steps"):
+        engine.run(kit.batches(4), max_epochs=1)

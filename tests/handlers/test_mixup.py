@@ -19,7 +19,6 @@ from signalfire import Engine, Events, Handler, Update
 from signalfire.acts import Override
 from signalfire.handlers import (
     Accuracy,
-    CutMix,
     Cutout,
     GradientAccumulation,
     GradientClipping,
@@ -351,9 +350,9 @@ def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: d
         engine.run([batch], max_epochs=1)
 
 
-def test_only_one_handler_mixes_samples_and_only_where_there_is_training() -> None:
-    with pytest.raises(ValueError, match="both 'mixup' and 'cutmix' override the mixing of samples"):
-        build().attach(MixUp(), CutMix())
+def test_samples_are_mixed_once_in_each_way_and_only_where_there_is_training() -> None:
+    with pytest.raises(ValueError, match="both 'mixup' and 'other' override the mixing of samples by MixUp"):
+        build().attach(MixUp(), MixUp(0.4, name="other"))
     with pytest.raises(ValueError, match="mixup"):
         Engine(Update.supervised(F.cross_entropy), model=network()).attach(MixUp())
 

@@ -173,8 +173,13 @@ def test_wrong_use_is_refused() -> None:
     engine = engine_of(network(), OverfitBatches())
     with pytest.raises(ValueError, match=r"'overfit_batches'.*no data"):
         engine.run(max_epochs=1, epoch_length=3)
-    with pytest.raises(ValueError, match="both 'overfit_batches' and 'limit_batches'"):
+    with pytest.raises(
+        ValueError, match="both 'overfit_batches' and 'limit_batches' override the data that is iterated"
+    ):
         engine.attach(LimitBatches(2))
+    both = engine_of(network(), OverfitBatches(validation=True))
+    with pytest.raises(ValueError, match="override the data of evaluations"):
+        both.attach(LimitBatches(validation=2))
     with pytest.raises(ValueError, match="for training"):
         Engine(Update.prediction()).attach(OverfitBatches())
 
