@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .acts import Override
+from .connection import Phase
 from .data.extent import extent_of
 from .data.streamed import inner
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .handler import Handler
 
 __all__ = ["check_complete", "composition", "report_resume"]
 
@@ -18,6 +21,23 @@ _POSITION = (
     *("stops", "epoch_stop", "stopped_bounds"),
 )
 _UPDATE = ("steps", "optimizer", "kind", "parameters", "own_parameters", "window")
+# What a receiver writes if the weights depend on it.
+_OF_TRAINING = frozenset(
+    (
+        "batch",
+        "precision",
+        "output",
+        "loss",
+        "loss_weight",
+        "gradients",
+        "trainable",
+        "rates",
+        "groups",
+        "step",
+        "plan",
+        "window",
+    )
+)
 _PARTS = ("engine", "modules", "updates", "handlers", "data", "random")
 
 
@@ -47,10 +67,22 @@ def composition(engine: Engine) -> dict[str, Any]:
         "options": {update.name: update.options for update in engine.updates},
         "handlers": {
             name: type(handler).__name__
-            for name, handler in engine.handlers.items()
-            if handler.trains and not handler.writes
+            for name, handler in sorted(engine.handlers.items())
+            if _changes_training(engine, handler)
         },
     }
+
+
+def _changes_training(engine: Engine, handler: Handler) -> bool:
+    """Whether the weights depend on a handler, by what it declares to write, or else by its phases."""
+    if not handler.trains or handler.writes:
+        return False
+    if any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(handler)):
+        return True
+    return any(
+        one.phase in (Phase.CHANGE, Phase.FINALIZE) if one.writes is None else one.writes & _OF_TRAINING
+        for one in handler.subscriptions
+    )
 
 
 def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
@@ -112,7 +144,8 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
 
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     source, data = engine.feed.source, saved["data"]
-    if source is None or not data or saved.get("processes", 1) != engine.processes.world_size:
+    reloaded = source is not None and callable(getattr(source.given, "of_epoch", None))
+    if source is None or reloaded or not data or saved.get("processes", 1) != engine.processes.world_size:
         return []
     before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
     return [

@@ -55,6 +55,7 @@ def test_nothing_is_changed_by_a_refused_state() -> None:
     assert torch.equal(engine.modules["model"].weight, before)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:W32")
 @pytest.mark.parametrize("iteration", [6, 12])
 def test_a_state_saved_at_the_end_of_an_epoch_goes_on_with_other_data(iteration: int) -> None:
     assert resumed(stopped_at(iteration, loader()), loader(28)).state.iteration == iteration + 7 * (3 - iteration // 6)
