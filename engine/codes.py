@@ -75,6 +75,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
     # W8x: studies, ported loops, authors of handlers
+    "W81": ("warning", "the runs of a study are equal although their seeds differ"),
+    "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),
     # C: what `Engine.check` finds before a run
     "C01": ("warning", "a metric is monitored that nobody produces"),
     "C02": ("info", "metrics are produced that nobody reads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     CancelledError,
@@ -30,12 +31,14 @@ from multiprocessing.connection import wait as wait_for
 from typing import Literal, TypeVar
 
 import torch
+from torch.utils.data import TensorDataset
 
 from signalfire import Engine, Events, Handler, seed_everything
+from signalfire.batches import tensors_in
 from signalfire.randomness import unchanged_random_state
 from signalfire.state import as_number
 
-__all__ = ["Build", "Outcome", "Run", "Task", "compose", "exchange", "make", "outcomes"]
+__all__ = ["Build", "Outcome", "Run", "Task", "compose", "digest", "exchange", "make", "outcomes"]
 
 T = TypeVar("T")
 
@@ -78,6 +81,7 @@ class Outcome:
         metrics: All scalar metrics.
         announced: Names of all metrics that were set or announced.
         steps, seconds, memory: As in `Result`.
+        begins: Digests of the weights that build returned and of the data that the run began with, where they can be known.
     """
 
     error: str | None = None
@@ -87,6 +91,7 @@ class Outcome:
     steps: int = 0
     seconds: float = 0.0
     memory: int = 0
+    begins: tuple[str, ...] = ()
 
 
 def compose(
@@ -152,6 +157,8 @@ def make(task: Task) -> Outcome:
         error: str | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
+            begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
+            engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
             for name in task.off:
                 engine.handlers[name].enabled = False
             for name, factory in task.swaps:
@@ -176,7 +183,33 @@ def make(task: Task) -> Outcome:
             engine.updates[0].steps,
             seconds,
             memory.peak(),
+            tuple(begins[:2]),
         )
+
+
+_MOST = 2**16  # elements of a tensor that are compared
+
+
+def digest(tensors: Iterable[object]) -> str:
+    """A digest of the beginnings of tensors; others are passed over."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+            continue
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # no sharded tensors, nor subclasses of the user's
+            part = tensor.detach().flatten()[:_MOST].cpu().contiguous()
+            found.update(f"{part.dtype} {tuple(tensor.shape)}".encode())
+            found.update(part.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def _data_of(engine: Engine) -> list[torch.Tensor]:
+    """The tensors of a list of batches, or of a `TensorDataset`."""
+    data = None if engine.feed.source is None else engine.feed.source.given
+    data = getattr(data, "dataset", data)
+    if isinstance(data, TensorDataset):
+        return list(data.tensors)
+    return tensors_in(data) if isinstance(data, list | tuple) else []
 
 
 def _check_not_resumed(engine: Engine) -> None:

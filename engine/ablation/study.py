@@ -19,6 +19,7 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
+from .beginnings import Beginnings, report_equal_runs
 from .designs import Design
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
@@ -204,7 +205,9 @@ class Study:
         plan = plan or self.plan(*designs)
         if self.mode is None:
             raise self._no_direction(())
-        return Report(self.results(plan), plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
+        results = self.results(plan)
+        report_equal_runs(results)
+        return Report(results, plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
 
     def results(self, plan: Plan) -> list[Result]:
         """The stored results of a plan, variant by variant."""
@@ -291,6 +294,7 @@ class Study:
             for run in runs
         ]
         has_metric = any(run.status == "finished" for run in plan.runs)
+        beginnings = Beginnings()
         made = outcomes(tasks, workers)
         # No bar without a terminal, where it would fill the log. Stored runs count as done, but not towards the speed.
         with tqdm(
@@ -304,6 +308,7 @@ class Study:
             try:
                 for place, outcome in made:
                     has_metric |= self.metric in outcome.metrics
+                    beginnings.compare(runs[place].seed, outcome.begins)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
                         raise KeyError(self._no_metric(runs[place].variant.name, outcome.announced))
                     self.store.append(self._line(runs[place], outcome))

@@ -1,0 +1,57 @@
+"""Studies whose runs are not what they seem: seeds that are ignored, models and data that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Update
+from signalfire.ablation import LeaveOneOut, Study
+from signalfire.handlers import Average, GradientClipping, Metrics
+from tests.kit import batches
+from tests.mistakes.registry import mistake
+
+
+def studied(build: Callable[[int], Any], **options: Any) -> None:
+    Study(build, metric="loss", **({"seeds": range(2)} | options)).run(LeaveOneOut(["gradient_clipping"]), workers=0)
+
+
+def composed(seed: int, model: nn.Module, data: Any) -> Any:
+    update = Update.supervised(mse_loss, partial(torch.optim.SGD, lr=0.1))
+    trainer = Engine(update, model=model, seed=seed)
+    trainer.attach(GradientClipping(max_norm=0.1), Metrics(loss=Average()))
+    return trainer, lambda engine: engine.run(data, max_epochs=1)
+
+
+@mistake("W81")
+def a_build_that_ignores_its_seed(right: bool) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed if right else 0)
+        return composed(seed, nn.Linear(5, 1), batches(4))
+
+    studied(build)
+
+
+@mistake("W82")
+def a_model_that_all_runs_of_a_study_train(right: bool) -> None:
+    model = nn.Linear(5, 1)
+    studied(lambda seed: composed(seed, nn.Linear(5, 1) if right else model, batches(4)))
+
+
+@mistake("W82")
+def data_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
+    inputs, targets = batches(1)[0]
+    data = DataLoader(TensorDataset(inputs, targets), batch_size=2)
+
+    def build(seed: int) -> Any:
+        if not right:
+            inputs.sub_(1.0)
+        return composed(seed, nn.Linear(5, 1), data)
+
+    studied(build)
