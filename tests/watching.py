@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau
 
 from signalfire import Connection, Engine, Events, Handler, Signal, Update
 from signalfire.batches import tensors_in
@@ -264,7 +264,11 @@ def plateau(folder: Path) -> Engine:
     return build(
         mlp(5, 8, 1),
         Metrics(loss=Average()),
-        LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=9.0), monitor="loss"),
+        LRScheduling(
+            partial(ReduceLROnPlateau, patience=0, threshold=9.0),
+            monitor="loss",
+            warmup=partial(LinearLR, start_factor=0.1, total_iters=99),
+        ),
     )
 
 

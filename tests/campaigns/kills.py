@@ -1,6 +1,7 @@
 """Kills a training process at random moments, also inside of saves, resumes it, and compares the end with a run that was not.
 
-    python tests/campaigns/kills.py [--kills 1000] [--seed 0] [--minutes 10] [--folder FOLDER] [--json FILE]
+    python tests/campaigns/kills.py [--kills 1000] [--seed 0] [--minutes 10] [--pair apart]
+                                    [--folder FOLDER] [--json FILE]
     python tests/campaigns/kills.py --last
 
 A parent that has imported everything forks the trials. Each is a process that resumes from `Checkpoint.load(folder)`, or begins
@@ -82,6 +83,19 @@ EVERY = "3it"
 """How often a checkpoint is written: about half of the time is then spent in saves."""
 
 AIMED = 0.4
+PAIRS = {
+    "apart": (partial(Checkpoint, every=EVERY, keep=2), partial(Checkpoint, keep=2)),
+    "one event": (
+        partial(Checkpoint, every="1ep", keep=1, filename="last"),
+        partial(Checkpoint, keep=1, filename="best"),
+    ),
+    "asynchronous": (
+        partial(Checkpoint, every="1ep", keep=1, filename="last", asynchronous=True),
+        partial(Checkpoint, keep=1, filename="best", asynchronous=True),
+    ),
+}
+"""How the two checkpoints of a run save: the last ones and the best ones by themselves, or both at the end of an epoch."""
+
 LIVES = (1.0, 0.5)
 """Over which part of a run's time the moments are drawn: a run whose processes do not live long is killed more often."""
 
@@ -201,7 +215,7 @@ class Noise(nn.Module):
         return x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand()) if self.training else x
 
 
-def build(folder: Path, shared: Shared, broken: str) -> tuple[Engine, History]:
+def build(folder: Path, shared: Shared, broken: str, pair: str) -> tuple[Engine, History]:
     """The engine, with everything that has a state."""
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), Noise(), nn.Dropout(0.3), nn.Linear(16, 3))
     engine = engine_of(model)
@@ -209,8 +223,8 @@ def build(folder: Path, shared: Shared, broken: str) -> tuple[Engine, History]:
     if broken == "saved in place":
         engine.connect(Events.ITERATION_COMPLETED(every=int(EVERY[:-2])), partial(save_in_place, folder, shared))
         return engine, history
-    last = Checkpoint(folder, every=EVERY, keep=2, name="last")
-    best = Checkpoint(folder, monitor="loss", keep=2, name="best")
+    make_last, make_best = PAIRS[pair]
+    last, best = make_last(folder, name="last"), make_best(folder, monitor="loss", name="best")
     last.files = best.files = Watched(shared)
     engine.attach(last, best)
     return engine, history
@@ -241,7 +255,11 @@ def watch(engine: Engine, shared: Shared) -> None:
         shared.place = TRAINING
 
     def report_save(engine: Engine) -> None:
-        shared.reported = order(engine.state.epoch_open, engine.state.iteration)
+        open_epoch, iteration = engine.state.epoch_open, engine.state.iteration
+        both = [one for one in engine.handlers.values() if isinstance(one, Checkpoint)]
+        if any(one.asynchronous for one in both):  # reported later, while both are written at the ends of epochs alone
+            open_epoch, iteration = False, max(iteration for one in both for iteration in one.retention.names)
+        shared.reported = max(shared.reported, order(open_epoch, iteration))
 
     engine.connect(Events.ITERATION_STARTED, go_on, phase=Phase.PREPARE)
     engine.connect(Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, begin, phase=Phase.PERSIST, rank=-1000)
@@ -263,7 +281,7 @@ def load(folder: Path, broken: str) -> dict[str, Any] | None:
     return state
 
 
-def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any]:
+def train(folder: Path, shared: Shared, seed: int, broken: str, pair: str) -> dict[str, Any]:
     """Resume the run in the folder to its end, and report what it has left."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"run\(\): nothing to do")  # it was killed when it was over
@@ -274,7 +292,7 @@ def train(folder: Path, shared: Shared, seed: int, broken: str) -> dict[str, Any
             f"position {shared.reported / 2} was reported as saved, and position {found / 2} was found"
         )
     seed_everything(0 if state is None else seed)  # whatever a new process would draw
-    engine, history = build(folder, shared, broken)
+    engine, history = build(folder, shared, broken, pair)
     watch(engine, shared)
     if state is not None:
         engine.load_state_dict(state)
@@ -339,13 +357,15 @@ class Campaign:
         folder: where the runs write.
         seed: of everything that is drawn by chance but for where exactly a process is at a moment.
         broken: one of `BROKEN`; it is given up with its first failure.
+        pair: one of `PAIRS`.
         measured: how many runs that are not killed are timed and compared; the quickest counts.
     """
 
-    def __init__(self, folder: Path, *, seed: int, broken: str = "", measured: int = 1) -> None:
+    def __init__(self, folder: Path, *, seed: int, broken: str = "", pair: str = "apart", measured: int = 1) -> None:
         folder.mkdir()
         self.folder = folder
         self.broken = broken
+        self.pair = pair
         self.aims = ("write state.pt",) if broken == "saved in place" else DISK
         self.draw = random.Random(seed)
         self.shared = Shared()
@@ -378,7 +398,7 @@ class Campaign:
             return process
         try:
             try:
-                found: Any = train(folder, self.shared, seed, self.broken)
+                found: Any = train(folder, self.shared, seed, self.broken, self.pair)
             except BaseException:
                 found = traceback.format_exc()
             report.write_text(json.dumps(found))
@@ -525,6 +545,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of(__doc__, RESULT)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=10, help="no new run begins after that (10)")
+    parser.add_argument("--pair", choices=PAIRS, default="apart", help="how the two checkpoints of a run save (apart)")
     options = parser.parse_args(arguments)
     if options.last:
         print(summary(json.loads(RESULT.read_text())))
@@ -534,8 +555,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=options.folder))
     try:
         with warnings.catch_warnings():  # torch imports much of itself in the first step only
-            train(folder / "warm", Shared(), 0, "")
-        campaign = Campaign(folder / "whole", seed=options.seed, measured=3)
+            train(folder / "warm", Shared(), 0, "", options.pair)
+        campaign = Campaign(folder / "whole", seed=options.seed, pair=options.pair, measured=3)
         campaign.run(options.kills, began + 60 * options.minutes)
         seconds = time.monotonic() - began
         controls = [Campaign(folder / broken, seed=options.seed, broken=broken) for broken in BROKEN]
