@@ -377,9 +377,9 @@ def _open_newest(
                 skip(label, path, error, mark)
             continue
         if name is None or manifest["handler"] == name:
-            order = (manifest["epoch"], manifest["iteration"], not manifest["epoch_open"], label)
-            good.append((manifest["kind"] == "state", order, label, path, manifest, mark))
-    for _, _, label, path, manifest, mark in sorted(good, key=lambda one: one[:2], reverse=True):
+            good.append((label, path, manifest, mark))
+    runs = {manifest["run"] for _, _, manifest, _ in good}
+    for label, path, manifest, mark in sorted(good, key=lambda one: _order(one[0], one[2], runs), reverse=True):
         try:
             state = read_state(path, manifest, files)
         except (Damaged, OSError) as error:
@@ -397,6 +397,13 @@ def _open_newest(
     if not bad:
         raise FileNotFoundError(f"{where}: the folder contains no checkpoint{of_name}")
     raise ValueError(f"{where}: all checkpoints{of_name} in the folder are damaged: {'; '.join(bad)}")
+
+
+def _order(label: str, manifest: Mapping[str, Any], runs: set[str]) -> tuple[Any, ...]:
+    """Where a version comes among others, the newest last; states come after weights only."""
+    position = manifest["epoch"], manifest["iteration"], not manifest["epoch_open"]
+    # Of one position, the version of the run that continues the other runs: it owns their versions, and can remove them.
+    return manifest["kind"] == "state", *position, len(runs.intersection(manifest["lineage"])), label
 
 
 def _compare_names(label: str, manifest: Mapping[str, Any], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import batches, build, mlp, spread
+from tests.kit import batches, build, evaluator_of, mlp, spread
 
 
 def network() -> nn.Sequential:
@@ -1156,3 +1157,70 @@ def test_a_version_that_a_dying_process_did_not_write_is_written_on_resume(
     assert mine.kept == theirs.kept
     assert sorted(os.listdir(mine.folder)) == sorted(os.listdir(theirs.folder))
     assert fingerprint(again) == fingerprint(whole)
+
+
+# ---- two that save at one event -----------------------------------------------------------------------------------------
+
+
+class _Died(BaseException):
+    """In place of the death of the process."""
+
+
+class Dying(Files):
+    """Dies after so many operations, of whichever handler."""
+
+    left = sys.maxsize
+
+    def _count(self) -> None:
+        Dying.left -= 1
+        if Dying.left < 0:
+            raise _Died
+
+    def write(self, path: Path, content: bytes | memoryview[int]) -> None:
+        self._count()
+        super().write(path, content)
+
+    def rename(self, path: Path, target: Path) -> None:
+        self._count()
+        super().rename(path, target)
+
+    def remove(self, path: Path) -> None:
+        self._count()
+        super().remove(path)
+
+
+def last_and_best(folder: Path) -> tuple[Engine, Checkpoint, Checkpoint]:
+    engine = build(model := mlp(5, 8, 1), Validation(evaluator_of(model), batches(2)))
+    last = Checkpoint(folder, every="1ep", keep=1, filename="last", name="last")
+    best = Checkpoint(folder, monitor="loss", keep=1, filename="best", name="best")
+    last.files = best.files = Dying()
+    engine.attach(last, best)
+    return engine, last, best
+
+
+@pytest.mark.filterwarnings(r"ignore:run\(\). nothing to do")  # it died after the last iteration
+@pytest.mark.parametrize("seed", spread(range(12), 2))
+def test_deaths_between_the_saves_of_one_event_lose_no_best_and_leave_nothing_behind(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, *_, expected = last_and_best(tmp_path / "whole")
+    whole.run(batches(4), max_epochs=4)
+    draw, folder = random.Random(seed), tmp_path / "killed"
+    for _ in range(100):
+        engine, last, best = last_and_best(folder)
+        source = None
+        if folder.exists() and any(not name.startswith(".") for name in os.listdir(folder)):
+            state = Checkpoint.load(folder)
+            source = Path(state["origin"]["path"]).name
+            engine.load_state_dict(state)
+        monkeypatch.setattr(Dying, "left", draw.randrange(1, 12))
+        try:
+            engine.run(batches(4), max_epochs=4)
+        except _Died:
+            continue
+        break
+    assert fingerprint(engine)["modules.model"] == fingerprint(whole)["modules.model"]
+    assert [value for _, value in best.kept] == [value for _, value in expected.kept]
+    assert best.best == folder / best.kept[0][0]
+    known = {name for one in (last, best) for name, _ in one.kept} | {*last.retention.superseded, source}
+    assert set(os.listdir(folder)) <= known | set(best.retention.superseded)
