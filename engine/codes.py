@@ -105,6 +105,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C22": ("warning", "an accumulation window is longer than an epoch"),
     "C23": ("info", "a schedule changes the rates of some optimizers only"),
     "C24": ("warning", "data that can be read only once is used for several epochs"),
+    "C25": ("warning", "a function clips gradients that are still scaled for float16"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

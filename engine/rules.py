@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
 from .connection import Connection
-from .events import AnyEvent
+from .events import AnyEvent, Events
 from .findings import Finding, finding
 from .interval import Interval
 from .planning import comes_up
@@ -145,6 +145,17 @@ def two_clips(it: Composition) -> Iterator[Finding]:
                     [handler.name, other.name],
                     "info",
                 )
+
+
+def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
+    ready = it.engine.signal(Events.GRADIENTS_READY).connections
+    for unscale in (one for one in ready if "scale" in (one.writes or ())):
+        before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
+        for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
+            if one.owner is None and _CLIPS & _names_in(one.receiver):
+                what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
+                way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
+                yield finding("C25", what, way_out, [str(unscale.owner)])
 
 
 def _names_in(function: Any) -> set[str]:
@@ -463,6 +474,7 @@ OF_COMPOSITIONS: Sequence[Rule] = (
     evaluations_that_measure_nothing,
     receivers_without_an_order,
     two_clips,
+    clips_of_scaled_gradients,
     intervals_that_never_come_up,
     foreign_parameters,
     untrained_parameters,

@@ -29,6 +29,7 @@ from signalfire.handlers import (
     History,
     LRScheduling,
     Metrics,
+    MixedPrecision,
     Validation,
 )
 from tests.kit import SGD, batches, build, evaluator_of, linear, mlp
@@ -182,6 +183,16 @@ def gradients_clipped_by_a_function_and_by_a_handler(right: bool) -> Findings:
 def two_ways_of_clipping(right: bool) -> Findings:
     clips = [GradientClipping(max_norm=1.0)] if right else [AdaptiveGradientClipping(), GradientClipping(max_norm=1.0)]
     return build(net(), *clips).check(batches())
+
+
+@mistake("C25")
+def gradients_clipped_by_a_function_while_they_are_scaled(right: bool) -> Findings:
+    def clip(engine: Engine) -> None:
+        nn.utils.clip_grad_norm_(engine.model.parameters(), 1.0)
+
+    engine = build(net(), MixedPrecision("fp16"))
+    engine.connect(Events.GRADIENTS_READY if right else Events.BACKWARD_COMPLETED, clip)
+    return engine.check(batches())
 
 
 # ---- schedules --------------------------------------------------------------------------------------------------------
