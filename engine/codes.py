@@ -74,6 +74,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W62": ("warning", "a logger on an evaluator starts its log again with each evaluation"),
     "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
+    "W71": ("warning", "two updates train the same parameters"),
     # W8x: studies, ported loops, authors of handlers
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
     "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),

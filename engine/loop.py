@@ -42,6 +42,7 @@ from .setup import (
     check_modules,
     check_windows,
     report_never_emitted,
+    report_shared_parameters,
     report_untrained,
     set_modes,
 )
@@ -239,6 +240,7 @@ class Loop:
         build_optimizers(engine)
         check_modules(engine)
         report_untrained(engine)
+        report_shared_parameters(engine)
         report_raw_weights(engine)
         report_dropped_samples(engine)
         report_never_emitted(engine)

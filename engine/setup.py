@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 __all__ = [
-    "build_optimizers", "check_modules", "check_windows", "report_never_emitted", "report_untrained", "set_modes",
+    "build_optimizers", "check_modules", "check_windows", "report_never_emitted", "report_shared_parameters",
+    "report_untrained", "set_modes",
 ]  # fmt: skip
 
 
@@ -54,6 +55,23 @@ def build_optimizers(engine: Engine) -> None:
                 "for another model, or before the model's parameters were replaced: pass a factory instead, "
                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
             )
+
+
+def report_shared_parameters(engine: Engine) -> None:
+    """Report updates whose optimizers hold the same parameters of several modules, because none was given its own."""
+    if not engine.training or len(engine.updates) < 2 or len(engine.modules) < 2:
+        return
+    everything = [update for update in engine.updates if update.spec.parameters is None]
+    for place, update in enumerate(everything):
+        for other in everything[place + 1 :]:
+            if shared := len({*update.parameters} & {*other.parameters}):
+                engine.findings.report(
+                    "W71",
+                    f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so that each loss changes what "
+                    "the other one trains",
+                    "give each its own: Update(..., parameters=lambda engine: engine.modules['generator'].parameters())",
+                    key=(update.name, other.name),
+                )
 
 
 def check_windows(engine: Engine) -> None:

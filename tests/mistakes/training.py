@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -232,3 +233,16 @@ def a_zero_grad_before_each_iteration_out_of_habit(right: bool) -> Any:
         engine.connect(Events.ITERATION_STARTED, lambda engine: engine.updates[0].optimizer.zero_grad())
     engine.run(batches(), max_epochs=1)
     return [p.tolist() for p in engine.model.parameters()]
+
+
+@mistake("W71")
+def two_updates_that_were_not_given_their_own_parameters(right: bool) -> None:
+    def step_of(name: str) -> Callable[[Engine, Any], Tensor]:
+        return lambda engine, batch: mse_loss(engine.modules[name](batch[0]), batch[1])
+
+    def update_of(name: str) -> Update:
+        own = (lambda engine: engine.modules[name].parameters()) if right else None
+        return Update.from_function(step_of(name), SGD, parameters=own, name=name)
+
+    updates = [update_of("one"), update_of("other")]
+    Engine(updates, model={"one": linear(5, 1), "other": linear(5, 1)}).run(batches(), max_epochs=1)
