@@ -35,6 +35,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W16": ("warning", "gradients were cleared inside an accumulation window"),
     "W17": ("warning", "something else than the engine calls optimizer.step()"),
     "W18": ("warning", "the learning rate is 0 for an epoch"),
+    "W19": ("warning", "steps are left out, because their gradients or losses are not finite"),
     # W2x: data
     "W21": ("warning", "the data gives more batches than its length"),
     "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),

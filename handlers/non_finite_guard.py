@@ -28,7 +28,7 @@ class NonFiniteGuard(Handler):
 
     The check is made once for each window, right before the step, and costs one synchronisation with the device, shared with
     a gradient scaler. The whole window is discarded, whichever of its batches was bad. A skipped step does not advance
-    schedules, averages or step counters.
+    schedules, averages or step counters. A warning (W19) tells of the first one, the 10th, the 100th and so on.
 
     Under `MixedPrecision("fp16")`, the gradient scaler skips steps whose gradients overflow. These are not counted here, but
     ``check="both"`` still detects a non-finite loss.
@@ -136,12 +136,27 @@ class NonFiniteGuard(Handler):
         in_a_row = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
         update.skip(reason)
         if self.action == "skip" or in_a_row < self.patience:
+            self._report(engine, update, reason)
             return
         if in_a_row > 1:
             reason = f"{reason} ({in_a_row} steps in a row)"
         if self.action == "raise":
             raise FloatingPointError(f"{self.name!r}: update {update.name!r}: {reason}")
         engine.terminate(reason, by=self.name)
+
+    def _report(self, engine: Engine, update: UpdateState, reason: str) -> None:
+        """Warn of the first skipped step, the 10th, the 100th and so on, with their number."""
+        count = self.skipped[update.name]
+        if str(count).rstrip("0") != "1" or not engine.processes.is_rank_zero:
+            return
+        steps = "the first step" if count == 1 else f"{count} steps"
+        engine.findings.report(
+            "W19",
+            f"{self.name!r} has left out {steps} of update {update.name!r}: {reason}",
+            "if this is not expected, look at the data of this iteration and at the learning rate; action='raise' stops there",
+            self.name,
+            key=(update.name, count),
+        )
 
     def _recover(self, engine: Engine, update: UpdateState) -> None:
         if self._in_a_row.pop(update.name, 0) < self.patience:

@@ -421,6 +421,7 @@ def _asked_for() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.filterwarnings("ignore:W19")
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_what_one_process_asks_for_all_do(size: int) -> None:
     found = assert_alike(run_together(_asked_for, size))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
@@ -27,6 +27,8 @@ from tests.kit import average_gradients, mlp, quick, same, spread, windows
 Batches = list[tuple[Tensor, Tensor]]
 Adam = partial(torch.optim.Adam, lr=0.01)
 CHECKS = ["gradients", "loss", "both"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:W19")
 
 
 def network() -> nn.Sequential:
@@ -93,6 +95,33 @@ def test_without_it_the_weights_are_lost() -> None:
     engine = build()
     engine.run(batches(5), max_epochs=1)
     assert not bool(engine.model[0].weight.isfinite().any())
+
+
+@pytest.mark.filterwarnings("always:W19")
+@pytest.mark.parametrize("window", [1, 4])
+def test_it_warns_of_the_first_skipped_step_and_of_the_tenth_but_not_of_each(window: int) -> None:
+    engine = build()
+    guard = NonFiniteGuard()
+    engine.attach(guard, GradientAccumulation(window))
+    with pytest.warns(FindingWarning) as caught:
+        engine.run(batches(*range(1, 11)), max_epochs=12)
+    said = [str(one.message) for one in caught]
+    counts = ["the first step", "10 steps", "100 steps"] if window == 1 else ["the first step", "10 steps"]
+    assert len(said) == len(counts)
+    for sentence, count in zip(said, counts, strict=True):
+        assert sentence.startswith(f"W19: 'non_finite_guard' has left out {count} of update 'main': the gradients are not finite")
+    assert "0.weight" in said[0]
+
+
+@pytest.mark.filterwarnings("error:W19")
+def test_it_says_nothing_where_nothing_is_skipped_and_where_the_run_ends_with_the_reason() -> None:
+    engine = build()
+    engine.attach(NonFiniteGuard())
+    engine.run(batches(), max_epochs=1)
+    engine = build()
+    engine.attach(NonFiniteGuard(action="stop"))
+    engine.run(batches(5), max_epochs=1)
+    assert engine.state.iteration == 5
 
 
 def test_finite_gradients_whose_squares_overflow_are_fine() -> None:
