@@ -50,6 +50,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W31": ("info", "a run resumes from a saved state"),
     "W32": ("warning", "a run resumes with other options, handlers or data than the run that saved the state"),
     "W33": ("warning", "entries of the checkpoint folder cannot be read"),
+    "W34": ("warning", "a log is not the one that the loaded state continues, so that rows may be missing"),
     # W4x: how things are attached and connected
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -150,8 +150,9 @@ def trainer(
     model: nn.Module | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = ADAM,
     seed: int | None = 0,
+    allow: Sequence[str] = (),
 ) -> Engine:
-    engine = Engine(supervised(optimizer), model=make_net() if model is None else model, seed=seed)
+    engine = Engine(supervised(optimizer), model=make_net() if model is None else model, seed=seed, allow=allow)
     engine.attach(*handlers)
     return engine
 
@@ -299,6 +300,7 @@ def two_updates(folder: Path) -> Engine:
         ],
         model=models,
         seed=0,
+        allow=["W19"],  # some losses are not finite
     )
     engine.attach(
         UpdateFrequency(generator=2),
@@ -419,6 +421,7 @@ def sharpness(folder: Path) -> Engine:
         Metrics(train_loss=Average(), name="train_metrics"),
         History(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        allow=["W19"],  # a loss is not finite
     )
 
     def spoil(engine: Engine) -> None:

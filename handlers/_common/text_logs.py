@@ -30,7 +30,7 @@ class TextLogger(ScalarLogger):
     disk before a checkpoint refers to them. The state holds the file's length and the sha256 of its content. On resuming, a
     file that starts with this content is truncated to that length. Any other file is backed up under another name, ``log.csv``
     as ``log.1.csv``, which is never changed; if it is a log of this kind, the records before the checkpoint's last one are
-    copied from it.
+    copied from it, and a warning (W34) tells that some may be missing.
 
     Args:
         path: The file; its folder is created if it does not exist.
@@ -116,8 +116,9 @@ class TextLogger(ScalarLogger):
     def _earlier_lines(self) -> str:
         """The lines before those that the checkpoint holds itself, from a file that differs from the saved digest."""
         if not self.path.exists():
+            self._report_gap("it does not exist")
             return ""
-        kept = []
+        kept: list[str] = []
         with open(self.path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 if line == self.header:
@@ -127,7 +128,18 @@ class TextLogger(ScalarLogger):
                         kept.append(line)
                 except ValueError:
                     continue
+        end = f"before iteration {self._last_iteration} it ends with {kept[-1].strip()!r}" if kept else "it has no such rows"
+        self._report_gap(f"{end}, and not all of its rows are those that were written then")
         return "".join(kept)
+
+    def _report_gap(self, what: str) -> None:
+        if (engine := self.engine) is not None:
+            engine.findings.report(
+                "W34",
+                f"the log {str(self.path)!r} of {self.name!r} is not the one that the loaded state continues: {what}",
+                "put the log of that run back before resuming, or expect rows to be missing",
+                self.name,
+            )
 
     @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:

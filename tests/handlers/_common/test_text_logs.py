@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, FindingWarning, Phase, Update
 from signalfire.checkpoints import Files
 from signalfire.handlers import (
     Average,
@@ -230,13 +230,15 @@ def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_r
     path.write_bytes(changed)
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(file))
-    engine.run(batches(), max_epochs=2)
+    with pytest.warns(FindingWarning, match="W34.*log.txt' of .* continues: before iteration 7 it ends with .*6"):
+        engine.run(batches(), max_epochs=2)
     assert path.read_bytes() == changed
     assert (tmp_path / "log.1.txt").read_bytes() == changed
     path.write_bytes(b"not a log\n\xff\n" + whole[: len(whole) // 3])  # and torn besides
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(file))
-    engine.run(batches(), max_epochs=2)
+    with pytest.warns(FindingWarning, match="W34"):
+        engine.run(batches(), max_epochs=2)
     assert (tmp_path / "log.2.txt").read_bytes().startswith(b"not a log")
     assert set(path.read_bytes().splitlines()) <= set(whole.splitlines())
     late = [line for line in whole.splitlines()[1:] if kind("x").iteration_of(line.decode()) >= 7]
@@ -249,12 +251,28 @@ def test_without_its_file_a_resumed_run_begins_with_what_the_checkpoint_says(kin
     file = next(file for iteration, file in saved if iteration == 7)
     engine = engine_of(kind(tmp_path / "elsewhere" / "log", every="1it"))
     engine.load_state_dict(loaded(file))
-    engine.run(batches(), max_epochs=2)
+    with pytest.warns(FindingWarning, match="W34.*it does not exist"):
+        engine.run(batches(), max_epochs=2)
     lines = (tmp_path / "elsewhere" / "log").read_bytes().splitlines(keepends=True)
     header = 1 if kind is CSVLogger else 0
     assert whole.endswith(b"".join(lines[header:]))
     assert lines[:header] == whole.splitlines(keepends=True)[:header]
     assert kind(path).iteration_of(lines[header].decode()) == 7
+
+
+def test_a_log_that_was_cut_back_by_a_resume_from_an_older_checkpoint_is_not_continued_from_a_newer_one_in_silence(
+    kind: Logger, tmp_path: Path
+) -> None:
+    path = tmp_path / "log"
+    _, saved = uninterrupted(kind, path)
+    older, newer = (next(file for iteration, file in saved if iteration == place) for place in (4, 9))
+    engine = engine_of(kind(path, every="1it"))
+    engine.load_state_dict(loaded(older))
+    engine.run(batches(), max_iters=6)
+    engine = engine_of(kind(path, every="1it"))
+    engine.load_state_dict(loaded(newer))
+    with pytest.warns(FindingWarning, match="W34.*before iteration 9 it ends with .*6"):
+        engine.run(batches(), max_epochs=2)
 
 
 def test_a_run_that_begins_anew_sets_the_file_of_another_aside(kind: Logger, tmp_path: Path) -> None:
