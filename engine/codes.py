@@ -51,6 +51,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W32": ("warning", "a run resumes with other options, handlers or data than the run that saved the state"),
     "W33": ("warning", "entries of the checkpoint folder cannot be read"),
     "W34": ("warning", "a log is not the one that the loaded state continues, so that rows may be missing"),
+    "W35": ("warning", "weights that were changed between load_state_dict and run are replaced by those of the state"),
     # W4x: how things are attached and connected
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),

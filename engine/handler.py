@@ -42,7 +42,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -50,6 +50,7 @@ from .connection import Phase, check_place
 from .declarations import Things, check_things
 from .events import AnyEvent, Events, resolve
 from .randomness import derived_seed
+from .settings import plain_arguments
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -161,6 +162,12 @@ class Handler:
     _generators: dict[str, torch.Generator] | None = None
     _home: weakref.ref[Engine] | None = None  # the engine that its state comes from
     _initial: dict[str, Any] | None = None  # its state when it was first attached
+    _arguments: Mapping[str, Any] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        handler = super().__new__(cls)
+        handler._arguments = plain_arguments(cls, args, kwargs)
+        return handler
 
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
@@ -244,6 +251,13 @@ class Handler:
             raise ValueError(
                 f"{self.name!r} ({type(self).__name__}) has no state to load, but the saved state holds {sorted(state)}"
             )
+
+    def settings(self) -> Mapping[str, Any]:
+        """What a resumed run is told of if it differs from the run that saved: numbers, strings and lists of them.
+
+        By default these are the arguments that the handler was made with. Leave out those on which the weights do not depend.
+        """
+        return self._arguments
 
     def metric_names(self, engine: Engine) -> Iterable[str]:
         """Names of the metrics that the handler writes, as far as they are known before a run; for `Engine.check`."""

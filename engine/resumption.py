@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .acts import Override
 from .connection import Phase
 from .data.extent import extent_of
@@ -31,6 +33,7 @@ _OF_TRAINING = frozenset(
         "loss_weight",
         "gradients",
         "trainable",
+        "weights",
         "rates",
         "groups",
         "step",
@@ -62,31 +65,54 @@ def check_complete(saved: Mapping[str, Any], where: str) -> None:
 
 
 def composition(engine: Engine) -> dict[str, Any]:
-    """What a resumed run should have alike, apart from what has a state: the optimizers' options and the training handlers."""
+    """What a resumed run should have alike, apart from what has a state.
+
+    These are the optimizers' options, the training handlers with their settings, and which parameters are frozen.
+    """
+    training = {name: one for name, one in sorted(engine.handlers.items()) if _changes_training(engine, one)}
     return {
         "options": {update.name: update.options for update in engine.updates},
-        "handlers": {
-            name: type(handler).__name__
-            for name, handler in sorted(engine.handlers.items())
-            if _changes_training(engine, handler)
-        },
+        "handlers": {name: type(handler).__name__ for name, handler in training.items()},
+        "settings": {name: dict(settings) for name, handler in training.items() if (settings := handler.settings())},
+        "frozen": _frozen(engine),
     }
 
 
+def _frozen(engine: Engine) -> list[str] | None:
+    """Names of the parameters that are not trained; None if a handler freezes some of them itself."""
+    if any("trainable" in (one.writes or ()) for handler in engine.handlers.values() for one in handler.subscriptions):
+        return None
+    return [
+        f"{root}.{name}"
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    ]
+
+
 def _changes_training(engine: Engine, handler: Handler) -> bool:
-    """Whether the weights depend on a handler, by what it declares to write, or else by its phases."""
-    if not handler.trains or handler.writes:
+    """Whether the weights depend on a handler, by what it declares to write, or else by its class and phases."""
+    if handler.writes:
         return False
     if any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(handler)):
         return True
     return any(
-        one.phase in (Phase.CHANGE, Phase.FINALIZE) if one.writes is None else one.writes & _OF_TRAINING
+        handler.trains and one.phase in (Phase.CHANGE, Phase.FINALIZE)
+        if one.writes is None
+        else one.writes & _OF_TRAINING
         for one in handler.subscriptions
     )
 
 
-def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
-    """Report where a run resumes, and what differs from the run that saved the state."""
+def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], seed: int) -> None:
+    """Report where a run resumes, and what differs from the run that saved the state.
+
+    Args:
+        engine: with the state in place.
+        saved: the state.
+        allowed: names of handlers that may differ.
+        seed: the engine's own, before the state's took its place.
+    """
     position, origin = saved["engine"], saved.get("origin")
     source = "a loaded state" if origin is None else f"the checkpoint {origin['path']!r}"
     engine.findings.report(
@@ -94,13 +120,18 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
         f"the run resumes from {source}: epoch {position['epoch']}, iteration {position['iteration']}",
         "to begin anew with its weights, give them to load_weights()",
     )
+    before = saved.get("composition", {})
     differences = [
-        *_different_options(engine, saved.get("composition", {}).get("options", {})),
-        *_different_handlers(engine, saved.get("composition", {}).get("handlers"), allowed),
+        *_different_options(engine, before.get("options", {})),
+        *_different_handlers(engine, before.get("handlers"), allowed),
+        *_different_settings(engine, before.get("settings", {}), allowed),
+        *_different_weights(engine, saved["modules"], before.get("frozen")),
         *_different_data(engine, saved),
     ]
+    if engine.seed_given and seed != engine.seed:
+        differences.append(f"seed={seed} is not used, since the state has seed={engine.seed}")
     for update in engine.updates:  # what was saved is what applies from now on
-        update.options = saved.get("composition", {}).get("options", {}).get(update.name, update.options)
+        update.options = before.get("options", {}).get(update.name, update.options)
     if differences:
         engine.findings.report(
             "W32",
@@ -142,14 +173,58 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
     ]
 
 
+def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: frozenset[str]) -> list[str]:
+    found = []
+    for name, now in composition(engine)["settings"].items():
+        then = before.get(name, {}) if name not in allowed else {}
+        found += [
+            f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
+            for key in now
+            if key in then and now[key] != then[key]
+        ]
+    return found
+
+
+def _shown(setting: Any) -> str:
+    """A setting as it was written, a partial included."""
+    if not isinstance(setting, dict) or "function" not in setting:
+        return repr(setting)
+    arguments = [repr(one) for one in setting.get("args", ())]
+    arguments += [f"{key}={value!r}" for key, value in setting.items() if key not in ("function", "args")]
+    return f"partial({', '.join([setting['function'], *arguments])})"
+
+
+def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[str] | None) -> list[str]:
+    found = []
+    types = {
+        (parameter.dtype, before.dtype)
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters()
+        if isinstance(before := saved.get(root, {}).get(name), Tensor) and before.dtype != parameter.dtype
+    }
+    found += [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
+    now = _frozen(engine)
+    if frozen is not None and now is not None and frozen != now:
+        for word, names in (
+            ("frozen", [one for one in now if one not in frozen]),
+            ("trained", [one for one in frozen if one not in now]),
+        ):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            found += [f"now {word}: {', '.join(names[:3])}{more}"] if names else []
+    return found
+
+
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     source, data = engine.feed.source, saved["data"]
     reloaded = source is not None and callable(getattr(source.given, "of_epoch", None))
     if source is None or reloaded or not data or saved.get("processes", 1) != engine.processes.world_size:
         return []
     before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
-    return [
+    found = [
         f"the data has {now[key]} {key}, and had {before[key]}"
         for key in ("samples", "batches")
         if key in now and key in before and now[key] != before[key]
     ][:1]
+    if before.get("sampler", now.get("sampler")) != now.get("sampler"):
+        found.append(f"the data is drawn by a {now.get('sampler')}, and was by a {before['sampler']}")
+    return found

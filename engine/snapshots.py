@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from .acts import Override
 from .distributed.sharded import SHARDS, is_sharded, read_shards
@@ -50,6 +51,7 @@ class Snapshots(Part):
         self._allowed: frozenset[str] = frozenset()
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
+        self._changed = False  # whether the loaded weights were changed before the run
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -167,8 +169,11 @@ class Snapshots(Part):
     def begin_run(self) -> None:
         """Put the weights back that loaded ones have replaced, so that the run begins as if these were not in place yet."""
         before, self._before = self._before, None
-        for name, root in self.engine.modules.items() if before is not None and self._loaded is not None else ():
-            assert before is not None
+        if before is None or self._loaded is None:
+            return
+        loaded = unwrapped(self.engine.modules, self._loaded)["modules"]
+        for name, root in self.engine.modules.items():
+            self._changed = self._changed or _differ(root, loaded.get(name, {}))
             if not differences(root.state_dict(), before[name]):
                 root.load_state_dict(before[name])
 
@@ -197,9 +202,18 @@ class Snapshots(Part):
             )
         if loaded is None:
             return False
+        seed = engine.seed
         position = put_back(engine, loaded, allowed=self._allowed)
         if engine.training:
-            report_resume(engine, loaded, self._allowed)
+            report_resume(engine, loaded, self._allowed, seed)
+            if self._changed:
+                engine.findings.report(
+                    "W35",
+                    "the weights were changed after load_state_dict(), and are replaced by those of the loaded state",
+                    "to begin with other weights, do not load the state; to change them in the resumed run, do it at "
+                    "CHECKPOINT_LOADED",
+                )
+        self._changed = False
         if (origin := loaded.get("origin")) is not None:
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
@@ -320,3 +334,12 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
 def _check_is_state(state: object, where: str) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
         raise ValueError(f"{where}: this is not the state of a Signalfire engine, which Engine.state_dict() gives")
+
+
+def _differ(root: nn.Module, loaded: Mapping[str, Any]) -> bool:
+    """Whether parameters have other values than in a loaded state."""
+    return any(
+        isinstance(value := loaded.get(name), Tensor)
+        and not torch.allclose(parameter.cpu(), value.to("cpu", parameter.dtype), rtol=0, atol=0, equal_nan=True)
+        for name, parameter in root.named_parameters()
+    )

@@ -70,6 +70,10 @@ class DeviceTransfer(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.DEVICE, by=self)
 
+    def settings(self) -> dict[str, Any]:
+        """None: a run may resume on another device."""
+        return {}
+
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules"], writes=["device"])
     def move_model(self, engine: Engine) -> None:
         """Move the modules to the device. The parameters stay the same objects, so existing optimizers remain valid."""

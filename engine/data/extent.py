@@ -10,15 +10,16 @@ __all__ = ["check_same_extent", "extent_of"]
 _WORDS = {"samples": "samples", "batch_size": "samples in a batch", "batches": "batches"}
 
 
-def extent_of(data: Any) -> dict[str, int]:
-    """What is known of ``samples``, ``batch_size`` and ``batches`` of data, before it is sharded over ranks."""
+def extent_of(data: Any) -> dict[str, Any]:
+    """What is known of ``samples``, ``batch_size``, ``batches`` and ``sampler`` of data, before it is sharded over ranks."""
     if data is None:
         return {}
     batch_sampler = getattr(data, "batch_sampler", None)
     size = getattr(data, "batch_size", None) or getattr(batch_sampler, "batch_size", None)
     sampler = getattr(batch_sampler, "sampler", None) or getattr(data, "sampler", None)
     known = {"samples": _length(sampler), "batch_size": size, "batches": _length(data)}
-    return {name: value for name, value in known.items() if isinstance(value, int)}
+    found: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, int)}
+    return found if sampler is None else found | {"sampler": type(sampler).__name__}
 
 
 def _length(data: Any) -> int | None:
@@ -28,7 +29,7 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def check_same_extent(saved: Mapping[str, int], data: Any, place: str) -> None:
+def check_same_extent(saved: Mapping[str, Any], data: Any, place: str) -> None:
     """Raise ValueError for data of another extent than that of the saved run.
 
     Args:

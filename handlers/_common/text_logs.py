@@ -128,7 +128,11 @@ class TextLogger(ScalarLogger):
                         kept.append(line)
                 except ValueError:
                     continue
-        end = f"before iteration {self._last_iteration} it ends with {kept[-1].strip()!r}" if kept else "it has no such rows"
+        end = (
+            f"before iteration {self._last_iteration} it ends with {kept[-1].strip()!r}"
+            if kept
+            else "it has no such rows"
+        )
         self._report_gap(f"{end}, and not all of its rows are those that were written then")
         return "".join(kept)
 

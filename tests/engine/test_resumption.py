@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,19 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, FindingWarning, Update
-from signalfire.handlers import Checkpoint, GradientClipping, History
+from signalfire import Engine, Events, FindingWarning, Handler, Update, on
+from signalfire.handlers import (
+    EMA,
+    Checkpoint,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    MixedPrecision,
+)
 from tests.kit import assert_same, batches, build, mlp
 
 
@@ -49,10 +60,105 @@ def test_a_resume_with_another_learning_rate_other_handlers_and_other_data_says_
     assert other.updates[0].optimizer.param_groups[0]["lr"] == 0.1
 
 
+class Damping(Handler):
+    """A handler of one's own, which keeps its argument under another name."""
+
+    trains = True
+
+    def __init__(self, factor: float, *, parts: Sequence[str] = ()) -> None:
+        self.by = factor
+
+    @on(Events.GRADIENTS_READY)
+    def damp(self, engine: Engine) -> None:
+        for parameter in engine.updates[0].parameters:
+            assert parameter.grad is not None
+            parameter.grad *= self.by
+
+
+def decaying(rate: float) -> LRScheduling:
+    return LRScheduling(partial(ExponentialLR, gamma=rate))
+
+
+SETTINGS: dict[str, tuple[Handler, Handler, str]] = {
+    "clipping": (
+        GradientClipping(1.0),
+        GradientClipping(5.0),
+        "'gradient_clipping' has max_norm=5.0, and had max_norm=1.0",
+    ),
+    "window": (
+        GradientAccumulation(2),
+        GradientAccumulation(4),
+        "'gradient_accumulation' has steps=4, and had steps=2",
+    ),
+    "average": (EMA(0.9), EMA(decay=0.5), "'ema' has decay=0.5, and had decay=0.9"),
+    "schedule": (
+        decaying(0.9),
+        decaying(0.5),
+        "'lr_scheduling' has scheduler=partial(ExponentialLR, gamma=0.5), and had scheduler=partial(ExponentialLR, gamma=0.9)",
+    ),
+    "own": (
+        Damping(0.5),
+        Damping(0.1, parts=["a"]),
+        "'damping' has factor=0.1, and had factor=0.5; 'damping' has parts=['a'], and",
+    ),
+    "precision": (MixedPrecision("bf16"), History(), r"this run lacks 'mixed_precision' (MixedPrecision)"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_resume_with_other_settings_of_a_handler_names_both(what: str) -> None:
+    then, now, expected = SETTINGS[what]
+    engine = trained(then)
+    engine.run(batches(4), max_epochs=1)
+    other = trained(now)
+    other.load_state_dict(engine.state_dict(), allow=["history"])
+    with pytest.warns(FindingWarning, match="W32") as caught:
+        other.run(batches(4), max_epochs=2)
+    assert expected in str(caught[0].message)
+
+
+def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so() -> None:
+    def loader(shuffle: bool, dtype: torch.dtype) -> DataLoader[Any]:
+        return DataLoader(
+            TensorDataset(torch.ones(8, 5, dtype=dtype), torch.ones(8, 1, dtype=dtype)), 2, shuffle=shuffle
+        )
+
+    def engine_of(seed: int, dtype: torch.dtype) -> Engine:
+        return Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=mlp(5, 8, 1).to(dtype), seed=seed)
+
+    engine = engine_of(0, torch.float32)
+    engine.run(loader(True, torch.float32), max_epochs=1)
+    other = engine_of(7, torch.float64)
+    other.model[0].requires_grad_(False)
+    other.load_state_dict(engine.state_dict())
+    with pytest.warns(FindingWarning, match="W32") as caught:
+        other.run(loader(False, torch.float64), max_epochs=2)
+    said = str(next(one.message for one in caught if "W32" in str(one.message)))
+    assert "weights are torch.float64, and were torch.float32; now frozen: model.0.weight, model.0.bias" in said
+    assert "the data is drawn by a SequentialSampler, and was by a RandomSampler" in said
+    assert "seed=7 is not used, since the state has seed=0" in said
+
+
+@pytest.mark.parametrize("change", [True, False])
+def test_weights_that_are_changed_after_a_state_was_loaded_are_not_lost_in_silence(change: bool) -> None:
+    engine = trained()
+    engine.run(batches(4), max_epochs=1)
+    other = trained()
+    other.load_state_dict(engine.state_dict())
+    if change:
+        other.load_weights(trained().weights())
+        with pytest.warns(FindingWarning, match=r"W35: the weights were changed after load_state_dict\(\)"):
+            other.run(batches(4), max_epochs=2)
+    else:
+        other.run(batches(4), max_epochs=2)
+    engine.run(batches(4), max_epochs=2)
+    assert_same(other.model.state_dict(), engine.model.state_dict())
+
+
 def test_a_resume_of_the_same_composition_says_nothing_of_it() -> None:
     engine = trained(GradientClipping(max_norm=1.0))
     engine.run(batches(4), max_epochs=1)
-    other = trained(GradientClipping(max_norm=1.0))
+    other = trained(GradientClipping(1.0, norm_type=2.0))
     other.load_state_dict(engine.state_dict())
     other.run(batches(4), max_epochs=2)
     assert [one.code for one in other.findings.of_run()] == ["W31"]

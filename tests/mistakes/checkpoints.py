@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Findings, Update
-from signalfire.handlers import EMA, Checkpoint, GradientClipping
+from signalfire import Engine, Findings, Update, allow
+from signalfire.handlers import (
+    EMA,
+    Checkpoint,
+    CSVLogger,
+    GradientAccumulation,
+    GradientClipping,
+    LRScheduling,
+    MixedPrecision,
+)
 from tests.kit import batches, mlp
-from tests.mistakes.registry import mistake
+from tests.mistakes.registry import comes_right, mistake
 
 
 def engine_of(*handlers: Any, lr: float = 0.1, optimizer: Any = SGD, hidden: int = 8) -> Engine:
@@ -49,6 +61,113 @@ def a_resume_with_another_learning_rate(right: bool) -> None:
 @mistake("W32")
 def a_resume_without_the_clipping(right: bool) -> None:
     resumed(engine_of(*[GradientClipping(max_norm=1.0)] * right), saved(GradientClipping(max_norm=1.0)))
+
+
+@mistake("W32")
+def a_resume_with_a_longer_accumulation_window(right: bool) -> None:
+    resumed(engine_of(GradientAccumulation(2 if right else 4)), saved(GradientAccumulation(2)))
+
+
+@mistake("W32")
+def a_resume_with_another_decay_of_the_rate(right: bool) -> None:
+    def handler(gamma: float) -> LRScheduling:
+        return LRScheduling(partial(ExponentialLR, gamma=gamma))
+
+    resumed(engine_of(handler(0.9 if right else 0.5)), saved(handler(0.9)))
+
+
+@mistake("W32")
+def a_resume_without_the_precision_of_the_run(right: bool) -> None:
+    resumed(engine_of(*[MixedPrecision("bf16")] * right), saved(MixedPrecision("bf16")))
+
+
+@mistake("W32")
+def a_resume_in_double_precision(right: bool) -> None:
+    engine = engine_of()
+    state = saved()
+    data = batches(4)
+    if not right:
+        engine.model.double()
+        data = [(one.double(), other.double()) for one, other in data]
+    engine.load_state_dict(state)
+    engine.run(data, max_epochs=2)
+
+
+@mistake("W32")
+def a_resume_after_layers_were_frozen(right: bool) -> None:
+    engine = engine_of()
+    engine.model[0].requires_grad_(right)
+    with allow("C09"):
+        resumed(engine, saved())
+
+
+@mistake("W32")
+def a_resume_with_another_seed(right: bool) -> None:
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=mlp(5, 8, 1), seed=0)
+    engine.run(batches(4), max_epochs=1)
+    other = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=mlp(5, 8, 1), seed=0 if right else 1)
+    resumed(other, engine.state_dict())
+
+
+@mistake("W32")
+def a_resume_without_shuffling(right: bool) -> None:
+    def loader(shuffle: bool) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(16, 5), torch.randn(16, 1)), 4, shuffle=shuffle)
+
+    engine = engine_of()
+    engine.run(loader(True), max_epochs=1)
+    other = engine_of()
+    other.load_state_dict(engine.state_dict())
+    other.run(loader(right), max_epochs=2)
+
+
+@mistake("W34")
+def a_log_that_was_left_behind(right: bool, folder: Path) -> None:
+    state = saved(CSVLogger(folder / "log.csv", every="1it"))
+    resumed(engine_of(CSVLogger(folder / ("log.csv" if right else "new.csv"), every="1it")), state)
+
+
+@mistake("W35")
+def weights_that_are_loaded_after_the_state(right: bool) -> None:
+    engine = engine_of()
+    pretrained = mlp(5, 8, 1).state_dict()
+    if right:
+        engine.model.load_state_dict(pretrained)
+    engine.load_state_dict(saved())
+    if not right:
+        engine.model.load_state_dict(pretrained)
+    engine.run(batches(4), max_epochs=2)
+
+
+@comes_right
+def a_state_that_is_kept_while_the_training_goes_on(right: bool) -> Any:
+    engine = engine_of()
+    engine.run(batches(4), max_epochs=1)
+    state = engine.state_dict()
+    state = deepcopy(state) if right else state
+    engine.run(batches(4), max_epochs=2)
+    return str(state["modules"])
+
+
+@comes_right
+def the_whole_state_in_place_of_the_weights(right: bool) -> Any:
+    engine = engine_of()
+    state = saved()
+    engine.load_weights(state["modules"] if right else state)
+    return str(engine.weights())
+
+
+@mistake(ValueError, "a directory|state of a Signalfire engine")
+def a_path_in_place_of_the_state(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder)).run(batches(4), max_epochs=1)
+    engine = engine_of(Checkpoint(folder))
+    engine.load_state_dict(Checkpoint.load(folder) if right else folder)  # type: ignore[arg-type]
+    engine.run(batches(4), max_epochs=2)
+
+
+@mistake(TypeError, "neither copied nor pickled")
+def the_engine_itself_in_a_file(right: bool, folder: Path) -> None:
+    torch.save(engine_of().state_dict() if right else engine_of(), folder / "engine.pt")
 
 
 @mistake("W33")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation, LRScheduling
+from signalfire.handlers import GradientAccumulation, LRScheduling, NonFiniteGuard
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import comes_right, mistake
 
@@ -185,6 +185,14 @@ def a_square_root_at_zero(right: bool) -> None:
         return (masked.square() + (1e-6 if right else 0.0)).sqrt().mean()
 
     build(mlp(5, 8, 1), loss=loss).run(batches(), max_epochs=1)
+
+
+@mistake("W19")
+def bad_batches_that_a_guard_leaves_out(right: bool) -> None:
+    data = batches()
+    if not right:
+        data[2][0][0, 0] = float("nan")
+    build(mlp(5, 8, 1), NonFiniteGuard()).run(data, max_epochs=1)
 
 
 @mistake("W16")

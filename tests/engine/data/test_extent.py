@@ -76,6 +76,7 @@ def test_the_same_extent_is_resumed_and_states_without_one_as_well() -> None:
 
 
 def test_what_is_known_of_data() -> None:
-    assert extent_of(loader(10, 4)) == {"samples": 10, "batch_size": 4, "batches": 3}
+    sequential = {"sampler": "SequentialSampler"}
+    assert extent_of(loader(10, 4)) == {"samples": 10, "batch_size": 4, "batches": 3} | sequential
     assert extent_of([1, 2]) == {"batches": 2}
     assert extent_of(iter([1])) == extent_of(None) == {}
