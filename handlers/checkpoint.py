@@ -263,6 +263,22 @@ class Checkpoint(Handler):
             checkpoints.clean(self.folder, self.files)
             self._report_folder(engine)
 
+    def _report_hyperparameters(self, engine: Engine) -> None:
+        """Warn if the run resumes from a checkpoint with other hyperparameters, such as that of another experiment."""
+        origin, now = engine.snapshots.origin, self._saver.constants["hyperparameters"]
+        before = None if origin is None else origin["manifest"]["hyperparameters"]
+        if not before or not now:
+            return
+        different = [key for key in now if key in before and before[key] != now[key]]
+        if origin is not None and different:
+            texts = ", ".join(f"{key}={now[key]!r} in place of {before[key]!r}" for key in different)
+            engine.findings.report(
+                "W32",
+                f"the run resumes from {origin['path']!r}, and {self.name!r} has other hyperparameters: {texts}",
+                "resume with those of the checkpoint (Checkpoint.hyperparameters(path)), or give this experiment its own folder",
+                self.name,
+            )
+
     def _report_folder(self, engine: Engine) -> None:
         for problem in checkpoints.find_unreadable(self.folder, self.files):
             engine.findings.report(
@@ -279,6 +295,7 @@ class Checkpoint(Handler):
         self._saver.forget()
         if engine.processes.is_rank_zero:
             self._saver.ownership(self._run(engine))
+            self._report_hyperparameters(engine)
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 

@@ -121,6 +121,13 @@ def a_resume_without_shuffling(right: bool) -> None:
     other.run(loader(right), max_epochs=2)
 
 
+@mistake("W32")
+def a_resume_in_the_folder_of_an_experiment_with_other_hyperparameters(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder, hyperparameters={"width": 8})).run(batches(4), max_epochs=1)
+    options = {"width": 8 if right else 16}
+    engine_of(Checkpoint(folder, hyperparameters=options, resume=True)).run(batches(4), max_epochs=2)
+
+
 @mistake("W34")
 def a_log_that_was_left_behind(right: bool, folder: Path) -> None:
     state = saved(CSVLogger(folder / "log.csv", every="1it"))
