@@ -73,7 +73,7 @@ class Saver:
         self.folder = folder
         self.handler = handler
         self.weights_only = weights_only
-        self.constants = {
+        self.constants: dict[str, Any] = {
             "handler": handler,
             "kind": "weights" if weights_only else "state",
             "monitor": monitor,
