@@ -78,6 +78,14 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
     "W71": ("warning", "two updates train the same parameters"),
+    "W72": ("warning", "a loss gets probabilities where it expects logits, or the other way round"),
+    "W73": ("warning", "an output and its targets are broadcast against each other in the loss"),
+    "W74": ("warning", "the loss is divided by the length of the accumulation window, which is averaged over already"),
+    "W75": ("warning", "parameters have gradients before the backward of a window's first batch"),
+    "W76": ("warning", "losses or outputs are held with their graphs, so that memory grows"),
+    "W77": ("warning", "targets lie where the output of the last activation never is"),
+    "W78": ("warning", "the global generator is seeded in each iteration"),
+    "W79": ("warning", "the loss is over a single class, and always the same"),
     # W8x: studies, ported loops, authors of handlers
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
     "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),

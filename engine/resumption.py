@@ -69,12 +69,18 @@ def composition(engine: Engine) -> dict[str, Any]:
 
     These are the optimizers' options, the training handlers with their settings, and which parameters are frozen.
     """
-    training = {name: one for name, one in sorted(engine.handlers.items()) if _changes_training(engine, one)}
     return {
         "options": {update.name: update.options for update in engine.updates},
+        **_of_handlers(engine),
+        "frozen": _frozen(engine),
+    }
+
+
+def _of_handlers(engine: Engine) -> dict[str, Any]:
+    training = {name: one for name, one in sorted(engine.handlers.items()) if _changes_training(engine, one)}
+    return {
         "handlers": {name: type(handler).__name__ for name, handler in training.items()},
         "settings": {name: dict(settings) for name, handler in training.items() if (settings := handler.settings())},
-        "frozen": _frozen(engine),
     }
 
 
@@ -92,9 +98,10 @@ def _frozen(engine: Engine) -> list[str] | None:
 
 def _changes_training(engine: Engine, handler: Handler) -> bool:
     """Whether the weights depend on a handler, by what it declares to write, or else by its class and phases."""
-    if handler.writes:
+    owned = engine.overrides.owned_by(handler)
+    if handler.writes or Override.TRIAL in owned:
         return False
-    if any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(handler)):
+    if any(isinstance(one, Override) and one.is_function for one in owned):
         return True
     return any(
         handler.trains and one.phase in (Phase.CHANGE, Phase.FINALIZE)

@@ -12,6 +12,7 @@ import torch
 __all__ = ["plain_arguments"]
 
 _PLAIN = (type(None), bool, int, float, str)
+_LONGEST = 100
 
 
 def plain_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,10 +43,12 @@ def _plain(value: Any) -> Any:
         return _plain({"function": getattr(value.func, "__qualname__", ""), "args": value.args, **value.keywords})
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
+        if len(value) > _LONGEST:  # data, rather than settings
+            return _OTHER
         several = [_plain(one) for one in value]
         return _OTHER if any(one is _OTHER for one in several) else several
-    if isinstance(value, dict):
+    if type(value) is dict:
         known = {str(key): _plain(one) for key, one in value.items()}
         return {key: one for key, one in known.items() if one is not _OTHER}
     return value if type(value) in _PLAIN else _OTHER

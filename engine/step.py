@@ -31,9 +31,9 @@ Perform = Callable[[UpdateState, Any, int, bool], None]
 """Called with the update, the batch, the iteration, and whether any event of this iteration has receivers."""
 
 
-def performer(engine: Engine) -> Perform:
+def performer(engine: Engine, kind: type[Step]) -> Perform:
     """What performs an engine's updates; it is made once a run."""
-    step = Step(engine)
+    step = kind(engine)
     perform = step.train if engine.training else step.evaluate
     if engine.streams == "shared":
         return perform
@@ -57,6 +57,7 @@ class Step:
         "engine",
         "feed",
         "group",
+        "look",
         "one_update",
         "overrides",
         "regions",
@@ -76,6 +77,7 @@ class Step:
         self.distributed = engine.processes.distributed
         self.one_update = len(engine.updates) == 1
         self.begin_stream: Callable[[UpdateState, int], None] | None = None
+        self.look: Any = None  # of the first steps of a run
 
     def train(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """One micro-step: the gradients of this batch and, if they complete the window, the optimizer's step.

@@ -443,6 +443,7 @@ def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of
         Engine(Update.supervised(cross_entropy), model=nn.Linear(3, 2)).load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:W35")
 def test_loaded_weights_are_in_place_at_once_and_the_next_run_is_the_same() -> None:
     whole = make_engine(EMA(0.9), MixedPrecision("bf16"))
     whole.run(loader(), max_iters=7)

@@ -321,6 +321,7 @@ def test_reset_brings_back_the_rate_of_an_optimizer_that_was_given_built() -> No
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.filterwarnings("ignore:W32")
 def test_a_saved_run_without_annealing_can_go_on_with_it() -> None:
     engine = run(trainer_of(network(), SWA(2, bn_data=batches())), max_epochs=3)
     other = trainer_of(network(), SWA(2, bn_data=batches(), lr=0.08, anneal_epochs=1))

@@ -1,0 +1,127 @@
+"""The first steps of a run, in which the engine looks at what is the same in all later ones: how the losses are made."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from .batches import tensors_in
+from .loss_graph import problems_of
+from .step import Step
+from .update import UpdateState
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["FirstStep"]
+
+_ITERATIONS = 4
+
+
+class FirstStep(Step):
+    """A `Step` that looks at the losses of the first iterations, and then becomes a plain one, which costs nothing more."""
+
+    __slots__ = ()
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.look = _Look(engine)
+
+    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
+        """As `Step` does it."""
+        loss = super().compute_loss(update, batch, iteration, listened)
+        look = self.look
+        assert look is not None
+        if iteration > look.last:
+            self.look = None
+            self.__class__ = Step
+        elif update.evaluation == 0 and isinstance(loss, Tensor):
+            look.at(update, loss)
+        return loss
+
+
+class _Node:
+    """Lives as long as the node of the graph that it is attached to."""
+
+
+class _Look:
+    """What was seen of the losses of a run.
+
+    Attributes:
+        last: the last iteration that is looked at.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.last = engine.state.iteration + _ITERATIONS
+        self._seen: set[str] = set()
+        self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
+        self._streams: dict[str, list[Tensor]] = {}
+
+    def at(self, update: UpdateState, loss: Tensor) -> None:
+        """Look at a loss before its backward."""
+        engine = self.engine()
+        assert engine is not None
+        if update.name not in self._seen:
+            self._seen.add(update.name)
+            changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []
+            for one in (loss, *changed):  # which a receiver may have divided
+                for code, sentence, way_out in problems_of(one, update.window.length):
+                    engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
+        self._look_for_gradients(engine, update)
+        self._look_for_kept_graphs(engine, update, loss)
+        self._look_for_seeds(engine, update)
+
+    def _look_for_gradients(self, engine: Engine, update: UpdateState) -> None:
+        """Gradients that are there as a window begins are not those of its batches."""
+        if update.window.held or engine.overrides.gradients is not None:
+            return
+        several = [p.grad for p in update.parameters if p.grad is not None]
+        if any(bool(grad.any()) for grad in several):
+            engine.findings.report(
+                "W75",
+                f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients before the "
+                "backward of the window's first batch, to which its gradients are added",
+                "leave backward() to the engine: call it neither in the forward, in the loss nor in a receiver; and clear "
+                "gradients that were there before the run",
+                key=update.name,
+            )
+
+    def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
+        """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""
+        origin = next((one.grad_fn for one in tensors_in(update.output) if one.grad_fn is not None), loss.grad_fn)
+        if origin is None or update.window.held:
+            return
+        node = _Node()
+        origin.metadata["signalfire"] = node
+        nodes = self._nodes.setdefault(update.name, [])
+        if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
+            engine.findings.report(
+                "W76",
+                f"the losses or outputs of update {update.name!r} of the last {_ITERATIONS - 1} iterations are still held with their "
+                "graphs, so that memory grows with each iteration",
+                "keep what has no graph: loss.item(), or output.detach(); also in sums over batches",
+                key=update.name,
+            )
+        nodes.append(weakref.ref(node))
+
+    def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
+        """Dropout moves the global generator, unless it is seeded anew each time."""
+        parts = [part for root in engine.modules.values() for part in root.modules()]
+        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and part.p > 0]
+        if not drops or engine.streams != "shared" or engine.device.type != "cpu":
+            return
+        streams = self._streams.setdefault(update.name, [])
+        streams.append(torch.get_rng_state())
+        if len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
+            engine.findings.report(
+                "W78",
+                f"after each of the first {len(streams)} iterations, the global generator is where it was, though the model has "
+                "dropout: it seems to be seeded in each iteration, so that each one draws the same masks",
+                "seed once, before the run: Engine(seed=), Seeding or seed_everything",
+                key=update.name,
+            )

@@ -1,0 +1,206 @@
+"""What the autograd graph of a loss shows about how the loss was made.
+
+A few of its nodes tell what no shape and no dtype does: that a cross entropy was given probabilities, that an output of shape
+[N, 1] was broadcast against targets of shape [N], or that a loss was divided by the length of the accumulation window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Problem", "problems_of"]
+
+Problem = tuple[str, str, str]
+"""The code of a finding, its sentence, and the way out."""
+
+_MOST_NODES = 64  # from the loss backwards; what a loss function adds is among the first
+_SAMPLES = 64  # of a batch whose values are looked at
+_SAME_VALUES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T", "Transpose", "Permute", "Slice", "Select"),
+        *("ToCopy", "Clone", "Expand", "Alias", "Index"),
+    )
+)
+_PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
+_ELEMENTWISE = frozenset(("SubBackward0", "RsubBackward1", "MulBackward0", "AddBackward0", "DivBackward0"))
+_RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, float("inf"))} | {
+    node: (name, 0.0, 1.0) for node, name in _PROBABILITIES.items()
+}
+_DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss"))
+
+
+def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:
+    """What looks wrong about a loss before its backward.
+
+    Args:
+        loss: with its graph.
+        window: the length of the accumulation window, over which the gradients are averaged.
+
+    Example:
+        >>> output = torch.zeros(4, 1, requires_grad=True) * 2
+        >>> [code for code, _, _ in problems_of((output - torch.zeros(4)).square().mean(), 1)]
+        ['W73']
+    """
+    if loss.grad_fn is None:
+        return
+    yield from _divided(loss.grad_fn, window)
+    for node in _nodes(loss.grad_fn):
+        name = node.name()
+        if name == "LogSoftmaxBackward0":
+            yield from _log_softmax(node)
+        elif name in ("NllLossBackward0", "NllLoss2DBackward0"):
+            yield from _nll_loss(node)
+        elif name == "BinaryCrossEntropyWithLogitsBackward0":
+            yield from _takes_logits(node, "binary_cross_entropy_with_logits")
+        elif name in _PROBABILITIES and _child(node).name() == name:
+            yield (
+                "W72",
+                f"{_PROBABILITIES[name]} is applied twice, one after the other, in the loss or right before it",
+                "remove one of the two: the model's last layer, or the one that the loss function applies itself",
+            )
+        elif name in _DISTANCES:
+            yield from _out_of_reach(node)
+        elif name in _ELEMENTWISE:
+            yield from _broadcast(node)
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """The nodes nearest to the loss, each once."""
+    queue, seen = [root], {root}
+    for node in queue:
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen and len(queue) < _MOST_NODES:
+                seen.add(child)
+                queue.append(child)
+
+
+class _Leaf:
+    """What stands in for a node that is not there."""
+
+    next_functions: tuple[Any, ...] = ()
+
+    def name(self) -> str:
+        return ""
+
+
+def _child(node: Any) -> Any:
+    """The node from which the first operand comes, past those that only give it another shape or dtype."""
+    while node.next_functions and (child := node.next_functions[0][0]) is not None:
+        if child.name() not in _SAME_VALUES:
+            return child
+        node = child
+    return _Leaf()
+
+
+def _log_softmax(node: Any) -> Iterator[Problem]:
+    yield from _takes_logits(node, "log_softmax")
+    result = _saved(node, "result")
+    if result is not None and result.dim() and result.shape[_dimension(node)] == 1:
+        yield (
+            "W79",
+            f"the softmax of the loss is over a single class (its input has shape {list(result.shape)}), so that the loss is "
+            "the same whatever the model does",
+            "give the model one output per class, or use binary_cross_entropy_with_logits for one output",
+        )
+
+
+def _dimension(node: Any) -> int:
+    """The saved dimension, which torch gives as an unsigned number."""
+    dimension: int = node._saved_dim
+    return dimension if dimension < 2**63 else dimension - 2**64
+
+
+def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
+    if (found := _PROBABILITIES.get(_child(node).name())) is not None:
+        what = "cross_entropy, which begins with log_softmax," if function == "log_softmax" else function
+        yield (
+            "W72",
+            f"{what} gets what comes out of {found}: probabilities, where it expects logits",
+            f"remove the {found}: the loss applies its own",
+        )
+
+
+def _nll_loss(node: Any) -> Iterator[Problem]:
+    scores = _saved(node, "self")
+    if scores is None or _child(node).name() == "LogSoftmaxBackward0":
+        return
+    classes = 1 if scores.dim() > 1 else 0
+    sums = scores[:_SAMPLES].detach().float().exp().sum(classes)
+    if sums.numel() and not torch.allclose(sums, torch.ones_like(sums), atol=0.02):
+        yield (
+            "W72",
+            f"nll_loss expects the logarithms of probabilities, but those of its input add up to {float(sums.flatten()[0]):.3g}",
+            "use cross_entropy for logits, or apply log_softmax",
+        )
+
+
+def _out_of_reach(node: Any) -> Iterator[Problem]:
+    target, last = _saved(node, "target"), _RANGES.get(_child(node).name())
+    if target is None or last is None or target.numel() == 0:
+        return
+    function, least, most = last
+    smallest, largest = (float(one) for one in target[:_SAMPLES].detach().float().aminmax())
+    if smallest < least - 1e-3 or largest > most + 1e-3:
+        yield (
+            "W77",
+            f"the output comes out of {function}, so that it lies between {least:g} and {most:g}, but the targets of the first "
+            f"batch between {smallest:.4g} and {largest:.4g}",
+            "remove the last activation, or scale the targets",
+        )
+
+
+def _broadcast(node: Any) -> Iterator[Problem]:
+    """An output of shape [N] or [N, 1] that meets something constant of the other one of these shapes."""
+    operands = [(child, place) for child, place in node.next_functions if child is not None]
+    if len(operands) != 1:
+        return
+    child, place = operands[0]
+    own, before = _shape(node, 0), _shape(child, place)
+    if len(own) != 2 or own[0] != own[1] or own[0] < 2 or before not in ((own[0],), (own[0], 1)):
+        return
+    other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
+    yield (
+        "W73",
+        f"in the loss, an output of shape {list(before)} meets a tensor of shape {other}, and both are broadcast to "
+        f"{list(own)}: every sample is compared with the targets of all",
+        "give output and targets the same shape, for example with squeeze(-1) or unsqueeze(-1)",
+    )
+
+
+def _divided(node: Any, window: int) -> Iterator[Problem]:
+    if window < 2 or node.name() not in ("DivBackward0", "MulBackward0"):
+        return
+    other, terms = _saved(node, "other"), _child(node).name()
+    # A number becomes a tensor of one of these types; what is float32 is a tensor already, such as a gradient scaler's scale.
+    if other is None or other.dtype not in (torch.int64, torch.float64) or other.dim() or other.requires_grad:
+        return
+    if terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
+        return
+    factor = float(other) if node.name() == "DivBackward0" else 1.0 / (float(other) or float("inf"))
+    if abs(factor - window) < 1e-6:
+        yield (
+            "W74",
+            f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
+            "return the loss as it is: as it stands, the gradients are divided twice",
+        )
+
+
+def _shape(node: Any, place: int) -> tuple[int, ...]:
+    """The shape of one of a node's results."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(int(size) for size in metadata[place].shape) if place < len(metadata) else ()
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node saved for its backward; None if it has none, or if a backward has freed it."""
+    try:
+        value = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+    return value if isinstance(value, Tensor) else None

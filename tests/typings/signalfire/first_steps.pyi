@@ -1,0 +1,1 @@
+from engine.first_steps import *

@@ -1,0 +1,1 @@
+from engine.loss_graph import *
