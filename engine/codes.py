@@ -86,7 +86,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W77": ("warning", "targets lie where the output of the last activation never is"),
     "W78": ("warning", "the global generator is seeded in each iteration"),
     "W79": ("warning", "the loss is over a single class, and always the same"),
-    # W8x: studies, ported loops, authors of handlers
+    # W8x: receivers, and studies
+    "W80": ("warning", "a receiver changes the loss that is reported, and not the one that is trained with"),
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
     "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),
     # C: what `Engine.check` finds before a run
@@ -118,6 +119,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C23": ("info", "a schedule changes the rates of some optimizers only"),
     "C24": ("warning", "data that can be read only once is used for several epochs"),
     "C25": ("warning", "a function clips gradients that are still scaled for float16"),
+    "C26": ("warning", "a function clips gradients where there are none, or parts of a window"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -38,7 +38,7 @@ class FirstStep(Step):
         assert look is not None
         if iteration > look.last:
             self.look = None
-            self.__class__ = Step
+            self.__class__ = Step  # type: ignore[assignment]
         elif update.evaluation == 0 and isinstance(loss, Tensor):
             look.at(update, loss)
         return loss
@@ -72,9 +72,22 @@ class _Look:
             for one in (loss, *changed):  # which a receiver may have divided
                 for code, sentence, way_out in problems_of(one, update.window.length):
                     engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
+            if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
+                self._report_reported_loss(engine, update)
         self._look_for_gradients(engine, update)
         self._look_for_kept_graphs(engine, update, loss)
         self._look_for_seeds(engine, update)
+
+    @staticmethod
+    def _report_reported_loss(engine: Engine, update: UpdateState) -> None:
+        if update.raw_loss is not None and update.raw_loss.requires_grad:
+            engine.findings.report(
+                "W80",
+                f"a receiver has set the loss of update {update.name!r}, which is only what is reported: the backward starts "
+                "from the loss as it was",
+                "set engine.state.update.backward_loss as well, or instead",
+                key=update.name,
+            )
 
     def _look_for_gradients(self, engine: Engine, update: UpdateState) -> None:
         """Gradients that are there as a window begins are not those of its batches."""
@@ -97,12 +110,12 @@ class _Look:
         if origin is None or update.window.held:
             return
         node = _Node()
-        origin.metadata["signalfire"] = node
+        origin.metadata["signalfire"] = node  # type: ignore[index]
         nodes = self._nodes.setdefault(update.name, [])
         if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
             engine.findings.report(
                 "W76",
-                f"the losses or outputs of update {update.name!r} of the last {_ITERATIONS - 1} iterations are still held with their "
+                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still held with their "
                 "graphs, so that memory grows with each iteration",
                 "keep what has no graph: loss.item(), or output.detach(); also in sums over batches",
                 key=update.name,

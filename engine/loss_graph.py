@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(("SubBackward0", "RsubBackward1", "MulBackward0", "AddB
 _RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, float("inf"))} | {
     node: (name, 0.0, 1.0) for node, name in _PROBABILITIES.items()
 }
-_DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss"))
+_DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss", "HuberLoss"))
 
 
 def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:

@@ -15,8 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
 from .connection import Connection
-from .events import AnyEvent, Events
+from .events import AnyEvent
 from .findings import Finding, finding
+from .function_rules import OF_FUNCTIONS
 from .interval import Interval
 from .planning import comes_up
 
@@ -119,55 +120,6 @@ def _conflict(one: Connection, other: Connection) -> str | None:
         return None
     used = (one.writes & (other.reads | other.writes)) | (other.writes & one.reads)
     return min(used - _OWN, default=None)
-
-
-_CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
-
-
-def two_clips(it: Composition) -> Iterator[Finding]:
-    clipping = [handler for handler in it.handlers if getattr(handler, "clips_gradients", False)]
-    for one in it.functions:
-        if clipping and _CLIPS & _names_in(one.receiver):
-            yield finding(
-                "C04",
-                f"the function {one!r} clips gradients, and {clipping[0].name!r} clips them, too",
-                "remove one of the two",
-                [clipping[0].name],
-            )
-    for place, handler in enumerate(clipping):
-        for other in clipping[place + 1 :]:
-            names = getattr(handler, "update", None), getattr(other, "update", None)
-            if None in names or names[0] == names[1]:
-                yield finding(
-                    "C04",
-                    f"{handler.name!r} and {other.name!r} clip the same gradients, one after the other",
-                    "detach one of the two, unless both bounds are meant",
-                    [handler.name, other.name],
-                    "info",
-                )
-
-
-def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
-    ready = it.engine.signal(Events.GRADIENTS_READY).connections
-    for unscale in (one for one in ready if "scale" in (one.writes or ())):
-        before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
-        for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
-            if one.owner is None and _CLIPS & _names_in(one.receiver):
-                what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
-                way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
-                yield finding("C25", what, way_out, [str(unscale.owner)])
-
-
-def _names_in(function: Any) -> set[str]:
-    """The names that a function uses, also in functions inside it."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    names: set[str] = set()
-    todo = [] if code is None else [code]
-    while todo:
-        code = todo.pop()
-        names |= set(code.co_names)
-        todo += [one for one in code.co_consts if hasattr(one, "co_names")]
-    return names
 
 
 def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
@@ -473,8 +425,7 @@ OF_COMPOSITIONS: Sequence[Rule] = (
     produced_and_read_by_nobody,
     evaluations_that_measure_nothing,
     receivers_without_an_order,
-    two_clips,
-    clips_of_scaled_gradients,
+    *OF_FUNCTIONS,
     intervals_that_never_come_up,
     foreign_parameters,
     untrained_parameters,

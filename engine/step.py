@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .distributed.processes import Processes
     from .engine import Engine
 
-__all__ = ["IterationSignals", "Perform", "performer"]
+__all__ = ["IterationSignals", "Perform", "Step", "performer"]
 
 Perform = Callable[[UpdateState, Any, int, bool], None]
 """Called with the update, the batch, the iteration, and whether any event of this iteration has receivers."""

@@ -1,0 +1,1 @@
+from engine.function_rules import *
