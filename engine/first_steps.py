@@ -115,8 +115,8 @@ class _Look:
         if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
             engine.findings.report(
                 "W76",
-                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still held with their "
-                "graphs, so that memory grows with each iteration",
+                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still held with "
+                "their graphs, so that memory grows with each iteration",
                 "keep what has no graph: loss.item(), or output.detach(); also in sums over batches",
                 key=update.name,
             )
