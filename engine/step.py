@@ -154,6 +154,7 @@ class Step:
             if update.forward is None:
                 loss = update.function(self.engine, batch)
             else:
+                update.output = None  # the previous one goes before there is another
                 update.output = output = update.forward(self.engine, batch)
                 if listened and signals.forward_completed.due <= iteration:
                     signals.forward_completed.emit(self.engine, iteration)

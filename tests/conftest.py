@@ -1,19 +1,24 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
-The quick tier runs by default. `--full` adds what is marked `slow`; what is marked `campaign` or `neutral` runs by that name
-alone, as in `-m campaign`. A test that is named by its id runs whatever its marks are.
+The quick tier runs by default: at most 8 cases of each test, evenly spread, unless it is marked `whole`. `--full` runs all of
+them, and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that
+is named by its id runs whatever its marks are.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
 
 # On a small shared machine, two threads are many times slower, and sums come out otherwise.
 torch.set_num_threads(1)
+
+
+MOST_CASES = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,9 +38,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"an address in the id of a test differs from process to process: {unstable[0]}")
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    off = {"campaign", "neutral"} | (set() if config.getoption("--full") else {"slow"})
+    full = config.getoption("--full")
+    off = {"campaign", "neutral"} | (set() if full else {"slow"})
     left_out = [item for item in items if any(mark.name in off for mark in item.iter_markers())]
+    if not full:
+        gone = set(left_out)
+        left_out += _beyond([item for item in items if item not in gone])
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         out = set(left_out)
         items[:] = [item for item in items if item not in out]
+
+
+def _beyond(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of each test beyond the most that the quick tier runs of it."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("whole") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    beyond = []
+    for cases in tests.values():
+        last = len(cases) - 1
+        kept = {round(place * last / (MOST_CASES - 1)) for place in range(MOST_CASES)}
+        beyond += [case for place, case in enumerate(cases) if last >= MOST_CASES and place not in kept]
+    return beyond

@@ -106,3 +106,22 @@ def test_an_engine_and_its_handlers_are_freed_without_a_pass_of_the_garbage_coll
 
 def fail(engine: Engine) -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_previous_output_is_gone_before_there_is_another(training: bool) -> None:
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Noting(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(one() is not None for one in outputs))
+            output = super().forward(input)
+            outputs.append(weakref.ref(output))
+            return output
+
+    optimizer = partial(torch.optim.SGD, lr=0.1) if training else None
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=Noting(3, 1))
+    engine.run([(torch.ones(2, 3), torch.ones(2, 1))] * 5, max_epochs=1)
+    assert alive == [0] * 5
+    assert engine.updates[0].output is outputs[-1](), "the last one stays, to be looked at"

@@ -45,6 +45,7 @@ def codes_in(result: Any, error: BaseException | None, messages: list[BaseExcept
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("one", MISTAKES, ids=IDS)
 def test_a_mistake_is_noticed(one: Mistake, tmp_path: Path) -> None:
     result, error, messages = run(one, right=False, folder=tmp_path)
@@ -68,6 +69,7 @@ def test_a_mistake_is_noticed(one: Mistake, tmp_path: Path) -> None:
         assert any(re.search(one.match, text) for text in texts), (error, messages)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("one", [one for one in MISTAKES if one.outcome != "silent"],
                          ids=[name for name, one in zip(IDS, MISTAKES, strict=True) if one.outcome != "silent"])  # fmt: skip
 def test_the_same_done_right_stays_silent(one: Mistake, tmp_path: Path) -> None:
