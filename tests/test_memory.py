@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch imports it with the first optimizer, and keeps the frames of that moment
 from torch import nn
 
 from signalfire import Engine, Events, Update
