@@ -29,7 +29,9 @@ class Phase(IntEnum):
     - PREPARE: prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)
     - CHANGE: change training; the default, also for users' functions
     - FINALIZE: last change before backward or step: scale the loss, skip a step
-    - RECORD: read only: history, loggers, progress bar
+    - RECORD: read only: history, loggers, progress bar. Where a step computes its gradients several times, as LBFGS and
+      `SharpnessAwareMinimization` do, these receivers are called for the first time only: what is recorded are the losses and
+      gradients at the weights before the step
     - CONTROL: schedules, patience, stops; finally, which checkpoints to keep
     - PERSIST: write to disk; last, because a checkpoint written before CONTROL would resume with the patience and the schedule
       one step behind

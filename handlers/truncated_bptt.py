@@ -37,6 +37,8 @@ class TruncatedBPTT(Handler):
     A skipped step, for example after an overflow, skips its chunk (or window of chunks) only; the next chunk continues. An
     update that is skipped before its first chunk is skipped for the whole batch.
 
+    With several updates, each goes through all chunks of a batch before the next update begins.
+
     After the last chunk, ``state.batch`` is the whole batch again, and ``update.loss`` the mean of the chunks' losses, weighted
     by their lengths (packed: by their numbers of elements). ``update.output`` is the concatenation of the chunks' outputs along
     ``dim``, detached, if each is a tensor with the length of its chunk there; otherwise the output of the last chunk. Return a

@@ -904,3 +904,26 @@ def test_a_batch_without_a_time_dimension_is_an_error_that_names_the_remedy() ->
     trainer = make_trainer(Recurrent(), TruncatedBPTT(STEPS, dim=3))
     with pytest.raises(ValueError, match=r"dim=3 dimensions; give TruncatedBPTT\(dim=\) or TruncatedBPTT\(split=\)"):
         trainer.run(make_data(), max_epochs=1)
+
+
+def test_each_update_goes_through_all_chunks_before_the_next_begins() -> None:
+    model, made = nn.Linear(5, 1), []
+
+    def update(name: str) -> Update:
+        def forward(engine: Engine, batch: Any) -> Tensor:
+            made.append(name)
+            output: Tensor = model(batch[0])
+            return output
+
+        return Update(
+            forward,
+            lambda engine, output, batch: output.mean(),
+            partial(torch.optim.SGD, lr=0.1),
+            name,
+            lambda engine: model.parameters(),
+        )
+
+    engine = Engine([update("one"), update("other")], model=model)
+    engine.attach(TruncatedBPTT(2))
+    engine.run([(torch.ones(3, 6, 5),)], max_epochs=1)
+    assert made == ["one"] * 3 + ["other"] * 3
