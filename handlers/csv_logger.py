@@ -31,8 +31,8 @@ class CSVLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations at which losses and learning rates are written; with "10it" the first are those of iteration 10. Each new value of a metric
-            is written in the iteration in which it was measured, and after evaluations and epochs.
+        every: Interval in iterations at which losses and learning rates are written; with "10it" the first are those of iteration
+            10. Each new value of a metric is written in the iteration in which it was measured, and after evaluations and epochs.
         time: Whether to add a column ``time`` before ``name``: when the row was written, in seconds since 1970.
 
     Raises:

@@ -18,9 +18,9 @@ class GradientAccumulation(Handler):
     Windows do not extend over epochs: the last window of an epoch may be shorter, and is averaged over its actual length. The
     reported loss is that of each batch. Gradient clipping, schedules and weight averages run once per window.
 
-    Where data has no length, each batch is loaded while the one before is still in its window, to know whether the epoch ends. What
-    its loading draws from the global generators thus comes before that batch's dropout; over data with a length, the order is
-    that of a plain loop.
+    Where data has no length, each batch is loaded before the forward of the one before it, to know whether the epoch ends.
+    What its loading draws from the global generators comes before that forward's dropout; with a length, the order is that of a
+    plain loop.
 
     Args:
         steps: Number of batches per window, or a schedule ``{epoch: n}``, where each n applies from its epoch on and n is 1

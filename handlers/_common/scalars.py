@@ -20,8 +20,8 @@ class ScalarLogger(Handler):
     the next step. Each new value of a metric is written once, even if the run stops and resumes in between.
 
     Args:
-        every: Interval of losses and learning rates, in iterations: with "10it" the first are those of iteration 10. Each new value of a metric is written in the iteration in
-            which it was measured, and after evaluations and epochs.
+        every: Interval of losses and learning rates, in iterations: with "10it" the first are those of iteration 10. Each new
+            value of a metric is written in the iteration in which it was measured, and after evaluations and epochs.
     """
 
     writes = True

@@ -346,7 +346,7 @@ _NOT_READ_AGAIN = [("shared", "unsized"), ("shared", "sized")]
             for data in DATA
             if (streams, data) not in _NOT_READ_AGAIN
         ],
-        3,
+        2,
     ),
 )
 def test_a_run_resumed_at_any_cut_ends_as_if_it_had_not_been_stopped(
@@ -362,7 +362,7 @@ HANDLERS: list[list[Callable[[], Handler]]] = [
 ]
 
 
-@pytest.mark.parametrize("handlers", HANDLERS)
+@pytest.mark.parametrize("handlers", spread(HANDLERS, 2))
 def test_a_run_with_handlers_that_draw_resumes_exactly(handlers: list[Callable[[], Handler]]) -> None:
     check_resume("separate", shuffled, handlers, None)
 

@@ -420,7 +420,7 @@ def check_crashes(root: Path, log: list[tuple[Any, ...]]) -> int:
     return states
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", quick([False, True], True))
 @pytest.mark.parametrize("keep", quick([1, 2], 2))
 def test_whatever_a_power_cut_leaves_the_newest_that_was_saved_loads(
     keep: int, asynchronous: bool, folder: Path

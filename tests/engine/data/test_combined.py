@@ -101,7 +101,7 @@ def build() -> Engine:
 
 
 @pytest.mark.parametrize("mode", quick(["min", "max", "cycle"], "cycle"))
-@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("generator", quick([False, True], True))
 def test_a_run_resumed_anywhere_goes_on_in_every_part(mode: str, generator: bool) -> None:
     saved: list[dict[str, Any]] = []
     whole = build()

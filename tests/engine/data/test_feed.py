@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from signalfire import Engine, Events, ReloadedData, Update
 from signalfire.testing import trace
-from tests.kit import idle_engine
+from tests.kit import idle_engine, quick
 
 
 class ByEpoch(Sampler[int]):
@@ -153,7 +153,7 @@ def test_data_that_rewinds_at_its_end_is_trained_on_in_every_epoch(cut: int) -> 
     assert before + after == [1, 2, 3, 4] * 3
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", quick([False, True], True))
 def test_workers_end_with_the_last_batch_and_persistent_ones_with_the_run(persistent: bool) -> None:
     engine, alive = trainer(), []
     loader = DataLoader(TensorDataset(torch.ones(4)), num_workers=1, persistent_workers=persistent,
