@@ -68,6 +68,7 @@ def test_a_run_resumed_from_any_checkpoint_keeps_and_logs_the_same(name: str) ->
     assert any(part.startswith("kept by ") for part in whole(name).left.parts)
 
 
+@pytest.mark.slow
 def test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one() -> None:
     # Those that distribute have a state in several processes alone: `test_resume_together` and their own tests resume such runs.
     able = {one for one in shipped() if one.state_dict is not Handler.state_dict and one.__name__ not in DISTRIBUTING}
@@ -75,6 +76,7 @@ def test_every_handler_that_has_a_state_is_in_a_recipe_that_gives_it_one() -> No
     assert able <= given, f"no recipe gives a state to {sorted(one.__name__ for one in able - given)}"
 
 
+@pytest.mark.slow
 def test_the_recipes_do_what_they_are_there_for() -> None:
     """Scales shrink and grow, steps are skipped, stops come or are held back, windows are cut open."""
     reported = {name: whole(name).reported for name in RECIPES}

@@ -405,6 +405,7 @@ def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
 # ---- another number of processes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", quick(["inside an epoch", "in the next epoch", "at the end of an epoch"], "inside an epoch")
 )

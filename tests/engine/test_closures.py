@@ -486,6 +486,7 @@ def test_a_state_inside_an_open_window_resumes_exactly(optimizer: str, weight: A
         assert fingerprint(resumed) == fingerprint(whole)
 
 
+@pytest.mark.slow
 def test_handlers_keep_their_promises_with_a_closure() -> None:
     for make in (lambda: GradientAccumulation(3), lambda: GradientClipping(max_norm=0.1)):
         check_handler(make_trainer, make, make_data(), max_epochs=2)

@@ -25,7 +25,7 @@ from signalfire.handlers import (
     LRScheduling,
     MixedPrecision,
 )
-from tests.kit import assert_same, batches, build, mlp
+from tests.kit import assert_same, batches, build, mlp, quick
 
 
 def trained(*handlers: Any, lr: float = 0.1) -> Engine:
@@ -223,7 +223,7 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_exactly(tmp_path
     assert_same(whole.model, plain)
 
 
-@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("compiled_first", quick([False, True], True))
 def test_names_that_differ_by_compilation_alone_are_the_same(compiled_first: bool) -> None:
     def model(compiled: bool) -> nn.Module:
         return torch.compile(mlp(5, 8, 1), backend="eager") if compiled else mlp(5, 8, 1)  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from signalfire import Engine, Events, Update
 from signalfire.handlers import AdaptiveGradientClipping, GradientAccumulation, GradientClipping, MixedPrecision
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import average_gradients, same, windows
+from tests.kit import average_gradients, quick, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -157,7 +157,7 @@ def test_a_pattern_without_a_match_is_an_error_before_the_first_batch() -> None:
     assert same(model, network())
 
 
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("window", quick([1, 4], 4))
 def test_together_with_clipping_by_norm_and_fp16_in_every_order(window: int) -> None:
     def change(model: nn.Module) -> None:
         plain_clip(model, 0.05, 1e-3)

@@ -35,7 +35,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import batches, build, evaluator_of, mlp, spread
+from tests.kit import batches, build, evaluator_of, mlp, quick, spread
 
 
 def network() -> nn.Sequential:
@@ -162,7 +162,7 @@ def loader(own_generator: bool) -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=4, shuffle=True, generator=generator)  # 11 batches
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["global random state", "own generator"])
+@pytest.mark.parametrize("own_generator", quick([False, True], True), ids=["global random state", "own generator"])
 def test_every_file_continues_the_run_bit_for_bit(tmp_path: Path, own_generator: bool) -> None:
     seed_everything(1)
     whole, history = full_engine(tmp_path / "whole", keep=99)

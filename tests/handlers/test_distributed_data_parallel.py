@@ -506,6 +506,7 @@ def _no_loss() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 def test_a_process_that_learns_nothing_takes_the_step_of_the_others() -> None:
     found = assert_alike(run_together(_no_loss, 2))
     alone = make_engine(with_ddp=False, optimizer=ADAM)
@@ -535,6 +536,7 @@ def _both_validated() -> tuple[Weights, Weights]:
     return _validated(True), _validated(False)
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_the_data_of_the_training_changes_nothing() -> None:
     for one, other in run_together(_both_validated, 2):
         assert not differing(one, other)
@@ -796,6 +798,7 @@ def _in_chunks() -> tuple[Weights, list[int], float]:
     return weights_of(engine), [update.steps for update in engine.updates], engine.state.metrics["loss"]
 
 
+@pytest.mark.slow
 def test_time_chunks_of_different_numbers_make_as_many_steps_as_the_longest() -> None:
     found, steps, loss = assert_alike(run_together(_in_chunks, 2))
     model = Reader()
@@ -859,6 +862,7 @@ def _out_of_memory() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_all_halve_their_batches_when_the_memory_of_one_runs_out(size: int) -> None:
     found = assert_alike(run_together(_out_of_memory, size))
@@ -1141,6 +1145,7 @@ def _buffers(shared: bool) -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 def test_buffers_are_those_of_rank_0_or_each_processs_own() -> None:
     first, second = run_together(_buffers, 2, True)
     assert torch.equal(first["after"], second["after"])

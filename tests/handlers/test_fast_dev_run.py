@@ -32,7 +32,7 @@ from signalfire.handlers import (
     warmup,
 )
 from signalfire.testing import check_handler
-from tests.kit import build, mlp
+from tests.kit import build, mlp, quick
 
 
 def network() -> nn.Sequential:
@@ -69,7 +69,7 @@ def whole(folder: Path, model: nn.Module, *handlers: Any) -> tuple[Engine, Engin
     return trainer, evaluator
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", quick([1, 3], 3))
 def test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing(tmp_path: Path, count: int) -> None:
     before = set(multiprocessing.active_children())
     model = network()

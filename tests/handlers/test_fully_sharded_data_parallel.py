@@ -174,6 +174,7 @@ def test_trains_to_the_weights_of_one_process(number: int) -> None:
         assert own_steps == steps == 12
 
 
+@pytest.mark.slow
 def test_starts_from_the_weights_of_rank_0() -> None:
     one, *_ = trained(12, list, {"max_epochs": 2})
     for weights, *_ in together(2, partial(trained, seeds=True), 6, list, {"max_epochs": 2}):
@@ -301,6 +302,7 @@ def killed_while_saving(folder: Path, size: int) -> None:
     engine.run(loader(size), max_epochs=4)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_during_a_save_leaves_the_older_checkpoint_whole(tmp_path: Path) -> None:
     processes, ends = start(2, killed_while_saving, tmp_path, 6)
     try:
@@ -355,6 +357,7 @@ def test_what_one_process_cannot_write_is_an_error_of_all(tmp_path: Path, asynch
     assert {path.name for path in tmp_path.iterdir()} == {name for name, _ in kept}
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path) -> None:
     together(2, part, tmp_path, 6, 2)
     newest = tmp_path / whole_kept(2)[-1][0]
@@ -596,6 +599,7 @@ def without_loss(function: bool, dropout: bool) -> Any:
     return full(engine), seen, streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", quick([False, True], True))
 def test_a_process_without_a_loss_or_with_a_skip_takes_part(function: bool) -> None:
     one = make(optimizer=SGD)
@@ -729,6 +733,7 @@ def evaluated(size: int) -> Any:
     return full(engine), losses
 
 
+@pytest.mark.slow
 def test_evaluations_see_averages_and_may_be_uneven() -> None:
     one, losses = evaluated(12)
     results = together(2, evaluated, 6)
@@ -785,6 +790,7 @@ def scaled(number: int) -> Any:
     return seen, scaler.get_scale(), full(engine)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_process_is_one_of_all() -> None:
     for seen, scale, weights in together(2, scaled, 2):
         assert seen == [False, True, False, False, False, False]

@@ -17,7 +17,7 @@ from signalfire.handlers import GradientAccumulation, GradientClipping, Gradient
 from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
-from tests.kit import average_gradients, batches, mlp, same, windows
+from tests.kit import average_gradients, batches, mlp, quick, same, windows
 
 Batches = list[tuple[Tensor, Tensor]]
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -87,7 +87,7 @@ def test_weights_equal_a_plain_loop(eta: float, gamma: float, window: int) -> No
     assert not same(engine.model, plain_loop(None, window=window))
 
 
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("window", quick([1, 4], 4))
 def test_together_with_clipping_and_fp16_in_every_order(window: int) -> None:
     reference = plain_loop(0.3, window=window, max_norm=0.2, scaled=True)
     for order in itertools.permutations(range(4)):

@@ -290,6 +290,7 @@ def _sharded() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_batches_are_sharded_in_the_order_that_rank_0_draws(size: int) -> None:
     found = run_together(_sharded, size)
