@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from .batches import tensors_in
+from .distributed.sharded import local_part
 from .loss_graph import problems_of
 from .step import Step
 from .update import UpdateState
@@ -93,8 +94,8 @@ class _Look:
         """Gradients that are there as a window begins are not those of its batches."""
         if update.window.held or engine.overrides.gradients is not None:
             return
-        several = [p.grad for p in update.parameters if p.grad is not None]
-        if any(bool(grad.any()) for grad in several):
+        several = [local_part(p.grad) for p in update.parameters if p.grad is not None]
+        if any(grad.is_sparse or bool(grad.any()) for grad in several):
             engine.findings.report(
                 "W75",
                 f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients before the "

@@ -178,7 +178,7 @@ def _divided(node: Any, window: int) -> Iterator[Problem]:
         return
     other, terms = _saved(node, "other"), _child(node).name()
     # A number becomes a tensor of one of these types; what is float32 is a tensor already, such as a gradient scaler's scale.
-    if other is None or other.dtype not in (torch.int64, torch.float64) or other.dim() or other.requires_grad:
+    if other is None or other.dtype not in (torch.int64, torch.float64) or other.dim() or other.device.type != "cpu":
         return
     if terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
         return
