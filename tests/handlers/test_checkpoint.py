@@ -1189,25 +1189,26 @@ class Dying(Files):
         super().remove(path)
 
 
-def last_and_best(folder: Path) -> tuple[Engine, Checkpoint, Checkpoint]:
+def last_and_best(folder: Path, asynchronous: bool) -> tuple[Engine, Checkpoint, Checkpoint]:
     engine = build(model := mlp(5, 8, 1), Validation(evaluator_of(model), batches(2)))
-    last = Checkpoint(folder, every="1ep", keep=1, filename="last", name="last")
-    best = Checkpoint(folder, monitor="loss", keep=1, filename="best", name="best")
+    last = Checkpoint(folder, every="1ep", keep=1, filename="last", name="last", asynchronous=asynchronous)
+    best = Checkpoint(folder, monitor="loss", keep=1, filename="best", name="best", asynchronous=asynchronous)
     last.files = best.files = Dying()
     engine.attach(last, best)
     return engine, last, best
 
 
 @pytest.mark.filterwarnings(r"ignore:run\(\). nothing to do")  # it died after the last iteration
-@pytest.mark.parametrize("seed", spread(range(12), 2))
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("seed", spread(range(12), 1))
 def test_deaths_between_the_saves_of_one_event_lose_no_best_and_leave_nothing_behind(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, *_, expected = last_and_best(tmp_path / "whole")
+    whole, *_, expected = last_and_best(tmp_path / "whole", asynchronous)
     whole.run(batches(4), max_epochs=4)
     draw, folder = random.Random(seed), tmp_path / "killed"
     for _ in range(100):
-        engine, last, best = last_and_best(folder)
+        engine, last, best = last_and_best(folder, asynchronous)
         source = None
         if folder.exists() and any(not name.startswith(".") for name in os.listdir(folder)):
             state = Checkpoint.load(folder)
