@@ -78,7 +78,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W63": ("info", "the interval of a logger is longer than the run"),
     # W7x: what training changes: gradients, rates, averages
     "W71": ("warning", "two updates train the same parameters"),
-    "W72": ("warning", "a loss gets probabilities where it expects logits, or the other way round"),
+    "W72": (
+        "warning",
+        "a loss gets something else than the logits, or the logarithms of probabilities, that it expects",
+    ),
     "W73": ("warning", "an output and its targets are broadcast against each other in the loss"),
     "W74": ("warning", "the loss is divided by the length of the accumulation window, which is averaged over already"),
     "W75": ("warning", "parameters have gradients before the backward of a window's first batch"),
@@ -120,6 +123,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C24": ("warning", "data that can be read only once is used for several epochs"),
     "C25": ("warning", "a function clips gradients that are still scaled for float16"),
     "C26": ("warning", "a function clips gradients where there are none, or parts of a window"),
+    "C27": ("warning", "a model holds trainable tensors or layers where PyTorch does not find them"),
+    "C28": ("warning", "an optimizer has an option with which no training converges"),
+    "C29": ("warning", "labels are smoothed twice"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

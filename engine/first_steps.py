@@ -126,7 +126,7 @@ class _Look:
     def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
         """Dropout moves the global generator, unless it is seeded anew each time."""
         parts = [part for root in engine.modules.values() for part in root.modules()]
-        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and part.p > 0]
+        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and 0 < part.p < 1]
         if not drops or engine.streams != "shared" or engine.device.type != "cpu":
             return
         streams = self._streams.setdefault(update.name, [])

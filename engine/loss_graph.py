@@ -100,6 +100,12 @@ def _child(node: Any) -> Any:
 
 def _log_softmax(node: Any) -> Iterator[Problem]:
     yield from _takes_logits(node, "log_softmax")
+    if _child(node).name() == "ReluBackward0":
+        yield (
+            "W72",
+            "cross_entropy gets what comes out of relu: logits without their negative half",
+            "remove the relu behind the last layer",
+        )
     result = _saved(node, "result")
     if result is not None and result.dim() and result.shape[_dimension(node)] == 1:
         yield (

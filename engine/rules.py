@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
@@ -19,6 +19,7 @@ from .events import AnyEvent
 from .findings import Finding, finding
 from .function_rules import OF_FUNCTIONS
 from .interval import Interval
+from .model_rules import OF_MODELS
 from .planning import comes_up
 
 __all__ = ["OF_BATCHES", "OF_COMPOSITIONS"]
@@ -332,10 +333,41 @@ def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
     sets = [(one, _dataset(one.data)) for one in it.evaluations]
     if any(data is not own for _, data in sets):
         sets = []  # the training data is evaluated beside other data
+    yield from _overlaps(it)
     decides = bool(it.monitors)
     for one, _ in sets:
         if "train" not in f"{one.handler.name} {one.key} {getattr(one.handler, 'prefix', '')}".lower():
             yield _training_data(one.handler.name, "is the training data", None if decides else "info")
+
+
+def _overlaps(it: Composition) -> Iterator[Finding]:
+    """Samples of one data set that are trained with and evaluated."""
+    own = _dataset(it.data)
+    for one in it.evaluations:
+        other = _dataset(one.data)
+        if _whole(other) is not _whole(own) or not isinstance(own, Subset) | isinstance(other, Subset):
+            continue  # two data sets, or one that is whole in both, of which `evaluated_on_training_data` tells
+        trained, evaluated = _places(own), _places(other)
+        shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
+        if shared and other is not own:
+            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data", None)
+
+
+def _whole(data: Any) -> Any:
+    """The data set that a subset, or a subset of a subset, is of."""
+    while isinstance(data, Subset):
+        data = data.dataset
+    return data
+
+
+def _places(data: Any) -> set[int] | None:
+    """Which samples of the whole data set a subset has; None for all of them."""
+    if not isinstance(data, Subset):
+        return None
+    places = [int(place) for place in data.indices]
+    while isinstance(data := data.dataset, Subset):
+        places = [int(data.indices[place]) for place in places]
+    return set(places)
 
 
 def _training_data(name: str, what: str, severity: Any) -> Finding:
@@ -426,6 +458,7 @@ OF_COMPOSITIONS: Sequence[Rule] = (
     evaluations_that_measure_nothing,
     receivers_without_an_order,
     *OF_FUNCTIONS,
+    *OF_MODELS,
     intervals_that_never_come_up,
     foreign_parameters,
     untrained_parameters,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_name, check_number
+from signalfire.findings import Finding, finding
 
 from ._common.ranks import SMOOTH_LOSS
 from ._common.updates import selected_updates
@@ -50,6 +53,20 @@ class LabelSmoothing(Handler):
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.LABEL_SMOOTHING, by=self, target=f"of update {update.name!r}")
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        for update in selected_updates(engine, self.update):
+            loss = getattr(update.spec.loss, "loss", None) or update.spec.loss
+            options = getattr(loss, "keywords", {})
+            own = options.get("label_smoothing") or getattr(loss, "label_smoothing", 0.0)
+            if isinstance(own, float) and own > 0:
+                yield finding(
+                    "C29",
+                    f"the loss of update {update.name!r} smooths labels itself (label_smoothing={own:g}), and so does "
+                    f"{self.name!r}",
+                    "use one of the two",
+                    [self.name],
+                )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["output"], writes=[])
     def check_output(self, engine: Engine) -> None:

@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[str, Callable[[], Tensor]]] = {
         "W72",
         lambda: F.mse_loss(scores(4, 1), torch.zeros(4, 1)) + 0.5 * F.cross_entropy(scores(4, 3).sigmoid(), LABELS),
     ),
+    "relu before cross entropy": ("W72", lambda: F.cross_entropy(scores(4, 3).relu(), LABELS)),
     "logits of pixels in nll_loss": ("W72", lambda: F.nll_loss(scores(2, 3, 3, 3), PIXELS)),
     "sigmoid twice": ("W72", lambda: F.binary_cross_entropy(scores(4, 1).sigmoid().sigmoid(), torch.ones(4, 1))),
     "one class": ("W79", lambda: F.cross_entropy(scores(4, 1), LABELS * 0)),
@@ -93,6 +94,7 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
     "a bias for each class": lambda: (scores(4, 4) - torch.zeros(4)).square().mean(),
     "a weight for each sample": lambda: (scores(4, 1) * torch.ones(4, 1)).mean(),
     "one sample": lambda: (scores(1, 1) - torch.zeros(1)).square().mean(),
+    "a relu before the last pooling": lambda: F.cross_entropy(scores(4, 2, 3).relu().mean(1), LABELS),
     "a mask": lambda: (scores(4, 1).squeeze(-1) * torch.ones(4)).sum() / 4,
 }
 

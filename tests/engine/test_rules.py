@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import EarlyStopping, Freezing, Validation
@@ -78,3 +78,25 @@ def test_a_function_that_may_write_a_metric_makes_an_unknown_one_information() -
     assert codes(engine)["C01"] == "warning"
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
     assert codes(engine)["C01"] == "info"
+
+
+def split_engine(held_out: Any) -> Engine:
+    model = mlp(5, 8, 1)
+    return build(model, Validation(evaluator_of(model), DataLoader(held_out, 4), prefix="val_"))
+
+
+def test_samples_of_the_training_data_in_the_validation_data_are_counted() -> None:
+    whole = TensorDataset(torch.randn(20, 5), torch.randn(20, 1))
+    first, both, last = Subset(whole, range(12)), Subset(whole, range(8, 20)), Subset(whole, torch.arange(12, 20))  # type: ignore[arg-type]
+
+    def sentences(trained: Any, held_out: Any) -> list[str]:
+        found = split_engine(held_out).check(DataLoader(trained, 4, shuffle=True), max_epochs=1)
+        return [one.sentence for one in found if one.code == "C14"]
+
+    assert "has 4 samples of the training data" in sentences(first, both)[0]
+    assert "has 8 samples" in sentences(whole, last)[0]
+    assert "has 12 samples" in sentences(first, whole)[0]
+    assert "has 2 samples" in sentences(first, Subset(both, [2, 3, 4, 5]))[0]
+    assert sentences(first, last) == []
+    assert sentences(*torch.utils.data.random_split(whole, [12, 8])) == []
+    assert sentences(first, TensorDataset(torch.randn(20, 5), torch.randn(20, 1))) == []

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from signalfire import Engine, Events, Findings, Handler, Update, on
 from signalfire.handlers import (
@@ -27,6 +27,7 @@ from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
     History,
+    LabelSmoothing,
     LRScheduling,
     Metrics,
     MixedPrecision,
@@ -508,3 +509,91 @@ def a_misspelt_bound_of_check(right: bool) -> Findings:
 @mistake(ValueError, "'gradient' is not one of")
 def a_misspelt_declaration(right: bool) -> None:
     on(Events.GRADIENTS_READY, reads=["gradients" if right else "gradient"])
+
+
+# ---- models and optimizers --------------------------------------------------------------------------------------------
+
+
+class Listed(nn.Module):
+    """A perceptron whose layers are in a list."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(5, 8), nn.Linear(8, 8)]
+        self.layers: Any = nn.ModuleList(layers) if registered else layers
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = layer(input).relu()
+        output: Tensor = self.last(input)
+        return output
+
+
+class Scaled(nn.Module):
+    """A layer, and a scale that is to be learned."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.scale: Any = nn.Parameter(torch.ones(1)) if registered else torch.ones(1, requires_grad=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.layer(input) * self.scale
+        return output
+
+
+@mistake("C27")
+def layers_in_a_plain_list(right: bool) -> Findings:
+    return build(Listed(right)).check(batches(), max_epochs=1)
+
+
+@mistake("C27")
+def a_learned_scale_that_is_no_parameter(right: bool) -> Findings:
+    return build(Scaled(right)).check(batches(), max_epochs=1)
+
+
+@mistake("C28")
+def a_weight_decay_meant_for_another_optimizer(right: bool) -> Findings:
+    optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=1e-4 if right else 5.0)
+    return build(net(), optimizer=optimizer).check(batches(), max_epochs=1)
+
+
+@mistake("C28")
+def a_momentum_above_one(right: bool) -> Findings:
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9 if right else 1.1)
+    return build(net(), optimizer=optimizer).check(batches(), max_epochs=1)
+
+
+@mistake("C29")
+def labels_smoothed_by_the_loss_and_by_a_handler(right: bool) -> Findings:
+    loss = nn.CrossEntropyLoss(label_smoothing=0.0 if right else 0.1)
+    engine = Engine(Update.supervised(loss, SGD), model=mlp(5, 8, 3))
+    engine.attach(LabelSmoothing(0.1))
+    return engine.check([(inputs, torch.arange(4) % 3) for inputs, _ in batches()], max_epochs=1)
+
+
+@mistake("C29")
+def labels_smoothed_by_a_partial_loss_and_by_a_handler(right: bool) -> Findings:
+    loss = partial(cross_entropy, label_smoothing=0.0 if right else 0.1)
+    engine = Engine(Update.supervised(loss, SGD), model=mlp(5, 8, 3))
+    engine.attach(LabelSmoothing(0.1))
+    return engine.check([(inputs, torch.arange(4) % 3) for inputs, _ in batches()], max_epochs=1)
+
+
+def split(right: bool, subsets: bool) -> Findings:
+    model, whole = net(), loader(24).dataset
+    trained: Any = Subset(whole, range(16)) if subsets or right else whole
+    held_out = Subset(whole, range(16 if right else 12, 24))
+    validation = Validation(evaluator_of(model), DataLoader(held_out, 4), prefix="val_")
+    return build(model, validation).check(DataLoader(trained, 4, shuffle=True), max_epochs=1)
+
+
+@mistake("C14")
+def splits_that_overlap(right: bool) -> Findings:
+    return split(right, True)
+
+
+@mistake("C14")
+def a_split_for_validation_and_all_of_it_for_training(right: bool) -> Findings:
+    return split(right, False)

@@ -1,0 +1,101 @@
+"""What a model holds without registering it, and options of optimizers with which nothing converges."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Update
+from tests.kit import SGD, batches, linear
+
+
+class Holding(nn.Module):
+    """Holds something in an attribute, and uses a layer of its own."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.held = held
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.layer(input)
+        return output
+
+
+def found(model: nn.Module, code: str, optimizer: Any = SGD) -> list[str]:
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model)
+    return [one.sentence for one in engine.check(batches(), max_epochs=1) if one.code == code]
+
+
+FROZEN = linear(5, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ([nn.Linear(5, 5), nn.Linear(5, 1)], "model.held is a list of layers with 4 trainable parameters"),
+        ((nn.Linear(5, 5),), "model.held is a tuple of layers with 2 trainable parameters"),
+        ({"one": nn.Linear(5, 5)}, "model.held is a dict of layers with 2 trainable parameters"),
+        (torch.ones(3, requires_grad=True), "model.held is a tensor that requires a gradient, but no parameter"),
+    ],
+)
+def test_what_is_held_where_torch_does_not_find_it_is_reported(held: Any, words: str) -> None:
+    [sentence] = found(Holding(held), "C27")
+    assert sentence.startswith(words)
+
+
+def test_it_is_found_inside_a_layer_too() -> None:
+    [sentence] = found(nn.Sequential(Holding([nn.Linear(1, 1)])), "C27")
+    assert sentence.startswith("model.0.held is a list")
+
+
+@pytest.mark.parametrize(
+    "held", [[FROZEN], torch.ones(3), nn.ModuleList([nn.Linear(1, 1)]), nn.Parameter(torch.ones(1)), [1, 2], {"a": "b"}]
+)
+def test_what_is_registered_frozen_or_something_else_is_not(held: Any) -> None:
+    assert found(Holding(held), "C27") == []
+
+
+def test_layers_that_are_listed_twice_are_registered_once() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
+    model.order = [model[1], model[0]]  # type: ignore[assignment]
+    assert found(model, "C27") == []
+
+
+def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
+    hidden = nn.Linear(1, 1)
+    model = Holding([hidden])
+    optimizer = torch.optim.SGD([*model.parameters(), *hidden.parameters()], lr=0.1)
+    assert found(model, "C27", optimizer) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 does not forget"),
+        (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% off each weight in every step"),
+        (partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1), "take 10% off each weight"),
+    ],
+)
+def test_options_with_which_nothing_converges_are_reported(optimizer: Any, words: str) -> None:
+    [sentence] = found(linear(5, 1), "C28", optimizer)
+    assert words in sentence
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.99, weight_decay=1e-2),
+        partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.3),
+        partial(torch.optim.Adam, lr=0.1, weight_decay=1.0),
+        partial(torch.optim.Adagrad, lr=0.1),
+        partial(torch.optim.Adafactor, lr=None),  # type: ignore[arg-type]
+        partial(torch.optim.AdamW, lr=torch.tensor(0.1), weight_decay=0.1),
+    ],
+)
+def test_usual_options_are_not(optimizer: Any) -> None:
+    assert found(linear(5, 1), "C28", optimizer) == []

@@ -1,0 +1,1 @@
+from engine.model_rules import *
