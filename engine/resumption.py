@@ -11,6 +11,7 @@ from .acts import Override
 from .connection import Phase
 from .data.extent import extent_of
 from .data.streamed import inner
+from .modules import bare_name
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -89,7 +90,7 @@ def _frozen(engine: Engine) -> list[str] | None:
     if any("trainable" in (one.writes or ()) for handler in engine.handlers.values() for one in handler.subscriptions):
         return None
     return [
-        f"{root}.{name}"
+        f"{root}.{bare_name(name)}"
         for root, module in engine.modules.items()
         for name, parameter in module.named_parameters()
         if not parameter.requires_grad
@@ -203,11 +204,18 @@ def _shown(setting: Any) -> str:
 
 def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[str] | None) -> list[str]:
     found = []
+    values = {
+        (root, bare_name(name)): value
+        for root, tensors in saved.items()
+        if isinstance(tensors, Mapping)
+        for name, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
     types = {
         (parameter.dtype, before.dtype)
         for root, module in engine.modules.items()
         for name, parameter in module.named_parameters()
-        if isinstance(before := saved.get(root, {}).get(name), Tensor) and before.dtype != parameter.dtype
+        if (before := values.get((root, bare_name(name)))) is not None and before.dtype != parameter.dtype
     }
     found += [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
     now = _frozen(engine)

@@ -66,6 +66,15 @@ class DistributedDataParallel(Distribution):
         1
     """
 
+    _decisive = (
+        "shard_policy",
+        "sync_batch_norm",
+        "broadcast_buffers",
+        "compression",
+        "powersgd_rank",
+        "powersgd_start",
+    )
+
     def __init__(
         self,
         *,

@@ -82,6 +82,7 @@ class FullyShardedDataParallel(Distribution):
     """
 
     trains = True
+    _decisive = ("shard_policy", "param_dtype", "reduce_dtype")
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ class Distribution(Handler):
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
+    _decisive: ClassVar[tuple[str, ...]] = ("shard_policy",)  # arguments that the weights depend on
+
     def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
         super().__init__(name=name)
         self.shard_policy = check_choice(self, "shard_policy", shard_policy, ("auto", "own", "round_robin"))
@@ -76,6 +78,10 @@ class Distribution(Handler):
         several = self.processes.distributed  # a single process needs no work in an iteration
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that the weights depend on: a run may resume with another backend or timeout."""
+        return {name: value for name, value in super().settings().items() if name in self._decisive}
 
     def detached(self, engine: Engine) -> None:
         self.processes = SINGLE_PROCESS

@@ -19,6 +19,7 @@ from signalfire import Engine, Events, FindingWarning, Handler, Update, on
 from signalfire.handlers import (
     EMA,
     Checkpoint,
+    DistributedDataParallel,
     GradientAccumulation,
     GradientClipping,
     History,
@@ -137,6 +138,36 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     assert "weights are torch.float64, and were torch.float32; now frozen: model.0.weight, model.0.bias" in said
     assert "the data is drawn by a SequentialSampler, and was by a RandomSampler" in said
     assert "seed=7 is not used, since the state has seed=0" in said
+
+
+def test_a_resume_of_a_compiled_model_in_the_plain_one_has_the_same_frozen_layers_and_dtypes() -> None:
+    def engine_of(compiled: bool, dtype: torch.dtype = torch.float32) -> Engine:
+        model: torch.nn.Module = mlp(5, 8, 1).to(dtype)
+        model[0].requires_grad_(False)  # type: ignore[index]
+        model = torch.compile(model, backend="eager") if compiled else model  # type: ignore[assignment]
+        return Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=model)
+
+    engine = engine_of(True)
+    engine.run(batches(4), max_epochs=1)
+    other = engine_of(False)
+    other.load_state_dict(engine.state_dict())
+    other.run(batches(4), max_epochs=2)
+    assert "W32" not in {one.code for one in other.findings.of_run()}
+
+    wider = engine_of(False, torch.float64)
+    wider.load_state_dict(engine.state_dict())
+    data = [tuple(one.double() for one in batch) for batch in batches(4)]
+    with pytest.warns(FindingWarning, match=r"W32.*weights are torch\.float64, and were torch\.float32"):
+        wider.run(data, max_epochs=2)
+
+
+def test_a_resume_with_another_timeout_of_the_processes_is_the_same_run() -> None:
+    engine = trained(DistributedDataParallel(timeout=60))
+    engine.run(batches(4), max_epochs=1)
+    other = trained(DistributedDataParallel(timeout=90, bucket_cap_mb=5))
+    other.load_state_dict(engine.state_dict())
+    other.run(batches(4), max_epochs=2)
+    assert "W32" not in {one.code for one in other.findings.of_run()}
 
 
 @pytest.mark.parametrize("change", [True, False])
