@@ -35,8 +35,6 @@ THINGS: dict[str, str] = {
     "metrics": "state.metrics, also the announced names",
     "stop": "requests to stop the run or the epoch",
     "bounds": "the bounds of the run",
-    "position": "epochs, iterations, and where the run stands",
-    "data": "what is iterated, and the position in it",
     "state": "the engine's whole state, as it is saved",
     "files": "files, folders, the terminal and the network",
     "random": "the global random generators",

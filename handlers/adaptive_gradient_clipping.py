@@ -104,7 +104,7 @@ class AdaptiveGradientClipping(Handler):
         ]
         self._clipped = {}
 
-    @on(Events.GRADIENTS_READY, rank=CLIP_ADAPTIVELY, reads=["gradients", "weights"], writes=["gradients"])
+    @on(Events.GRADIENTS_READY, rank=CLIP_ADAPTIVELY, reads=["gradients", "weights", "optimizer"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:
         """Clip the gradients of the accumulation window."""
         update = engine.state.update

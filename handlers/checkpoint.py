@@ -220,7 +220,7 @@ class Checkpoint(Handler):
 
     # ---- starting and resuming ------------------------------------------------------------------------------------
 
-    @on("resume_event", phase=Phase.PREPARE, reads=["position", "files", "processes"], writes=["state"])
+    @on("resume_event", phase=Phase.PREPARE, reads=["files", "processes"], writes=["state"])
     def resume(self, engine: Engine) -> None:
         """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
@@ -243,7 +243,7 @@ class Checkpoint(Handler):
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes", "weights"], writes=["files"])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules", "processes"], writes=["files"])
     def open(self, engine: Engine) -> None:
         """Create the folder, so that missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
@@ -289,7 +289,7 @@ class Checkpoint(Handler):
                 key=str(problem.filename),
             )
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["files", "processes"], writes=[])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
         """Find the versions that the resumed run owns, and warn if the environment has changed since they were written."""
         self._saver.forget()
@@ -321,12 +321,12 @@ class Checkpoint(Handler):
         assert self.monitor is not None
         self.monitor.start(engine, self.name)
 
-    @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["position"], writes=[])
+    @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["step", "metrics"], writes=[])
     def select_last(self, engine: Engine) -> None:
         """Select the current state to replace the oldest version."""
         self.retention.select_last(self._entry(engine, None))
 
-    @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["metrics", "position"], writes=[])
+    @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["step", "metrics"], writes=[])
     def select_best(self, engine: Engine) -> None:
         """Select the current state if the metric has a new value that is among the best."""
         assert self.monitor is not None
@@ -355,7 +355,7 @@ class Checkpoint(Handler):
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["files"], writes=[])
+    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[])
     def collect_finished(self, engine: Engine) -> None:
         """Report a finished asynchronous write; wait for it first if another version is about to be written."""
         if (write := self._saver.pending) is None:
@@ -363,7 +363,7 @@ class Checkpoint(Handler):
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
             self._collect_write(engine)
 
-    @on("save_event", phase=Phase.PERSIST, reads=["state", "processes"], writes=["files"])
+    @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
     def save(self, engine: Engine) -> None:
         """Write the selected state, then remove the versions it supersedes."""
         if (entry := self.retention.take_selected()) is None:
@@ -388,8 +388,8 @@ class Checkpoint(Handler):
         else:
             self._collect_write(engine)
 
-    @on("wait_event", phase=Phase.PREPARE, reads=["files"], writes=["files"])
-    @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["files"], writes=["files"])
+    @on("wait_event", phase=Phase.PREPARE, reads=["error"], writes=["files"])
+    @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["error"], writes=["files"])
     def wait_for_write(self, engine: Engine) -> None:
         """Wait for the last write, so that the run ends only once its last version is on disk."""
         if self._saver.pending is not None:
@@ -401,7 +401,7 @@ class Checkpoint(Handler):
         """Hold the current state, to be saved if an error ends the run."""
         self._held = engine.snapshots.take()
 
-    @on("exception_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
+    @on("exception_event", phase=Phase.PERSIST, reads=["device", "step"], writes=["files"])
     def save_held_state(self, engine: Engine) -> None:
         """Write the state that was held before the error."""
         held, self._held = self._held, None
@@ -420,7 +420,7 @@ class Checkpoint(Handler):
             )
         self._save_uncounted(engine, held, "exception", rank_local=True)
 
-    @on("preemption_event", phase=Phase.PERSIST, reads=["state", "processes"], writes=["files"])
+    @on("preemption_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
     def save_preempted(self, engine: Engine) -> None:
         """Write the current state; it does not count towards ``keep``, so that a preemption does not change the kept versions."""
         if self._saver.pending is not None:

@@ -147,9 +147,24 @@ class DistributedDataParallel(Distribution):
         with torch.no_grad():
             broadcast([t for module in engine.modules.values() for t in (*module.parameters(), *module.buffers())])
 
-    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
-    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, reads=["modules", "trainable", "optimizer"], writes=["modules"])
+    @on(
+        Events.STARTED,
+        phase=Phase.FINALIZE,
+        reads=["gradients", "trainable", "weights", "modules", "optimizer"],
+        writes=["modules"],
+    )
+    @on(
+        Events.CHECKPOINT_LOADED,
+        phase=Phase.FINALIZE,
+        reads=["gradients", "trainable", "weights", "modules", "optimizer"],
+        writes=["modules"],
+    )
+    @on(
+        Events.EPOCH_STARTED,
+        phase=Phase.FINALIZE,
+        reads=["gradients", "trainable", "weights", "modules", "optimizer"],
+        writes=["modules"],
+    )
     def wrap(self, engine: Engine) -> None:
         """Wrap the trained modules in torch's DDP; rebuild the wrappers if the trained parameters have changed."""
         if not self._active:
@@ -245,7 +260,7 @@ class DistributedDataParallel(Distribution):
 
     # ---- in every iteration ---------------------------------------------------------------------------------------
 
-    @on("forward_event", phase=Phase.PREPARE, reads=["window", "modules"], writes=[])
+    @on("forward_event", phase=Phase.PREPARE, reads=["window"], writes=[])
     def set_gradient_sync(self, engine: Engine) -> None:
         """Enable the reduction for the backward that completes a window, for the modules of this update only."""
         update = engine.state.update
@@ -256,7 +271,7 @@ class DistributedDataParallel(Distribution):
             if wrapper.require_backward_grad_sync is not syncs:
                 wrapper.require_backward_grad_sync = syncs
 
-    @on("backward_event", phase=Phase.PREPARE, reads=["modules"], writes=[])
+    @on("backward_event", phase=Phase.PREPARE, reads=[], writes=[])
     def record_backward(self, engine: Engine) -> None:
         """Record which modules the backward has reduced: those called for it, if it synchronises."""
         for wrapper in self._of_update.get(engine.state.update.name, ()):

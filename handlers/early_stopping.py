@@ -102,7 +102,7 @@ class EarlyStopping(Handler):
         """Discard a new best value whose weights were not copied because of an error: the weights have changed since."""
         self._is_new_best = False
 
-    @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics", "position"], writes=[])
+    @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics", "bounds"], writes=[])
     def check_metric(self, engine: Engine) -> None:
         """Find the metric's direction; raise an error for a name that nobody announced or writes."""
         self.monitor.start(engine, self.name)
@@ -128,7 +128,7 @@ class EarlyStopping(Handler):
     @on(
         Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED,
         phase=Phase.CONTROL,
-        reads=["metrics", "position"],
+        reads=["metrics"],
         writes=["stop"],
     )
     def check_patience(self, engine: Engine) -> None:

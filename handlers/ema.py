@@ -98,7 +98,12 @@ class EMA(AveragedWeights):
                 [self.name],
             )
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["step", "position"], writes=[])
+    @on(
+        Events.STARTED | Events.CHECKPOINT_LOADED,
+        phase=Phase.RECORD,
+        reads=["step", "window", "bounds", "state"],
+        writes=[],
+    )
     def check_decay(self, engine: Engine) -> None:
         """Report a run that is too short for the decay: most of the average is then what it began with."""
         update = engine.find_update(self.update)

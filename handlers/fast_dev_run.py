@@ -62,7 +62,7 @@ class FastDevRun(Handler):
                 self._whole = None
         return None if data is None else FirstBatches(data, self.batches)
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["position"], writes=["bounds"])
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=[], writes=["bounds"])
     def limit_epochs(self, engine: Engine) -> None:
         """Limit the run to one epoch, without a minimum."""
         state = engine.state
@@ -84,7 +84,7 @@ class FastDevRun(Handler):
             self.name,
         )
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["position", "data"], writes=["stop"])
+    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["bounds"], writes=["stop"])
     def end_epoch(self, engine: Engine) -> None:
         """End an epoch whose length is not given by the data."""
         state = engine.state
@@ -95,7 +95,7 @@ class FastDevRun(Handler):
         Events.EPOCH_COMPLETED | Events.COMPLETED,
         phase=Phase.PREPARE,
         rank=REHEARSE,
-        reads=["weights", "buffers", "data"],
+        reads=["weights", "buffers"],
         writes=["metrics"],
     )
     def rehearse_all(self, engine: Engine) -> None:

@@ -90,7 +90,7 @@ class Freezing(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.FREEZING, by=self)
 
-    @on(Events.STARTED, reads=["modules", "position"], writes=["trainable", "modes", "gradients"])
+    @on(Events.STARTED, reads=["modules"], writes=["trainable", "modes", "gradients"])
     def find_parts(self, engine: Engine) -> None:
         """Find the parts, and freeze those of this epoch."""
         parameters, norms = all_names(engine.modules), _norms_of(engine)
@@ -108,7 +108,7 @@ class Freezing(Handler):
                 self._norms.append((norm, epoch, norm.training))
         self.apply(engine)
 
-    @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED, reads=["position"], writes=["trainable", "modes", "gradients"])
+    @on(Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED, reads=[], writes=["trainable", "modes", "gradients"])
     def apply(self, engine: Engine) -> None:
         """Freeze and unfreeze parts according to the epoch."""
         epoch = engine.state.epoch

@@ -147,7 +147,7 @@ class FullyShardedDataParallel(Distribution):
     @on(
         Events.MODEL_SETUP,
         phase=Phase.FINALIZE,
-        reads=["modules", "processes", "weights"],
+        reads=["device", "trainable", "weights", "modules", "processes"],
         writes=["modules", "weights"],
     )
     def shard(self, engine: Engine) -> None:
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(Distribution):
                     )
         return list(reversed(chosen))
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer", "modules"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
         """Raise an error for parameters whose gradients would not be reduced."""
         for update in engine.updates if self._roots else ():
@@ -273,7 +273,7 @@ class FullyShardedDataParallel(Distribution):
             root.set_requires_gradient_sync(syncs)
         self._syncs = syncs
 
-    @on("backward_event", phase=Phase.PREPARE, reads=["window"], writes=[])
+    @on("backward_event", phase=Phase.PREPARE, reads=[], writes=[])
     def record_backward(self, engine: Engine) -> None:
         """Record that this rank has participated in the collectives of the backward."""
         self._backward_done, self._unreduced = True, not self._syncs
@@ -291,7 +291,7 @@ class FullyShardedDataParallel(Distribution):
                     "the handler that computes gradients several times in a step"
                 )
 
-    @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "processes"], writes=["gradients"])
+    @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "window", "processes"], writes=["gradients"])
     def sync_open_window(self, engine: Engine) -> None:
         """Inside a window, make a dummy backward on ranks without one; discard a skipped batch on all ranks."""
         update = engine.state.update
@@ -342,12 +342,18 @@ class FullyShardedDataParallel(Distribution):
 
     # ---- evaluation and end ---------------------------------------------------------------------------------------
 
-    @on("gather_event", phase=Phase.PREPARE, rank=GATHER_WEIGHTS, reads=["weights", "processes"], writes=["modules"])
+    @on(
+        "gather_event",
+        phase=Phase.PREPARE,
+        rank=GATHER_WEIGHTS,
+        reads=["trainable", "weights", "processes"],
+        writes=["modules"],
+    )
     def gather_weights(self, engine: Engine) -> None:
         """Gather the full weights for the duration of the evaluation."""
         engine.regions.enter(unsharded(engine.modules.values()))
 
-    @on(Events.ENDED, reads=[], writes=["modules"])
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=["modules"])
     def release(self, engine: Engine) -> None:
         """Remove the hooks, and release modules, buffers and batch."""
         for hook in self._hooks:

@@ -65,7 +65,7 @@ class GradientClipping(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.CLIPPING, by=self, target=f"of update {update.name!r}")
 
-    @on(Events.GRADIENTS_READY, reads=["gradients"], writes=["gradients"])
+    @on(Events.GRADIENTS_READY, reads=["gradients", "trainable", "optimizer"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:
         """Clip the gradients of the accumulation window."""
         update = engine.state.update

@@ -70,7 +70,7 @@ class GradientNoise(Handler):
         """Reset the generators, so that an iteration repeated after an error draws the same noise."""
         self._iteration = None
 
-    @on(Events.GRADIENTS_READY, rank=ADD_NOISE, reads=["gradients", "position", "step"], writes=["gradients"])
+    @on(Events.GRADIENTS_READY, rank=ADD_NOISE, reads=["gradients", "optimizer", "step"], writes=["gradients"])
     def add_noise(self, engine: Engine) -> None:
         """Add noise to the gradients of the accumulation window."""
         update = engine.state.update

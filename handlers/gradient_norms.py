@@ -85,7 +85,13 @@ class GradientNorms(Handler):
         for update in selected_updates(engine, self.update):
             self._announce(engine, update)
 
-    @on("measure_event", phase=Phase.PREPARE, rank=MEASURE_GRADIENTS, reads=["gradients", "step"], writes=["metrics"])
+    @on(
+        "measure_event",
+        phase=Phase.PREPARE,
+        rank=MEASURE_GRADIENTS,
+        reads=["gradients", "optimizer", "step"],
+        writes=["metrics"],
+    )
     def measure(self, engine: Engine) -> None:
         """Measure the gradients of the accumulation window."""
         update = engine.state.update

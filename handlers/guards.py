@@ -26,7 +26,7 @@ from signalfire.epoch_checks import counts_versions, held_by_optimizers, names_o
 from signalfire.findings import check_codes
 from signalfire.interval import check_every
 
-from ._common.look import Look
+from ._common.look import LOOKS_AT, Look
 from ._common.watching import (
     Facts,
     batch_of,
@@ -100,7 +100,7 @@ class Guards(Handler):
         else:
             self.look_event, self.evaluation_event = None, Events.ITERATION_STARTED(once=1)
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=["modes", "modules", "optimizer", "weights"], writes=[])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["trainable", "modes", "modules", "optimizer"], writes=[])
     def start(self, engine: Engine) -> None:
         """Note the modes of the modules, and the parameters for which the optimizers were built."""
         self._forget()
@@ -123,7 +123,7 @@ class Guards(Handler):
             self._look.close()
         self._forget()
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["position"], writes=[])
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_epoch(self, engine: Engine) -> None:
         """Compare the losses of the epoch with that of guessing."""
         for update in engine.updates if engine.training else ():
@@ -143,12 +143,7 @@ class Guards(Handler):
 
     # ---- looking at a training iteration --------------------------------------------------------------------------
 
-    @on(
-        "look_event",
-        phase=Phase.RECORD,
-        reads=["batch", "modes", "modules", "position", "processes", "weights", "buffers", "rates"],
-        writes=[],
-    )
+    @on("look_event", phase=Phase.RECORD, reads=LOOKS_AT, writes=[])
     def look(self, engine: Engine) -> None:
         """Look at this iteration, and on until each update has made a step."""
         if self._look is not None or not self._facts:
@@ -456,7 +451,7 @@ class Guards(Handler):
 
     # ---- looking at an evaluation ---------------------------------------------------------------------------------
 
-    @on("evaluation_event", phase=Phase.RECORD, reads=["modes", "buffers", "modules"], writes=[])
+    @on("evaluation_event", phase=Phase.RECORD, reads=["buffers", "modules", "step"], writes=[])
     def look_at_evaluation(self, engine: Engine) -> None:
         """Look at the first batch of an evaluation."""
         self._look = look = Look(engine, self.name)

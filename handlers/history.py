@@ -37,7 +37,7 @@ class History(Handler):
     @on(
         Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
         phase=Phase.RECORD,
-        reads=["metrics", "position"],
+        reads=["metrics"],
         writes=[],
     )
     def record(self, engine: Engine) -> None:
@@ -46,7 +46,7 @@ class History(Handler):
             for name, value in values.items():
                 self._records.setdefault(name, []).append((epoch, iteration, value))
 
-    @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics", "position"], writes=[])
+    @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def end(self, engine: Engine) -> None:
         """Record what is left, also after an error."""
         self.record(engine)

@@ -68,7 +68,7 @@ class LabelSmoothing(Handler):
                     [self.name],
                 )
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["output"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check_output(self, engine: Engine) -> None:
         """Raise an error for an update whose output is not available."""
         for update in selected_updates(engine, self.update):
@@ -78,7 +78,7 @@ class LabelSmoothing(Handler):
                     "as Update(forward, loss, ...), or select another update with update="
                 )
 
-    @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS, reads=["output", "batch", "loss"], writes=["loss"])
+    @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS, reads=["output", "loss"], writes=["loss"])
     def smooth(self, engine: Engine) -> None:
         """Mix the loss with that against the uniform distribution."""
         update = engine.state.update

@@ -120,7 +120,7 @@ class LRScheduling(Handler):
             Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
         )
 
-    @on(Events.STARTED, reads=["optimizer", "bounds", "position", "window"], writes=["rates"])
+    @on(Events.STARTED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
     def build(self, engine: Engine) -> None:
         """Build the scheduler: its optimizer exists and the length of the run is known."""
         update = engine.find_update(self.update)
@@ -196,7 +196,7 @@ class LRScheduling(Handler):
                 )
         return scheduler
 
-    @on(Events.CHECKPOINT_LOADED, reads=["bounds", "position", "window"], writes=[])
+    @on(Events.CHECKPOINT_LOADED, reads=["step", "window", "bounds"], writes=[])
     def check_total(self, engine: Engine) -> None:
         """Raise an error if the run exceeds the number of steps that the scheduler was built for."""
         total = self._total_steps(engine) if self.total is not None else None
@@ -218,19 +218,19 @@ class LRScheduling(Handler):
         to_come = steps_to_come(engine, update, planned=planned)
         return None if to_come is None else self.stepped + (update.steps + to_come) // every - update.steps // every
 
-    @on("step_event", phase=Phase.CONTROL, reads=["step", "position"], writes=["rates"])
+    @on("step_event", phase=Phase.CONTROL, reads=["optimizer", "step"], writes=["rates"])
     def step_on_optimizer_step(self, engine: Engine) -> None:
         """Step the scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             self._step()
 
-    @on("warmup_event", phase=Phase.CONTROL, reads=["step", "position"], writes=["rates"])
+    @on("warmup_event", phase=Phase.CONTROL, reads=["step"], writes=["rates"])
     def warm_up(self, engine: Engine) -> None:
         """Step the scheduler of the warm-up after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             step(self.warmup_scheduler)
 
-    @on("epoch_event", phase=Phase.CONTROL, reads=["position"], writes=["rates"])
+    @on("epoch_event", phase=Phase.CONTROL, reads=[], writes=["rates"])
     def step_on_epoch(self, engine: Engine) -> None:
         """Step the scheduler after an epoch."""
         self._step()

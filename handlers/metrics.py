@@ -144,7 +144,7 @@ class Metrics(Handler):
                 "give it a function"
             )
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
         for key, metric in self.metrics.items() if engine.processes.distributed else ():
@@ -192,7 +192,7 @@ class Metrics(Handler):
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss"], writes=[])
+    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss", "modules", "plan"], writes=[])
     def update_metrics(self, engine: Engine) -> None:
         """Update the metrics with this batch after its last backward; a batch in time chunks counts once, as a whole."""
         update = engine.state.update
@@ -248,7 +248,7 @@ class Metrics(Handler):
             if _torchmetrics(metric):
                 metric.to(tensors[0].device)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["processes"], writes=["metrics"])
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         for key, metric in self.metrics.items():

@@ -112,7 +112,7 @@ class MicroBatching(Handler):
         engine.find_update(self.update)
         engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
 
-    @on(Events.STARTED, reads=["data"], writes=[])
+    @on(Events.STARTED, reads=[], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error in a run without data, which has no batches to split."""
         if not engine.feed.has_data:

@@ -93,7 +93,7 @@ class MixedPrecision(Handler):
         if self.loss_event is not None:
             _discard_windows(engine)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "optimizer", "window"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "scale", "window"], writes=[])
     def prepare(self, engine: Engine) -> None:
         """Create the autocast for the device, and a scaler for each update."""
         device = engine.device.type
@@ -128,25 +128,27 @@ class MixedPrecision(Handler):
             update = engine.state.update
             update.backward_loss = self.scalers[update.name].scale(update.backward_loss)
 
-    @on("gradients_event", phase=Phase.PREPARE, reads=["gradients", "scale"], writes=["gradients", "scale"])
+    @on(
+        "gradients_event", phase=Phase.PREPARE, reads=["scale", "gradients", "optimizer"], writes=["gradients", "scale"]
+    )
     def unscale(self, engine: Engine) -> None:
         """Unscale the window's gradients before they are measured or clipped."""
         update = engine.state.update
         assert update.optimizer is not None
         self.scalers[update.name].unscale_(update.optimizer)
 
-    @on("gradients_event", phase=Phase.FINALIZE, reads=["scale"], writes=["flags"])
+    @on("gradients_event", phase=Phase.FINALIZE, reads=["scale", "optimizer"], writes=["flags"])
     def check_overflow(self, engine: Engine) -> None:
         """Skip the step if its gradients overflowed, as soon as the flags are read."""
         update = engine.state.update
         update.read_later(partial(_skip_overflow, update), *self._found(update).values())
 
-    @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["flags"], writes=["step"])
+    @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["processes", "flags"], writes=["step"])
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device: the window's only synchronisation."""
         engine.state.update.read_flags()
 
-    @on("step_event", phase=Phase.PREPARE, reads=["step"], writes=["scale"])
+    @on("step_event", phase=Phase.PREPARE, reads=["optimizer"], writes=["scale"])
     def update_scale(self, engine: Engine) -> None:
         """Update the scale, also after a skipped step."""
         update = engine.state.update

@@ -98,7 +98,7 @@ class NonFiniteGuard(Handler):
         Events.GRADIENTS_READY,
         phase=Phase.FINALIZE,
         rank=CHECK_FINITE,
-        reads=["gradients", "loss", "step"],
+        reads=["loss", "gradients", "optimizer", "step"],
         writes=["flags"],
     )
     def check_finite(self, engine: Engine) -> None:
@@ -116,7 +116,13 @@ class NonFiniteGuard(Handler):
             lambda *bad: self._decide(engine, update, losses, dict(zip(flags, bad, strict=True))), *flags.values()
         )
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["flags"], writes=["step", "stop"])
+    @on(
+        Events.GRADIENTS_READY,
+        phase=Phase.FINALIZE,
+        rank=READ_FLAGS,
+        reads=["loss", "gradients", "modules", "optimizer", "processes", "flags"],
+        writes=["step", "stop"],
+    )
     def read_flags(self, engine: Engine) -> None:
         """Read all flags from the device, those of the gradient scaler included."""
         engine.state.update.read_flags()

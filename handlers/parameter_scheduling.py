@@ -114,7 +114,7 @@ class ParameterScheduling(Handler):
             target=f"{self.field!r} of update {engine.find_update(self.update).name!r}",
         )
 
-    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["optimizer", "position"], writes=["groups"])
+    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["optimizer", "step"], writes=["groups"])
     def begin(self, engine: Engine) -> None:
         """Check the field, and set the value for the first step."""
         groups = self._groups(engine)
@@ -143,18 +143,18 @@ class ParameterScheduling(Handler):
                 )
         self._set(engine)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, reads=["position"], writes=["groups"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, reads=["optimizer"], writes=["groups"])
     def resume(self, engine: Engine) -> None:
         """Set the value for the step count of the loaded run."""
         self._set(engine)
 
-    @on("step_event", phase=Phase.CONTROL, reads=["step", "position"], writes=["groups"])
+    @on("step_event", phase=Phase.CONTROL, reads=["optimizer", "step"], writes=["groups"])
     def step_on_optimizer_step(self, engine: Engine) -> None:
         """Set the next value after each optimizer step that is not skipped."""
         if made_step(engine, self.update, self.every):
             self._set(engine)
 
-    @on("epoch_event", phase=Phase.CONTROL, reads=["position"], writes=["groups"])
+    @on("epoch_event", phase=Phase.CONTROL, reads=["optimizer"], writes=["groups"])
     def step_on_epoch(self, engine: Engine) -> None:
         """Set the next value at the interval of epochs."""
         self._set(engine)

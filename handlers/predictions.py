@@ -108,7 +108,7 @@ class Predictions(Handler):
     @on(
         Events.FORWARD_COMPLETED,
         phase=Phase.RECORD,
-        reads=["batch", "output", "position", "processes"],
+        reads=["batch", "output"],
         writes=["files"],
     )
     def collect(self, engine: Engine) -> None:

@@ -133,7 +133,7 @@ class Preemption(Handler):
             # The scheduler has sent it to all processes: one received here shortly is the same signal.
             self.preempted, self._received_at = received[0], time.monotonic()
 
-    @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop", "files"], writes=[])
+    @on(Events.TERMINATED, phase=Phase.RECORD, reads=[], writes=[])
     def warn_if_unsaved(self, engine: Engine) -> None:
         """Warn if nothing saved the run."""
         if self.preempted is not None and all(

@@ -83,14 +83,14 @@ class ProgressBar(Handler):
             if name != "loss":
                 check_announced(engine, name, by="ProgressBar", verb="shows")
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["position"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Start the bar at the position of a resumed epoch."""
         self._close()
         if engine.state.epoch_open:
             self.begin_epoch(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["position", "data", "bounds"], writes=["files"])
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
         """Start a bar, at the position of an epoch that goes on."""
         self._epoch_began = time.monotonic()
@@ -113,7 +113,7 @@ class ProgressBar(Handler):
         if self._bar is not None and self._bar.update():
             self._bar.set_postfix(self._values(engine), refresh=False)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["loss", "metrics", "bounds"], writes=["files"])
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
         self._report_missing(engine)
@@ -123,7 +123,7 @@ class ProgressBar(Handler):
         elif self._plain and time.monotonic() - self._last_line >= self.line_interval:
             self._line(engine)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss", "position"], writes=["files"])
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["loss", "metrics", "bounds"], writes=["files"])
     def end(self, engine: Engine) -> None:
         """Print a line for the last epoch, if there is none yet."""
         if self._plain and self._printed_epoch != engine.state.epoch:

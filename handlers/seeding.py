@@ -34,7 +34,7 @@ class Seeding(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.SEEDING, by=self)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED, reads=["position"], writes=["random"])
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED, reads=[], writes=["random"])
     def seed_generators(self, engine: Engine) -> None:
         """Seed the generators unless the run continues; each rank differently, so that dropout masks differ."""
         if engine.state.iteration == 0:

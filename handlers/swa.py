@@ -139,13 +139,13 @@ class SWA(AveragedWeights):
                 [self.name],
             )
 
-    @on("average_event", phase=Phase.PREPARE, rank=AVERAGE, reads=["position", "weights", "buffers"], writes=[])
+    @on("average_event", phase=Phase.PREPARE, rank=AVERAGE, reads=["weights", "buffers"], writes=[])
     def average(self, engine: Engine) -> None:
         """Add the weights at the end of this epoch to the average."""
         if (engine.state.epoch - self.start) % self.every.value == 0:
             self._averages.update(1 / (self._averages.count + 1))
 
-    @on("anneal_event", phase=Phase.CONTROL, reads=["position"], writes=["rates"])
+    @on("anneal_event", phase=Phase.CONTROL, reads=["optimizer"], writes=["rates"])
     def anneal_lr(self, engine: Engine) -> None:
         """Anneal the learning rate towards ``lr``."""
         if self.scheduler is None:
@@ -161,7 +161,13 @@ class SWA(AveragedWeights):
         unwrap_step(optimizer)
         return scheduler
 
-    @on(Events.COMPLETED, phase=Phase.PREPARE, rank=AVERAGE, reads=["modes", "data"], writes=[])
+    @on(
+        Events.COMPLETED,
+        phase=Phase.PREPARE,
+        rank=AVERAGE,
+        reads=["device", "weights", "buffers", "modes", "modules"],
+        writes=[],
+    )
     def update_statistics(self, engine: Engine) -> None:
         """Recompute the BatchNorm statistics for the final average."""
         self._frozen = {place for place, norm in _batch_norms(engine).items() if not norm.training}

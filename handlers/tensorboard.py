@@ -77,7 +77,7 @@ class TensorBoardLogger(ScalarLogger):
         else:
             self._purge_from = None
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics", "position"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Purge what the stopped run wrote from the loaded iteration on, and write the checkpoint's last values again."""
         known = self._seen_loaded
@@ -106,7 +106,7 @@ class TensorBoardLogger(ScalarLogger):
         for tag, value in record.values.items():
             self._open().add_scalar(tag, value, record.iteration)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=["metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush and close the file."""
         super().close(engine)

@@ -46,7 +46,7 @@ class TruePrecision(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.PRECISION, by=self)
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules"], writes=["precision"])
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules", "optimizer"], writes=["precision"])
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False

@@ -141,7 +141,7 @@ class TruncatedBPTT(Handler):
                 "earlier chunks are no longer available; use another optimizer, or detach one of the two handlers"
             )
 
-    @on(Events.ITERATION_STARTED, reads=["batch", "plan", "processes"], writes=["plan"])
+    @on(Events.ITERATION_STARTED, reads=["batch", "plan", "window"], writes=["plan"])
     def split_batch(self, engine: Engine) -> None:
         """Split the batch, and plan each update once for every chunk."""
         self._clear()
@@ -203,7 +203,7 @@ class TruncatedBPTT(Handler):
         self._weights = self._lengths or [1] * len(chunks)
         return chunks
 
-    @on(Events.UPDATE_STARTED, phase=Phase.PREPARE, reads=["plan", "batch"], writes=["batch", "plan"])
+    @on(Events.UPDATE_STARTED, phase=Phase.PREPARE, reads=["step", "plan"], writes=["batch", "plan"])
     def take_chunk(self, engine: Engine) -> None:
         """Set the batch to the next chunk, and detach the hidden state."""
         state = engine.state
@@ -229,7 +229,7 @@ class TruncatedBPTT(Handler):
     @on(
         Events.UPDATE_COMPLETED,
         phase=Phase.PREPARE,
-        reads=["loss", "output", "batch"],
+        reads=["output", "loss"],
         writes=["loss", "output", "batch"],
     )
     def record_chunk(self, engine: Engine) -> None:
@@ -259,7 +259,7 @@ class TruncatedBPTT(Handler):
         update.hidden = None
         self._begin()
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=["batch"], writes=["batch", "loss", "output"])
+    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=[], writes=["batch", "loss", "output"])
     def finish(self, engine: Engine) -> None:
         """Restore the whole batch, also in a run that stops inside it, with the results of the chunks so far."""
         if self._index:

@@ -110,7 +110,7 @@ class UpdateFrequency(Handler):
         """Declare that batches are not steps; another handler may have reset this when it was detached."""
         self._mark_updates(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=["window", "data"], writes=[])
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=["window", "bounds"], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error for accumulation windows that cannot be closed at the end of an epoch of unknown length."""
         for name, every in self.every.items():
@@ -121,13 +121,13 @@ class UpdateFrequency(Handler):
                     f"iteration of the epoch in which it runs (every {every}) is unknown; give epoch_length= to run()"
                 )
 
-    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan", "position"], writes=["plan"])
+    @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan"], writes=["plan"])
     def select_updates(self, engine: Engine) -> None:
         """Omit the updates that do not run in this iteration."""
         state = engine.state
         state.plan = [update for update in state.plan if self.is_made(update.name, state.iteration)]
 
-    @on(Events.UPDATE_STARTED, phase=Phase.FINALIZE, reads=["window", "position", "data"], writes=["window"])
+    @on(Events.UPDATE_STARTED, phase=Phase.FINALIZE, reads=["plan", "window", "bounds"], writes=["window"])
     def close_window(self, engine: Engine) -> None:
         """Close the open window when the update runs for the last time in the epoch."""
         update = engine.state.update

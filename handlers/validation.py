@@ -118,8 +118,8 @@ class Validation(Handler):
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
 
-    @on("start_event", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
-    @on("every", phase=Phase.PREPARE, reads=["weights", "buffers", "data", "processes"], writes=["metrics"])
+    @on("start_event", phase=Phase.PREPARE, reads=["weights", "buffers", "step", "processes"], writes=["metrics"])
+    @on("every", phase=Phase.PREPARE, reads=["weights", "buffers", "step", "processes"], writes=["metrics"])
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets."""
         self._evaluated = True

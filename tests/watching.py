@@ -49,8 +49,8 @@ __all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "watch"]
 Place = tuple[str, str]
 """A receiver: the class that declares it, and its method."""
 
-UNSEEN = {"processes", "flags", "scale", "error", "optimizer", "data"}
-"""Things that cannot be compared here: what ranks exchange, what a scaler and a device hold, errors, and positions in data."""
+UNSEEN = {"processes", "flags", "scale", "error", "optimizer"}
+"""Things that cannot be compared here: what ranks exchange, what a scaler and a device hold, and errors."""
 
 
 CYCLED = {"params", "momentum", "betas", "max_momentum", "base_momentum"}
@@ -88,7 +88,6 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
         "metrics": digest([dict(state.metrics.serials), state.metrics.owners, sorted(state.metrics.running)]),
         "stop": str([engine.boundary.stops_now(), engine.boundary.epoch_stop, state.stop_reason]),
         "bounds": str([state.max_epochs, state.max_iters, state.max_steps, state.min_epochs, state.min_iters]),
-        "position": str([state.epoch, state.iteration, state.epoch_open, state.epoch_start]),
         "state": str(engine.snapshots.has_loaded_state),
         "files": written(engine, folder),
         "random": digest(random_state()),

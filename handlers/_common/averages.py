@@ -69,13 +69,13 @@ class AveragedWeights(Handler):
         with self._averages.in_place():
             yield
 
-    @on(Events.STARTED, reads=["modules", "weights", "buffers"], writes=[])
+    @on(Events.STARTED, reads=["modules"], writes=[])
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, now that the model is set up."""
         self._averages.bind(engine, self.name)
         watch_averages(self)
 
-    @on("swap_event", phase=Phase.PREPARE, reads=["modules"], writes=["weights", "buffers"])
+    @on("swap_event", phase=Phase.PREPARE, reads=["device", "modes", "modules"], writes=["weights", "buffers"])
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
         if not engine.running:
@@ -99,7 +99,7 @@ class AveragedWeights(Handler):
         """Evaluate and export with the loaded weights until the next update of the averages."""
         self._averages.overruled = True
 
-    @on(Events.ENDED, reads=[], writes=[])
+    @on(Events.ENDED, reads=["modules"], writes=[])
     def release(self, engine: Engine) -> None:
         """Drop the references to the model after the run."""
         self._averages.release()

@@ -106,7 +106,7 @@ class Distribution(Handler):
     def _record_event(self, event: str, engine: Engine) -> None:
         self._last_event = event
 
-    @on("loss_event", phase=Phase.PREPARE, reads=["data"], writes=["loss_weight"])
+    @on("loss_event", phase=Phase.PREPARE, reads=[], writes=["loss_weight"])
     def set_weight(self, engine: Engine) -> None:
         """Weight the batch by its number of samples, where the ranks' batches differ in size."""
         update = engine.state.update
@@ -141,7 +141,7 @@ class Distribution(Handler):
                 error.add_note(line)
         self.watch.failed(error)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=RECORD_EVENT, reads=[], writes=["processes"])
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=RECORD_EVENT, reads=["error"], writes=["processes"])
     def stop_watch(self, engine: Engine) -> None:
         """Stop reporting after a successful run; after a failed one, the other ranks may still ask."""
         for attachment in self._recording:

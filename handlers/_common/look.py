@@ -16,7 +16,13 @@ from signalfire.signals import Signal
 
 from .watching import ActiveDropout, trained_elsewhere
 
-__all__ = ["Look"]
+__all__ = ["LOOKS_AT", "Look"]
+
+LOOKS_AT = (
+    "batch", "output", "loss", "gradients", "trainable", "weights", "modes", "modules", "optimizer", "step", "window", "bounds",
+    "processes",
+)  # fmt: skip
+"""What is read in a look at a training iteration."""
 
 
 class Look:

@@ -69,7 +69,7 @@ class SampleMixing(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.MIXING, by=self, target=f"by {type(self).__name__}")
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["loss", "window"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error if the loss or the gradients are computed in a way that rules out mixing."""
         for update in engine.updates:
@@ -87,7 +87,7 @@ class SampleMixing(Handler):
         if self._mixed is None:
             self._mixed = WeakTensorKeyDictionary()
 
-    @on(Events.GET_BATCH_COMPLETED, rank=MIX, reads=["batch", "position"], writes=["batch"])
+    @on(Events.GET_BATCH_COMPLETED, rank=MIX, reads=["batch"], writes=["batch"])
     def mix(self, engine: Engine) -> None:
         """Mix the inputs of the batch; its targets stay."""
         batch = engine.state.batch

@@ -66,14 +66,14 @@ class ScalarLogger(Handler):
         if not self._seen_loaded:
             self._new.skip(engine)
 
-    @on("rates_event", phase=Phase.RECORD, reads=["rates", "groups"], writes=[])
+    @on("rates_event", phase=Phase.RECORD, reads=["rates", "optimizer"], writes=[])
     def record_rates(self, engine: Engine) -> None:
         """Record the learning rates that the step uses, before a schedule changes them."""
         if self._rates_at != engine.state.iteration:
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
 
-    @on("every", phase=Phase.RECORD, reads=["loss", "rates", "position", "plan"], writes=["files"])
+    @on("every", phase=Phase.RECORD, reads=["loss", "rates", "optimizer", "step"], writes=["files"])
     def write_losses(self, engine: Engine) -> None:
         """Write the losses and the rates, after the metrics of earlier iterations."""
         if self._new.pending:
@@ -96,7 +96,7 @@ class ScalarLogger(Handler):
     @on(
         Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
         phase=Phase.RECORD,
-        reads=["metrics", "position"],
+        reads=["metrics"],
         writes=["files"],
     )
     def write_metrics(self, engine: Engine) -> None:
@@ -104,7 +104,7 @@ class ScalarLogger(Handler):
         for record in self._new.take(engine):
             self._record(record._replace(values={f"metrics/{name}": value for name, value in record.values.items()}))
 
-    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["position"], writes=[])
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_interval(self, engine: Engine) -> None:
         """Report an interval that no iteration of the run has reached."""
         if engine.training and 0 < engine.state.iteration < self.every.value and not self._wrote_losses:

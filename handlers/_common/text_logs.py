@@ -82,7 +82,7 @@ class TextLogger(ScalarLogger):
                 self.name,
             )
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Truncate the file to the checkpoint's position."""
         super().resume(engine)
@@ -145,7 +145,7 @@ class TextLogger(ScalarLogger):
                 self.name,
             )
 
-    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=["metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush the file to disk and close it."""
         super().close(engine)

@@ -1,11 +1,12 @@
-"""Changes one phase, rank or write of a shipped handler's declarations at a time, and counts how many changes the tests notice.
+"""Changes one phase, rank, read or write of a shipped handler's declarations, and counts how many changes the tests notice.
 
     python tests/campaigns/declarations.py [--count 60] [--seed 0] [--only HANDLER] [--json FILE]
     python tests/campaigns/declarations.py --last
 
 Each mutant runs in a process of its own, in which the declaration is changed before the tests are collected: first the tests of
-the handler itself, then those that try handlers together and those that compare what receivers write. A mutant that no test
-notices is listed. What is declared to be read is not changed: it tells `Engine.check` alone which orders are left to chance.
+the handler itself, then those that try handlers together; for a read or a write those that record what receivers read and write
+in runs. A mutant that no test notices is listed. A read of what a receiver also writes is not changed: `Engine.check` asks for
+either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,8 +51,8 @@ class Mutant:
         handler: a class that declares it; in others that inherit it, it is changed as well.
         place: which of its subscriptions.
         method: its method, to be read.
-        kind: "phase", "rank" or "write".
-        value: the phase or rank that it gets, or the write that it loses.
+        kind: "phase", "rank", "read" or "write".
+        value: the phase or rank that it gets, or the thing that all subscriptions of the method lose.
     """
 
     handler: str
@@ -64,24 +66,29 @@ class Mutant:
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every phase to its neighbours, every rank to none and to its opposite, every write left out."""
+    """Every phase to its neighbours, every rank to none and to its opposite, every read and write left out."""
     from signalfire import Phase
     from tests.kit import shipped
-    from tests.watching import place_of
+    from tests.watching import declared, place_of
 
-    seen = set()
+    subscriptions, methods = set(), set()  # those of a base are met again in its other classes
     for kind in sorted(shipped(), key=lambda one: one.__name__):
         for place, one in enumerate(kind.subscriptions):
-            if (place_of(kind, one.method), one) in seen:
-                continue
-            seen.add((place_of(kind, one.method), one))
-            for phase in (one.phase - 1, one.phase + 1):
-                if phase in list(Phase):
-                    yield Mutant(kind.__name__, place, one.method, "phase", Phase(phase).name)
-            for rank in sorted({0, -one.rank} - {one.rank}):
-                yield Mutant(kind.__name__, place, one.method, "rank", str(rank))
-            for write in sorted(one.writes or ()):
-                yield Mutant(kind.__name__, place, one.method, "write", write)
+            method = place_of(kind, one.method)
+            if (method, one) not in subscriptions:
+                subscriptions.add((method, one))
+                for phase in (one.phase - 1, one.phase + 1):
+                    if phase in list(Phase):
+                        yield Mutant(kind.__name__, place, one.method, "phase", Phase(phase).name)
+                for rank in sorted({0, -one.rank} - {one.rank}):
+                    yield Mutant(kind.__name__, place, one.method, "rank", str(rank))
+            if method not in methods:
+                methods.add(method)
+                reads, writes = declared(kind)[method]
+                for read in sorted(reads - writes):
+                    yield Mutant(kind.__name__, place, one.method, "read", read)
+                for write in sorted(writes):
+                    yield Mutant(kind.__name__, place, one.method, "write", write)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,23 +101,32 @@ def pytest_configure(config: pytest.Config) -> None:
     (kind,) = (one for one in shipped() if one.__name__ == mutant.handler)
     before = kind.subscriptions[mutant.place]
     assert before.method == mutant.method
-    if mutant.kind == "phase":
-        after = replace(before, phase=Phase[mutant.value])
-    elif mutant.kind == "rank":
-        after = replace(before, rank=int(mutant.value))
-    else:
-        after = replace(before, writes=(before.writes or frozenset()) - {mutant.value})
     owner = place_of(kind, before.method)
+
+    def changed(one: Any) -> Any:
+        if mutant.kind == "read":
+            return replace(one, reads=(one.reads or frozenset()) - {mutant.value})
+        if mutant.kind == "write":
+            return replace(one, writes=(one.writes or frozenset()) - {mutant.value})
+        if one != before:
+            return one
+        if mutant.kind == "phase":
+            return replace(one, phase=Phase[mutant.value])
+        return replace(one, rank=int(mutant.value))
+
     for other in shipped():
+        of_method = [
+            one.method == before.method and place_of(other, one.method) == owner for one in other.subscriptions
+        ]
         other.subscriptions = tuple(
-            after if one == before and place_of(other, one.method) == owner else one for one in other.subscriptions
+            changed(one) if same else one for one, same in zip(other.subscriptions, of_method, strict=True)
         )
 
 
 def noticed_by(mutant: Mutant) -> str | None:
     """The first test that fails with a mutant; None if all pass."""
     own = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", mutant.handler).lower()
-    files = [DECLARED] if mutant.kind == "write" else [f"tests/handlers/test_{own}.py", *TOGETHER]
+    files = [DECLARED] if mutant.kind in ("read", "write") else [f"tests/handlers/test_{own}.py", *TOGETHER]
     environment = os.environ | {VARIABLE: json.dumps(asdict(mutant))}
     for file in files:
         if not (ROOT / file).exists():

@@ -11,6 +11,8 @@ import pytest
 from signalfire import Engine, Events, Handler, on
 from signalfire.declarations import THINGS
 from tests.kit import shipped
+from tests.processes import run_together
+from tests.reading import MORE, TOGETHER, read_by
 from tests.watching import COMPOSITIONS, UNSEEN, Place, declared, watch
 
 NAME = attrgetter("__name__")
@@ -95,3 +97,46 @@ def test_receivers_write_what_they_declare_and_nothing_else(tmp_path: Path) -> N
     assert undeclared == set()
     unwritten = {place for place, (_, writes) in ALL.items() if writes - changed.get(place, set()) - UNSEEN}
     assert unwritten == set(NOT_IN_THESE_RUNS)
+
+
+# What is read within the call of a receiver, but not by it.
+NOT_BY_ITSELF = {
+    ("DeviceTransfer", "move_model"): {"gradients", "weights"},  # moved with their values
+    ("TruePrecision", "convert"): {"gradients", "weights"},  # converted with their values
+    ("Metrics", "publish"): {"batch", "loss"},  # tensors that the metrics have kept
+    ("Validation", "validate"): {"trainable"},  # by the checks of the evaluator's first run
+    ("Validation", "sanity_check"): {"trainable"},
+    ("FastDevRun", "rehearse_all"): {"trainable"},
+}
+
+# Things that are read in none of these runs, or not through what is recorded.
+NOT_RECORDED = {
+    ("Checkpoint", "write_missing"): {"files", "state"},  # only after a death between two handlers' saves
+    ("FullyShardedDataParallel", "gather_weights"): {"processes", "weights"},  # by FSDP2 itself
+}
+
+
+def _read_together(folder: str) -> dict[Place, set[str]]:
+    warnings.simplefilter("ignore")
+    return read_by(TOGETHER, Path(folder))
+
+
+@pytest.mark.slow
+def test_receivers_read_what_they_declare_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "together").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = read_by(COMPOSITIONS | MORE, tmp_path / "alone")
+    for of_rank in run_together(_read_together, 2, str(tmp_path / "together")):
+        for place, things in of_rank.items():
+            seen[place] = seen.get(place, set()) | things
+    undeclared, unread = {}, {}
+    for place, (reads, writes) in ALL.items():
+        read = seen.get(place, set())
+        if "state" not in reads | writes and read - reads - writes:  # the state is everything
+            undeclared[place] = read - reads - writes
+        if reads - read:
+            unread[place] = reads - read
+    assert undeclared == NOT_BY_ITSELF
+    assert unread == NOT_RECORDED
