@@ -24,7 +24,7 @@ from torch.utils import _pytree
 from signalfire import Connection, Engine, Events, Handler, Signal, Update
 from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
-from signalfire.distributed import Processes
+from signalfire.distributed import Processes, Watch
 from signalfire.handlers import (
     SWA,
     Average,
@@ -89,26 +89,27 @@ ATTRIBUTES: dict[type, dict[str, tuple[str, ...]]] = {
         "window": ("window", "sync_gradients"),
         "plan": ("more",),
         "optimizer": ("optimizer", "parameters"),
-        "flags": ("read_flags",),
+        "flags": ("read_flags", "read_later"),
     },
     Window: {"window": ("filled", "length", "held", "kept")},
     Engine: {"modules": ("model", "modules"), "device": ("device",), "weights": ("weights",)},
     Modules: {"modules": ("values", "items", "models")},
     Processes: {"processes": ("gather", "any", "broadcast", "barrier", "sum", "collect", "gather_samples", "watch")},
+    Watch: {"processes": ("stop", "failed", "explain")},
     Snapshots: {"state": ("take", "state_dict", "has_loaded_state", "loaded_state_of")},
     Optimizer: {"optimizer": ("state", "param_groups")},
-    torch.amp.GradScaler: {"scale": ("scale", "unscale_", "update", "_found_inf_per_device")},
+    torch.amp.GradScaler: {"scale": ("scale", "unscale_", "update", "_found_inf_per_device", "_per_optimizer_states")},
     nn.Module: {
         "modes": ("training",),
         "modules": ("modules", "named_modules", "children", "named_children", "named_parameters", "get_submodule"),
     },
 }
-"""Attributes that are things of `signalfire.declarations` where a handler reads them."""
+"""Attributes that are things of `signalfire.declarations` where a handler reads them, or calls what changes them."""
 
 COLLECTIVES = ("broadcast", "all_reduce", "all_gather_into_tensor")
 """Functions of torch.distributed that handlers call themselves."""
 
-OF_ANY_ENGINE = (Processes, Optimizer, nn.Module, torch.amp.GradScaler)
+OF_ANY_ENGINE = (Processes, Watch, Optimizer, nn.Module, torch.amp.GradScaler)
 """Classes whose objects no engine owns, or several."""
 
 RATES = {"lr", "momentum", "betas", "initial_lr", "max_lr", "base_momentum", "max_momentum"}

@@ -5,8 +5,8 @@
 
 Each mutant runs in a process of its own, in which the declaration is changed before the tests are collected: first the tests of
 the handler itself, then those that try handlers together; for a read or a write those that record what receivers read and write
-in runs. A mutant that no test notices is listed. A read of what a receiver also writes is not changed: `Engine.check` asks for
-either.
+in runs. A mutant that no test notices is listed. Left out as equivalent are changes of a phase or rank that move a receiver past
+none whose order could matter (see `Met.disturbs`), reads of what the receiver also writes, and those in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -91,6 +91,71 @@ def mutants() -> Iterator[Mutant]:
                     yield Mutant(kind.__name__, place, one.method, "write", write)
 
 
+@dataclass(frozen=True)
+class Met:
+    """A receiver that a case of the invariants has at an event."""
+
+    event: str
+    phase: int
+    rank: int
+    handler: str
+    method: tuple[str, str]
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+    def disturbs(self, other: Met) -> bool:
+        """Whether the order of the two can matter: to what a handler keeps for itself, to the saved state, to a shared thing."""
+        own = self.method[0] == other.method[0] or self.handler == other.handler
+        saves = "state" in self.reads | self.writes | other.reads | other.writes
+        shared = self.writes & (other.reads | other.writes) or other.writes & self.reads
+        return own or saves or bool(shared)
+
+
+def receivers() -> set[Met]:
+    """Every receiver that the cases of the invariants have."""
+    from signalfire import Phase
+    from tests.test_invariants import CASES, cells_of
+    from tests.watching import declared, place_of
+
+    found = set()
+    for case in CASES.values():
+        kind = type(case.make())
+        things = declared(kind)
+        for (event, phase), methods in cells_of(case).items():
+            for name, rank in methods.items():
+                method = place_of(kind, name)
+                found.add(Met(event, Phase[phase], rank, kind.__name__, method, *things[method]))
+    return found
+
+
+def is_equivalent(mutant: Mutant, met: set[Met]) -> bool:
+    """Whether a mutant changes nothing that anybody could see: it moves a receiver past none that it could disturb."""
+    from signalfire import Phase
+    from tests.kit import shipped
+    from tests.watching import place_of
+
+    if str(mutant) in EQUIVALENT or mutant.kind not in ("phase", "rank"):
+        return str(mutant) in EQUIVALENT
+    (kind,) = (one for one in shipped() if one.__name__ == mutant.handler)
+    before = kind.subscriptions[mutant.place]
+    method = place_of(kind, before.method)
+    phase = Phase[mutant.value] if mutant.kind == "phase" else before.phase
+    rank = int(mutant.value) if mutant.kind == "rank" else before.rank
+
+    def order(one: Met, other: Met) -> int:
+        return ((one.phase, one.rank) > (other.phase, other.rank)) - ((one.phase, one.rank) < (other.phase, other.rank))
+
+    moved = [one for one in met if one.method == method and (one.phase, one.rank) == (before.phase, before.rank)]
+    return bool(moved) and not any(
+        other.event == one.event
+        and other.method != one.method
+        and order(one, other) != order(replace(one, phase=phase, rank=rank), other)
+        and one.disturbs(other)
+        for one in moved
+        for other in met
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """As a plugin of pytest: change the declaration that the environment names."""
     from signalfire import Phase
@@ -144,7 +209,8 @@ def noticed_by(mutant: Mutant) -> str | None:
 
 def drawn(count: int, seed: int, only: str | None) -> list[Mutant]:
     """Mutants to try, those left out that are equivalent."""
-    known = [one for one in mutants() if str(one) not in EQUIVALENT and only in (None, one.handler)]
+    met = receivers()
+    known = [one for one in mutants() if only in (None, one.handler) and not is_equivalent(one, met)]
     return random.Random(seed).sample(known, min(count, len(known)))
 
 

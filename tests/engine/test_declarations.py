@@ -131,12 +131,15 @@ def test_receivers_read_what_they_declare_and_nothing_else(tmp_path: Path) -> No
     for of_rank in run_together(_read_together, 2, str(tmp_path / "together")):
         for place, things in of_rank.items():
             seen[place] = seen.get(place, set()) | things
-    undeclared, unread = {}, {}
+    undeclared, unread, unused = {}, {}, {}
     for place, (reads, writes) in ALL.items():
         read = seen.get(place, set())
         if "state" not in reads | writes and read - reads - writes:  # the state is everything
             undeclared[place] = read - reads - writes
         if reads - read:
             unread[place] = reads - read
+        if (writes & UNSEEN) - read:  # nothing shows that it is written, but something that it is used
+            unused[place] = (writes & UNSEEN) - read
     assert undeclared == NOT_BY_ITSELF
     assert unread == NOT_RECORDED
+    assert unused == {}
