@@ -388,8 +388,8 @@ class Checkpoint(Handler):
         else:
             self._collect_write(engine)
 
-    @on("wait_event", phase=Phase.PREPARE, reads=["error"], writes=["files"])
-    @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["error"], writes=["files"])
+    @on("wait_event", phase=Phase.PREPARE, reads=["processes", "error"], writes=["files"])
+    @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes", "error"], writes=["files"])
     def wait_for_write(self, engine: Engine) -> None:
         """Wait for the last write, so that the run ends only once its last version is on disk."""
         if self._saver.pending is not None:

@@ -346,8 +346,8 @@ class FullyShardedDataParallel(Distribution):
         "gather_event",
         phase=Phase.PREPARE,
         rank=GATHER_WEIGHTS,
-        reads=["trainable", "weights", "processes"],
-        writes=["modules"],
+        reads=["trainable", "processes"],
+        writes=["weights", "modules"],
     )
     def gather_weights(self, engine: Engine) -> None:
         """Gather the full weights for the duration of the evaluation."""

@@ -24,7 +24,7 @@ from torch.utils import _pytree
 from signalfire import Connection, Engine, Events, Handler, Signal, Update
 from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
-from signalfire.distributed import Processes, Watch
+from signalfire.distributed import Processes, Watch, expected_processes
 from signalfire.handlers import (
     SWA,
     Average,
@@ -32,6 +32,7 @@ from signalfire.handlers import (
     CSVLogger,
     DistributedDataParallel,
     FastDevRun,
+    Freezing,
     FullyShardedDataParallel,
     GradientAccumulation,
     Guards,
@@ -54,7 +55,7 @@ from tests.kit import batches, build, evaluator_of, mlp
 from tests.resume_recipes import Recipe, make_sequences, sequences
 from tests.watching import COMPOSITIONS, Place, Terminal, place_of
 
-__all__ = ["MORE", "TOGETHER", "Reading", "read_by", "reading"]
+__all__ = ["MORE", "THREADED", "TOGETHER", "Reading", "read_by", "reading"]
 
 ROOT = Path(__file__).parents[1]
 HANDLERS = (
@@ -304,9 +305,10 @@ def read_by(compositions: Mapping[str, Recipe], folder: Path) -> dict[Place, set
     with reading() as record:
         _active.append((record, str(folder)))
         try:
-            for number, recipe in enumerate(compositions.values()):
-                (folder / str(number)).mkdir(exist_ok=True)
-                engine = recipe.build(folder / str(number))
+            for name, recipe in compositions.items():
+                place = folder / f"{name} {expected_processes().rank}"
+                place.mkdir()
+                engine = recipe.build(place)
                 record.watch(engine)
                 try:
                     engine.run(recipe.data(), **recipe.bounds)
@@ -404,10 +406,18 @@ def resumed_schedule(folder: Path) -> Engine:
     return engine
 
 
+def frozen_in_a_window(folder: Path) -> Engine:
+    """Parts are frozen whose gradients an open window holds."""
+    engine = build(mlp(5, 8, 1), GradientAccumulation(4))
+    engine.run(batches(), max_iters=2)
+    engine.attach(Freezing({"0": 2, "1.bias": None}))
+    return engine
+
+
 MORE: dict[str, Recipe] = {
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
-        for one in (guarded, weighted, unsaved, rehearsed, resumed_schedule)
+        for one in (guarded, weighted, unsaved, rehearsed, resumed_schedule, frozen_in_a_window)
     },
     "guarded evaluation": Recipe(guarded_evaluation, partial(batches, 3), {}),
     "stopped in chunks": Recipe(stopped_in_chunks, make_sequences, {"max_epochs": 2}),
@@ -415,7 +425,11 @@ MORE: dict[str, Recipe] = {
 
 
 def replicas(folder: Path) -> Engine:
+    """Ranks begin with other weights, and have batches of other sizes."""
     model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor += expected_processes().rank
     return build(
         model,
         DistributedDataParallel(timeout=20.0),
@@ -423,8 +437,16 @@ def replicas(folder: Path) -> Engine:
         Metrics(loss=Average()),
         GradientAccumulation(2),
         Validation(evaluator_of(model), batches(2, seed=1), prefix="val_"),
-        Checkpoint(folder, name="saved", every="1it", asynchronous=True),
+        Checkpoint(folder, name="saved", every="1it"),
         NonFiniteGuard(),
+    )
+
+
+def replicas_and_a_thread(folder: Path) -> Engine:
+    return build(
+        mlp(5, 8, 1),
+        DistributedDataParallel(timeout=20.0),
+        Checkpoint(folder, name="saved", every="1it", asynchronous=True),
     )
 
 
@@ -448,6 +470,12 @@ def shards(folder: Path) -> Engine:
     )
 
 
+_TOGETHER = (replicas, replicas_and_a_thread, shards, replicas_failing)
 TOGETHER: dict[str, Recipe] = {
-    one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 2}) for one in (replicas, shards, replicas_failing)
-} | {"predicted": COMPOSITIONS["predicted"], "outputs": Recipe(outputs, partial(batches, 4), {})}
+    **{one.__name__: Recipe(one, partial(batches, [4, 3, 4, 4, 2]), {"max_epochs": 2}) for one in _TOGETHER},
+    "predicted": COMPOSITIONS["predicted"],
+    "outputs": Recipe(outputs, partial(batches, 4), {}),
+}
+
+THREADED = {"unsaved", "replicas_and_a_thread"}
+"""Compositions in which a thread writes files at any moment."""

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau
 from signalfire import Connection, Engine, Events, Handler, Signal, Update
 from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
+from signalfire.distributed import local_part
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -77,7 +78,7 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
         "weights": digest([wide(p) for p in parameters]),
         "buffers": digest([wide(one) for one in buffers]),
         "modes": str([part.training for part in modules]),
-        "modules": str([id(engine.model), *map(id, modules)]),
+        "modules": str([id(engine.model), *((id(part), hooks_of(part)) for part in modules)]),
         "rates": str([[value for key, value in group.items() if "lr" in key] for group in groups]),
         "groups": str(
             [[value for key, value in group.items() if key not in CYCLED and "lr" not in key] for group in groups]
@@ -95,8 +96,13 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
     }
 
 
+def hooks_of(module: nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, kind)) for kind in kinds)
+
+
 def wide(value: Tensor) -> Tensor:
-    value = value.detach()
+    value = local_part(value.detach())
     return value.double() if value.is_floating_point() else value
 
 
@@ -124,7 +130,7 @@ class Watch:
         handler = getattr(connection.receiver, "__self__", None)
         if connection.owner is None or not isinstance(handler, Handler):
             return connection.call
-        place = place_of(type(handler), connection.receiver.__name__)
+        place = place_of(type(handler), getattr(connection.receiver, "__name__", ""))
 
         def call(engine: Engine) -> Any:
             before = things(engine, self.folder)
@@ -143,9 +149,9 @@ class Watch:
 
 
 def place_of(kind: type, method: str) -> Place:
-    """The class among the bases that declares a method's subscriptions."""
+    """The class among the bases that declares a method's subscriptions; the class itself for a method that it connects."""
     owners = [base for base in kind.__mro__ if hasattr(vars(base).get(method), "_signalfire_subscriptions")]
-    return owners[0].__name__, method
+    return (owners or [kind])[0].__name__, method
 
 
 def declared(kind: type[Handler]) -> dict[Place, tuple[frozenset[str], frozenset[str]]]:

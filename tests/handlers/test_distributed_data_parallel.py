@@ -27,6 +27,7 @@ from torchmetrics import MeanMetric
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.distributed import SINGLE_PROCESS, process_group
 from signalfire.handlers import (
+    EMA,
     Accuracy,
     Average,
     CSVLogger,
@@ -49,7 +50,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests.kit import digest, quick
 from tests.processes import assert_alike, run_together
 
 TIMEOUT = 60.0
@@ -1151,6 +1152,18 @@ def test_buffers_are_those_of_rank_0_or_each_processs_own() -> None:
     for one in (found := run_together(_buffers, 2, False)):
         assert torch.equal(one["before"], one["after"])
     assert not torch.equal(found[0]["after"], found[1]["after"])
+
+
+def _averaged_buffers() -> dict[str, Any]:
+    average = EMA(0.5)
+    make_engine(average, model=make_model(norm=True)).run(batches(*[4] * 6), max_epochs=1)
+    return average.state_dict()
+
+
+@pytest.mark.slow
+def test_averages_have_the_buffers_of_rank_0() -> None:
+    first, second = run_together(_averaged_buffers, 2)
+    assert digest(first) == digest(second)
 
 
 # ---- what is done once -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.handlers import (
@@ -428,3 +428,23 @@ def test_switched_off_every_update_is_made_again() -> None:
     assert [iteration for iteration, name in counting.seen if name == "generator"] == [1, 2, 3, 4]
     trainer.run(make_data(4), max_epochs=2)
     assert [iteration for iteration, name in counting.seen if name == "generator"] == [1, 2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_schedule_knows_of_left_out_updates_after_another_handler_has_left(order: int) -> None:
+    models: dict[str, nn.Module] = {"often": nn.Linear(2, 1), "seldom": nn.Linear(2, 1)}
+
+    def part(name: str) -> Update:
+        return Update.from_function(
+            lambda engine, batch: models[name](batch).square().mean(),
+            partial(torch.optim.SGD, lr=0.1),
+            name=name,
+            parameters=lambda engine: models[name].parameters(),
+        )
+
+    engine = Engine([part("often"), part("seldom")], model=models, seed=0)
+    handlers = [LRScheduling(partial(CosineAnnealingLR), update="seldom"), UpdateFrequency(seldom=2), TruncatedBPTT(2)]
+    engine.attach(*handlers[::order])
+    engine.detach("truncated_bptt")
+    with pytest.raises(ValueError, match="the number of steps of this run is not known"):
+        engine.run(make_data(4), max_epochs=1)
