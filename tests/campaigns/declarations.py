@@ -6,7 +6,8 @@
 Each mutant runs in a process of its own, in which the declaration is changed before the tests are collected: first the tests of
 the handler itself, then those that try handlers together; for a read or a write those that record what receivers read and write
 in runs. A mutant that no test notices is listed. Left out as equivalent are changes of a phase or rank that move a receiver past
-none whose order could matter (see `Met.disturbs`), reads of what the receiver also writes, and those in `EQUIVALENT`.
+none whose order could matter (see `Met.disturbs`), reads of what the receiver also writes, what only happens where the tests of
+declarations say, such as on a second device, and those in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -144,16 +145,19 @@ def receivers() -> set[Met]:
 
 
 def is_equivalent(mutant: Mutant, met: set[Met]) -> bool:
-    """Whether a mutant changes nothing that anybody could see: it moves a receiver past none that it could disturb."""
+    """Whether a mutant changes nothing that anybody could see, such as one that moves a receiver past none that it disturbs."""
     from signalfire import Phase
+    from tests.engine.test_declarations import NOT_IN_THESE_RUNS, NOT_RECORDED
     from tests.kit import shipped
     from tests.watching import place_of
 
-    if str(mutant) in EQUIVALENT or mutant.kind not in ("phase", "rank"):
-        return str(mutant) in EQUIVALENT
+    if str(mutant) in EQUIVALENT:
+        return True
     (kind,) = (one for one in shipped() if one.__name__ == mutant.handler)
     before = kind.subscriptions[mutant.place]
     method = place_of(kind, before.method)
+    if mutant.kind in ("read", "write"):
+        return method in (NOT_RECORDED if mutant.kind == "read" else NOT_IN_THESE_RUNS)
     phase = Phase[mutant.value] if mutant.kind == "phase" else before.phase
     rank = int(mutant.value) if mutant.kind == "rank" else before.rank
 
