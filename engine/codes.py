@@ -31,10 +31,10 @@ CODES: dict[str, tuple[Severity, str]] = {
         "parameters in the optimizer got no gradient in an epoch; information if they are the smaller part",
     ),
     "W14": ("warning", "modules were put into eval mode during training and left in it"),
-    "W15": ("warning", "weights are NaN"),
+    "W15": ("warning", "weights are NaN, or the loss is"),
     "W16": ("warning", "gradients were cleared inside an accumulation window"),
     "W17": ("warning", "something else than the engine calls optimizer.step()"),
-    "W18": ("warning", "the learning rate is 0 for an epoch"),
+    "W18": ("warning", "the learning rate is 0 for an epoch, or negative"),
     "W19": ("warning", "steps are left out, because their gradients or losses are not finite"),
     # W2x: data
     "W21": ("warning", "the data gives more batches than its length"),
@@ -69,7 +69,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W54": ("warning", "predictions are collected in another order than that of the data"),
     "W55": ("warning", "an average of the weights consists mostly of those that the run began with"),
     "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
-    "W57": ("warning", "modules are in training mode in an evaluation"),
+    "W57": ("warning", "modules are in training mode in an evaluation, or dropout is computed"),
     "W58": ("info", "a handler limits the data of this run"),
     "W59": ("info", "an evaluation leaves out the last samples of its data"),
     # W6x: logs and progress
@@ -86,13 +86,15 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W74": ("warning", "the loss is divided by the length of the accumulation window, which is averaged over already"),
     "W75": ("warning", "parameters have gradients before the backward of a window's first batch"),
     "W76": ("warning", "losses or outputs are held with their graphs, so that memory grows"),
-    "W77": ("warning", "targets lie where the output of the last activation never is"),
+    "W77": ("warning", "targets lie where the loss expects none, or where the output of the last activation never is"),
     "W78": ("warning", "the global generator is seeded in each iteration"),
     "W79": ("warning", "the loss is over a single class, and always the same"),
-    # W8x: receivers, and studies
+    # W8x: receivers, studies, and further losses
     "W80": ("warning", "a receiver changes the loss that is reported, and not the one that is trained with"),
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
     "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),
+    "W83": ("warning", "a loss is a sum over the batch, where the batches of a window are averaged"),
+    "W84": ("warning", "steps were made, but no weight changed"),
     # C: what `Engine.check` finds before a run
     "C01": ("warning", "a metric is monitored that nobody produces"),
     "C02": ("info", "metrics are produced that nobody reads"),
@@ -126,6 +128,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C27": ("warning", "a model holds trainable tensors or layers where PyTorch does not find them"),
     "C28": ("warning", "an optimizer has an option with which no training converges"),
     "C29": ("warning", "labels are smoothed twice"),
+    "C30": ("warning", "the process was launched as one of several, and nothing connects them"),
+    "C31": ("warning", "a preemption would stop the run without saving it"),
+    "C32": ("warning", "weights are trained in float16"),
+    "C33": ("warning", "a layer lets nothing through, or begins with units that stay alike"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _INFINITY = float("inf")
+_SAMPLED = 8  # parameters whose values are compared over the first epoch
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -51,6 +52,7 @@ class EpochChecks:
         self._parts: list[nn.Module] = []
         self._modes: list[bool] = []
         self._before: list[_Before] = []
+        self._before_any = False
 
     def begin_epoch(self) -> None:
         """Note how the epoch begins; called after EPOCH_STARTED."""
@@ -61,7 +63,8 @@ class EpochChecks:
             self._roots = {name: root.training for name, root in engine.modules.items()}
         self._parts = _parts(engine)
         self._modes = [part.training for part in self._parts]
-        self._before = [_Before.of(engine, update) for update in engine.updates]
+        self._before = [_Before.of(engine, update, first=not self._before_any) for update in engine.updates]
+        self._before_any = True
 
     def end_epoch(self, *, whole: bool = True) -> None:
         """Compare how the epoch ends; called before EPOCH_COMPLETED.
@@ -86,6 +89,8 @@ class EpochChecks:
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
         left = before.left_alone()
+        if steps >= 1 and not left:
+            self._check_moved(before, steps)
         if steps < 1 or not left:
             return []
         parameters = [p for p in update.parameters if p.requires_grad]
@@ -116,6 +121,19 @@ class EpochChecks:
                 severity="warning" if 2 * missing >= total else "info",
             )
         return [p for p in left if p not in names]
+
+    def _check_moved(self, before: _Before, steps: int) -> None:
+        """Report steps that were all rounded away, in the first epoch."""
+        engine, update = self.engine, before.update
+        if before.samples and all(before.rates) and all(map(torch.equal, before.samples, _samples(before.sampled))):
+            types = ", ".join(sorted({str(p.dtype) for p in before.sampled}))
+            engine.findings.report(
+                "W84",
+                f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight has changed: "
+                f"the gradients are zero, or the steps smaller than what {types} resolves",
+                "use a larger learning rate, look at the bound of the clipping and at the loss, or keep the weights in float32",
+                key=update.name,
+            )
 
     def _check_held(self, stale: Sequence[Tensor]) -> None:
         """Report parameters that appeared in the model after the optimizers were built, or in place of what they hold."""
@@ -156,13 +174,16 @@ class EpochChecks:
 
     def _check_finite(self, update: UpdateState) -> None:
         """Report NaN in what the optimizer holds."""
-        engine, parameters = self.engine, update.parameters
-        if has_nan(parameters):
+        engine, parameters, loss = self.engine, update.parameters, update.raw_loss
+        guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
+        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded else []
+        if has_nan([*parameters, *losses]):
             bad = [p for p in parameters if has_nan([p])]
+            what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
             engine.findings.report(
                 "W15",
-                f"at the end of epoch {engine.state.epoch}, {len(bad)} of the {len(parameters)} parameters of update "
-                f"{update.name!r} are NaN ({shown(bad, names_of(engine))})",
+                f"at the end of epoch {engine.state.epoch}, "
+                + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
                 "attach NonFiniteGuard() to skip such steps and name their cause; look for NaN in the data, a logarithm or "
                 "division by zero, or too high a learning rate",
             )
@@ -188,6 +209,14 @@ class EpochChecks:
                 "check lr= and the schedule: its warm-up, and in what unit its total is given",
                 key=update.name,
             )
+        if any(rate < 0 for rate in rates):
+            engine.findings.report(
+                "W18",
+                f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: {min(rates):.3g}, so "
+                "that steps increase the loss",
+                "check the schedule: its factor falls below zero",
+                key=update.name,
+            )
         # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
         if update.window.was_cleared and not engine.signal(Events.BACKWARD_COMPLETED).connections:
             engine.findings.report(
@@ -211,14 +240,21 @@ class _Before:
     counts_versions: bool
     counted: int | None
     rates: list[float]
+    sampled: list[Tensor]
+    samples: list[Tensor]
 
     @classmethod
-    def of(cls, engine: Engine, update: UpdateState) -> _Before:
+    def of(cls, engine: Engine, update: UpdateState, *, first: bool) -> _Before:
         parameters = [p for p in update.parameters if p.requires_grad]
         counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
         values = _samples(parameters) if not counts or not any(rates) else []
         versions = [p._version for p in parameters]
-        return cls(update, update.steps, parameters, versions, values, counts, _steps_counted(update), rates)
+        dense = [p for p in parameters if p.numel() and not p.is_meta] if first and counts else []
+        sampled = dense[:: max(1, len(dense) // _SAMPLED)]
+        counted_now = _steps_counted(update)
+        return cls(
+            update, update.steps, parameters, versions, values, counts, counted_now, rates, sampled, _samples(sampled)
+        )
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""

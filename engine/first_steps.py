@@ -11,14 +11,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .batches import tensors_in
 from .distributed.sharded import local_part
-from .loss_graph import problems_of
+from .dropout import ActiveDropout, is_compiled
+from .loss_graph import problems_of, problems_of_divergence
 from .step import Step
 from .update import UpdateState
+from .window import ONE
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["FirstStep"]
+__all__ = ["FirstEvaluation", "FirstStep"]
 
 _ITERATIONS = 4
 
@@ -42,6 +44,30 @@ class FirstStep(Step):
             self.__class__ = Step  # type: ignore[assignment]
         elif update.evaluation == 0 and isinstance(loss, Tensor):
             look.at(update, loss)
+        return loss
+
+
+class FirstEvaluation(Step):
+    """A `Step` that looks at the first batch of an evaluation, whose forward should compute no dropout; then a plain one."""
+
+    __slots__ = ()
+
+    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
+        """As `Step` does it."""
+        self.__class__ = Step  # type: ignore[assignment]
+        if is_compiled(self.engine):  # a mode around it would have it compiled again
+            return self.compute_loss(update, batch, iteration, listened)
+        with ActiveDropout() as dropout:
+            loss = self.compute_loss(update, batch, iteration, listened)
+        modules = (part for root in self.engine.modules.values() for part in root.modules())
+        if dropout.seen and not any(part.training for part in modules):  # these are reported when the evaluation ends
+            self.engine.findings.report(
+                "W57",
+                f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
+                "know of the mode",
+                "give it the mode: F.dropout(x, training=self.training); allow W57 where the randomness is meant",
+                key=update.name,
+            )
         return loss
 
 
@@ -70,8 +96,14 @@ class _Look:
         if update.name not in self._seen:
             self._seen.add(update.name)
             changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []
-            for one in (loss, *changed):  # which a receiver may have divided
-                for code, sentence, way_out in problems_of(one, update.window.length):
+            output = next(iter(tensors_in(update.output)), None)
+            counts = output is not None and output.dim() > 0 and update.weight is ONE
+            samples = len(output) if output is not None and counts else None
+            problems = [
+                problems_of(one, update.window.length, samples) for one in (loss, *changed)
+            ]  # a receiver may divide
+            for several in (*problems, problems_of_divergence(update.spec.loss, output)):
+                for code, sentence, way_out in several:
                     engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
             if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
                 self._report_reported_loss(engine, update)

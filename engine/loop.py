@@ -34,7 +34,7 @@ from .data_checks import check_data, check_epoch, check_steps
 from .epoch_checks import EpochChecks
 from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
 from .events import Events
-from .first_steps import FirstStep
+from .first_steps import FirstEvaluation, FirstStep
 from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
@@ -47,7 +47,7 @@ from .setup import (
     report_untrained,
     set_modes,
 )
-from .step import Perform, Step, performer
+from .step import Perform, performer
 from .streams import batch_streams, begin_stream
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Loop:
         engine = self.engine
         state, updates, boundary, feed = engine.state, engine.updates, engine.boundary, engine.feed
         signals, completed = engine.iteration_signals, engine.signal(Events.ITERATION_COMPLETED)
-        perform, stops = performer(engine, FirstStep if engine.training else Step), boundary.stops
+        perform, stops = performer(engine, FirstStep if engine.training else FirstEvaluation), boundary.stops
         first = updates[0]
         usual = updates if len(updates) == 1 else []  # several updates are never the usual plan
         batch: Any = None

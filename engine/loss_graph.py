@@ -6,13 +6,16 @@ A few of its nodes tell what no shape and no dtype does: that a cross entropy wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["Problem", "problems_of"]
+__all__ = ["Problem", "functions_of", "problems_of", "problems_of_divergence"]
 
 Problem = tuple[str, str, str]
 """The code of a finding, its sentence, and the way out."""
@@ -34,12 +37,13 @@ _RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, 
 _DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss", "HuberLoss"))
 
 
-def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:
+def problems_of(loss: Tensor, window: int, samples: int | None = None) -> Iterator[Problem]:
     """What looks wrong about a loss before its backward.
 
     Args:
         loss: with its graph.
         window: the length of the accumulation window, over which the gradients are averaged.
+        samples: the number of samples in the batch; None if it is unknown, or if the window weights its batches.
 
     Example:
         >>> output = torch.zeros(4, 1, requires_grad=True) * 2
@@ -49,6 +53,7 @@ def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:
     if loss.grad_fn is None:
         return
     yield from _divided(loss.grad_fn, window)
+    yield from _summed(loss.grad_fn, window, samples)
     for node in _nodes(loss.grad_fn):
         name = node.name()
         if name == "LogSoftmaxBackward0":
@@ -57,6 +62,9 @@ def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:
             yield from _nll_loss(node)
         elif name == "BinaryCrossEntropyWithLogitsBackward0":
             yield from _takes_logits(node, "binary_cross_entropy_with_logits")
+            yield from _targets(node, "binary_cross_entropy_with_logits", 0.0, 1.0)
+        elif name == "SoftMarginLossBackward0":
+            yield from _targets(node, "soft_margin_loss", -1.0, 1.0)
         elif name in _PROBABILITIES and _child(node).name() == name:
             yield (
                 "W72",
@@ -67,6 +75,38 @@ def problems_of(loss: Tensor, window: int) -> Iterator[Problem]:
             yield from _out_of_reach(node)
         elif name in _ELEMENTWISE:
             yield from _broadcast(node)
+
+
+def problems_of_divergence(loss: Any, output: Tensor | None) -> Iterator[Problem]:
+    """What looks wrong about the output that a Kullback-Leibler divergence gets, of which its graph shows nothing.
+
+    Args:
+        loss: the loss of an `Update`.
+        output: of the first batch.
+    """
+    given = getattr(loss, "loss", loss)
+    given = given.func if isinstance(given, partial) else given
+    if output is None or not (given is F.kl_div or isinstance(given, nn.KLDivLoss)):
+        return
+    largest = float(output[:_SAMPLES].detach().float().max())
+    if largest > 1e-3:
+        yield (
+            "W72",
+            f"kl_div expects the logarithms of probabilities, which are 0 at most, but its input reaches {largest:.3g}",
+            "give it log_softmax(logits, dim=1)",
+        )
+
+
+def functions_of(loss: Tensor) -> set[str]:
+    """The functions of torch nearest to a loss, by the names of their nodes, such as "MseLoss" and "LogSoftmax".
+
+    Example:
+        >>> sorted(functions_of(F.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))))
+        ['MseLoss', 'torch::autograd::AccumulateGrad']
+    """
+    return (
+        set() if loss.grad_fn is None else {re.sub(r"Backward\d+$", "", node.name()) for node in _nodes(loss.grad_fn)}
+    )
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -107,6 +147,13 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "remove the relu behind the last layer",
         )
     result = _saved(node, "result")
+    if result is not None and _dimension(node) == 0 and result.dim() == 2 and result.shape[0] != result.shape[1]:
+        yield (
+            "W72",
+            f"log_softmax is over dimension 0 of shape {list(result.shape)}, so that the samples of a batch compete with each "
+            "other, and not the classes",
+            "apply it to the classes: dim=1",
+        )
     if result is not None and result.dim() and result.shape[_dimension(node)] == 1:
         yield (
             "W79",
@@ -159,6 +206,40 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
             f"batch between {smallest:.4g} and {largest:.4g}",
             "remove the last activation, or scale the targets",
         )
+
+
+def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Problem]:
+    """Targets outside of a range; for a loss of margins, which takes -1 and 1, zeros as well."""
+    target = _saved(node, "target")
+    if target is None or target.numel() == 0:
+        return
+    values = target[:_SAMPLES].detach().float()
+    smallest, largest = (float(one) for one in values.aminmax())
+    between = least == -1.0 and bool((values == 0).any())
+    if smallest < least - 1e-3 or largest > most + 1e-3 or between:
+        expected = "of -1 or 1" if least == -1.0 else "from 0 to 1"
+        found = f"those of the first batch lie between {smallest:.4g} and {largest:.4g}"
+        yield "W77", f"{function} expects targets {expected}, but {found}", f"convert the targets to numbers {expected}"
+
+
+def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
+    """A sum over the samples of a batch, where a window averages."""
+    if window < 2 or samples is None:
+        return
+    if node.name() == "MulBackward0":
+        node = _child(node)
+    sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
+    over_samples = node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == samples > 1
+    if over_samples or getattr(node, "_saved_reduction", None) == _SUM:
+        yield (
+            "W83",
+            f"the loss is a sum over the {samples} samples of a batch, and the gradients of the {window} batches of a window are "
+            "averaged: the step is neither that of the sum nor that of the mean over the window",
+            "use reduction='mean'; or give GradientAccumulation(weight=)",
+        )
+
+
+_SUM = 2  # what torch's kernels call reduction="sum"
 
 
 def _broadcast(node: Any) -> Iterator[Problem]:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from .composition import Composition
 from .findings import Finding, finding
 from .update import UpdateState
 
-__all__ = ["OF_MODELS"]
+__all__ = ["OF_MODELS", "half_precision_finding"]
 
 
 def unregistered_parts(it: Composition) -> Iterator[Finding]:
@@ -87,4 +90,60 @@ def _option(update: str, what: str, way_out: str) -> Finding:
     return finding("C28", f"the optimizer of update {update!r}: {what}", way_out)
 
 
-OF_MODELS: Sequence[Callable[[Composition], Iterator[Finding]]] = (unregistered_parts, unusual_options)
+def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
+    """Weights that round small steps away, with gradients that become zero."""
+    half = [name for one, name in it.parameters.items() if one.requires_grad and one.dtype is torch.float16]
+    if half and it.engine.training:
+        yield half_precision_finding(f"{len(half)} trained parameters are float16, such as {half[0]!r}")
+
+
+def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
+    """The finding about weights that are trained in float16."""
+    return finding(
+        "C32",
+        f"{what}: gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and Adam's eps is 0",
+        "keep the weights in float32, and attach MixedPrecision('fp16') or MixedPrecision('bf16')",
+        handlers,
+    )
+
+
+def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
+    """Dropout of everything, and units that begin alike and get the same gradients for ever."""
+    if not it.engine.training:
+        return
+    for part, name in it.modules.items():
+        if isinstance(part, _DropoutNd) and part.p >= 1 and part.training:
+            yield finding(
+                "C33",
+                f"the layer {name!r} drops everything: p={part.p:g}",
+                "p is the share that is dropped, such as 0.1",
+            )
+    weights = {name: part.weight for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
+    hidden = {name: one for name, one in list(weights.items())[:-1] if _is_compared(one)}
+    alike = [name for name, one in hidden.items() if _has_units_alike(one)]
+    constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
+    if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
+        yield finding(
+            "C33",
+            f"all units of the layer {(constant or alike)[0]!r} begin with the same weights: they get the same gradients, and "
+            "stay alike",
+            "initialise weights at random; constants are for biases",
+        )
+
+
+def _is_compared(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
+
+
+def _has_units_alike(weight: Tensor) -> bool:
+    units = weight.detach()[:8].flatten(1)[:, :64]
+    return bool((units == units[:1]).all())
+
+
+OF_MODELS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
+    unregistered_parts,
+    unusual_options,
+    weights_in_half_precision,
+    layers_that_cannot_learn,
+)

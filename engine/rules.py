@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from .batches import tensors_in
 from .composition import Composition, first_batch, own_generators
 from .connection import Connection
+from .distributed import expected_processes
 from .events import AnyEvent
 from .findings import Finding, finding
 from .function_rules import OF_FUNCTIONS
@@ -247,6 +248,17 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
         )
 
 
+def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
+    launched = expected_processes()
+    if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
+        yield finding(
+            "C30",
+            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone on all of "
+            "the data, and all write the same files",
+            "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch one process, without torchrun",
+        )
+
+
 def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
     length, epochs = it.engine.state.epoch_length, range(1, 1 + min(it.engine.state.max_epochs or 1, 100))
     for update in it.engine.updates if it.engine.training and length else ():
@@ -464,6 +476,7 @@ OF_COMPOSITIONS: Sequence[Rule] = (
     untrained_parameters,
     frozen_parameters,
     last_batches_of_one_sample,
+    processes_that_nothing_connects,
     windows_longer_than_an_epoch,
     one_file_for_two,
     best_of_nothing,

@@ -22,6 +22,7 @@ from signalfire import (
     on,
 )
 from signalfire.codes import Severity
+from signalfire.dropout import is_compiled
 from signalfire.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
 from signalfire.findings import check_codes
 from signalfire.interval import check_every
@@ -34,7 +35,6 @@ from ._common.watching import (
     frozen_last_layer,
     gradient_facts,
     inputs_of,
-    is_compiled,
     labels_of,
     left_in_eval,
     moving_frozen_norms,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_name, check_number
 from signalfire.findings import Finding, finding
+from signalfire.loss_graph import functions_of
 
 from ._common.ranks import SMOOTH_LOSS
 from ._common.updates import selected_updates
@@ -33,7 +35,8 @@ class LabelSmoothing(Handler):
 
     Raises:
         ValueError: At the start of a run, for an update that is a single function, whose output is not available.
-        TypeError: If the output is not a tensor of logits of shape (N, C) or (N, C, ...) with at least two classes.
+        TypeError: If the output is not a tensor of logits of shape (N, C) or (N, C, ...) with at least two classes, or if the
+            loss is no cross entropy over classes, such as binary_cross_entropy or mse_loss.
 
     Source:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (CVPR 2016).
@@ -49,6 +52,7 @@ class LabelSmoothing(Handler):
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
         self.update = check_name(self, "update", update)
+        self._checked: set[str] = set()  # updates whose loss was looked at in this run
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
@@ -71,6 +75,7 @@ class LabelSmoothing(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check_output(self, engine: Engine) -> None:
         """Raise an error for an update whose output is not available."""
+        self._checked = set()
         for update in selected_updates(engine, self.update):
             if update.loss_function is None:
                 raise ValueError(
@@ -92,7 +97,22 @@ class LabelSmoothing(Handler):
                 f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
                 "(N, C) or (N, C, ...) with at least two classes"
             )
+        if update.name not in self._checked:
+            self._check_loss(update.backward_loss, update.name)
         # Half precision is not enough for the logarithm; cross_entropy under autocast computes in float32, too.
         half = logits.dtype in (torch.float16, torch.bfloat16)
         uniform = -torch.log_softmax(logits, dim=1, dtype=torch.float32 if half else None).mean()
         update.loss = update.backward_loss = (1 - self.alpha) * update.backward_loss + self.alpha * uniform
+
+    def _check_loss(self, loss: Any, update: str) -> None:
+        """Raise an error for a loss that is no cross entropy over classes."""
+        self._checked.add(update)
+        functions = functions_of(loss) if isinstance(loss, Tensor) else set()
+        if (other := functions & _NOT_OVER_CLASSES) and "LogSoftmax" not in functions:
+            raise TypeError(
+                f"{self.name!r}: the loss of update {update!r} is computed by {min(other)}, and labels are smoothed for a "
+                "cross_entropy over classes only; detach the handler, or smooth the targets themselves"
+            )
+
+
+_NOT_OVER_CLASSES = {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MseLoss", "HuberLoss", "SmoothL1Loss"}

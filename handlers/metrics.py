@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
@@ -14,11 +14,12 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
 from signalfire.checks import check_name
+from signalfire.findings import Finding, finding
 from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage
 from ._common.ranks import PUBLISH
-from ._common.updates import only_update
+from ._common.updates import only_update, selected_updates
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
 
@@ -108,6 +109,20 @@ class Metrics(Handler):
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Report a mean of losses that are sums."""
+        for update in selected_updates(engine, self.update) if self._of_loss else ():
+            loss = getattr(update.spec.loss, "loss", None) or update.spec.loss
+            reduction = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", None))
+            if reduction == "sum":
+                yield finding(
+                    "W04",
+                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but it is a sum over the batch "
+                    "(reduction='sum'): the value grows with the size of a batch",
+                    "use reduction='mean'",
+                    [self.name],
+                )
 
     @property
     def names(self) -> list[str]:

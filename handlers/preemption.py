@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.blame import warn
 from signalfire.checks import check_int, check_number
+from signalfire.findings import finding
 
 __all__ = ["Preemption"]
 
@@ -83,6 +84,19 @@ class Preemption(Handler):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_previous": {}}
 
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Report a run that nothing saves at the signal."""
+        if engine.training and not self._savers(engine):
+            yield finding(
+                "C31",
+                f"{self.name!r} stops the run at a signal, but nothing saves it then",
+                "attach a Checkpoint of the whole state, or connect a function to Events.PREEMPTED",
+                [self.name],
+            )
+
+    def _savers(self, engine: Engine) -> bool:
+        return any(one.owner != self.name for one in engine.signal(Events.PREEMPTED).connections)
+
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["signals"])
     def install(self, engine: Engine) -> None:
         """Install the signal handlers until the run ends."""
@@ -136,9 +150,7 @@ class Preemption(Handler):
     @on(Events.TERMINATED, phase=Phase.RECORD, reads=[], writes=[])
     def warn_if_unsaved(self, engine: Engine) -> None:
         """Warn if nothing saved the run."""
-        if self.preempted is not None and all(
-            one.owner == self.name for one in engine.signal(Events.PREEMPTED).connections
-        ):
+        if self.preempted is not None and not self._savers(engine):
             warn(
                 f"{self.name!r}: the run was stopped by {self.preempted}, but nothing saved it; attach a Checkpoint of the "
                 "whole state, or connect a function to Events.PREEMPTED",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice
+from signalfire.model_rules import half_precision_finding
 
 __all__ = ["TruePrecision"]
 
@@ -45,6 +47,12 @@ class TruePrecision(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.PRECISION, by=self)
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Report weights that will be trained in float16."""
+        trained = [p for root in engine.modules.values() for p in root.parameters() if p.requires_grad]
+        if engine.training and self.dtype is torch.float16 and any(p.dtype is not torch.float16 for p in trained):
+            yield half_precision_finding(f"{self.name!r} converts the weights to float16", [self.name])
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules", "optimizer"], writes=["precision"])
     def convert(self, engine: Engine) -> None:

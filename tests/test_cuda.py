@@ -214,16 +214,20 @@ def _ours(file: str) -> bool:
     return path != Path(__file__) and ROOT in path.resolve().parents and "site-packages" not in file
 
 
+ONCE = ("engine/epoch_checks.py", "engine/model_rules.py")
+"""What reads values at the start of a run or at the ends of epochs, to find mistakes."""
+
+
 def waits(engine: Engine, data: Any, *, device: str = "cpu", **bounds: Any) -> list[tuple[int, str]]:
     """Where a run would wait for the device, and in which iterations; what is read between two iterations is the former's.
 
-    What the engine reads at the ends of epochs to find mistakes is left out.
+    What is read to find mistakes is left out.
     """
     waiting = Waiting(device)
     waiting.engine = engine
     with waiting:
         engine.run(data, **bounds)
-    return [one for one in waiting.places if not one[1].startswith("engine/epoch_checks.py")]
+    return [one for one in waiting.places if not one[1].startswith(ONCE)]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 from tests.kit import cleaned_up, quick, shipped
 
-# A case is made without the engine, so that its evaluator has a model of its own.
-pytestmark = pytest.mark.filterwarnings("ignore:W51")
+# A case is made without the engine, so that its evaluator has a model of its own; a handler is alone, so that nothing saves.
+pytestmark = [pytest.mark.filterwarnings("ignore:W51"), pytest.mark.filterwarnings("ignore:C31")]
 
 Batch = tuple[Tensor, Tensor]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Phase, UpdateState
 from signalfire.connection import Connection
+from signalfire.dropout import ActiveDropout
 from signalfire.signals import Signal
 
-from .watching import ActiveDropout, trained_elsewhere
+from .watching import trained_elsewhere
 
 __all__ = ["LOOKS_AT", "Look"]
 

@@ -82,7 +82,16 @@ def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]
         yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
     elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
         yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
+    elif run.unit == "st" and (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
+        yield _unit(run, f"the first cycle of {name}, of {cycle},")
     yield from _of_total(scheduler, run, total)
+
+
+def _first_cycle(scheduler: Any) -> int | None:
+    """The number of steps after which a scheduler first begins again."""
+    if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
+        return int(scheduler.T_0)
+    return int(scheduler.total_size) if isinstance(scheduler, lr_scheduler.CyclicLR) else None
 
 
 def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]:

@@ -112,6 +112,7 @@ def test_each_unit_is_bounded_by_its_own_weights() -> None:
             assert moved.norm().item() == pytest.approx(0.01 * max(weights.norm().item(), 1e-3), rel=1e-4), name
 
 
+@pytest.mark.filterwarnings("ignore:W84")
 def test_small_gradients_and_zero_gradients_stay_as_they_are() -> None:
     model = network()
     trained(model, AdaptiveGradientClipping(1e6))

@@ -625,6 +625,7 @@ def _measured() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.filterwarnings("ignore:W84")
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_metrics_are_those_of_one_process(size: int) -> None:
     found = assert_alike(run_together(_measured, size))
@@ -1117,6 +1118,7 @@ def _afterwards() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.filterwarnings("ignore:C30")
 def test_after_a_run_the_model_is_the_plain_one() -> None:
     found = run_together(_afterwards, 2)
     for one in found:

@@ -126,6 +126,7 @@ def test_the_same_number_written_again_is_a_new_value() -> None:
     assert stops_at([1.0, 1.0, 1.0], patience=1) == 2
 
 
+@pytest.mark.filterwarnings("ignore:W84")
 @pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_validation_every_second_epoch_counts_once_each() -> None:
     model = nn.Linear(3, 1)

@@ -124,6 +124,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), type(tensor.grad_fn)
 
 
+@pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_gradients_of_any_kind_are_clipped_as_torch_does(kind: str, norm_type: float) -> None:

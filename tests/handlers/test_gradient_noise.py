@@ -158,6 +158,7 @@ def test_several_updates_and_several_evaluations_in_an_iteration_draw_different_
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
 
 
+@pytest.mark.filterwarnings("ignore:W84")
 def test_one_update_of_two_gets_noise() -> None:
     models = {"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}
 

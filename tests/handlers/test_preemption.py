@@ -417,6 +417,7 @@ def test_outside_of_the_main_thread_a_run_is_refused(tmp_path: Path) -> None:
     assert engine.state.iteration == 0
 
 
+@pytest.mark.filterwarnings("ignore:C31")
 def test_a_run_that_nothing_saves_says_so() -> None:
     engine = Engine(
         Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)), model=nn.Linear(3, 2), seed=0

@@ -64,6 +64,7 @@ def plain_loop(
     return model
 
 
+@pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_it_equals_a_plain_loop(precision: Any, optimizer: Optimizer) -> None:
@@ -72,6 +73,7 @@ def test_it_equals_a_plain_loop(precision: Any, optimizer: Optimizer) -> None:
     assert_same(model, plain_loop(DTYPES[precision], optimizer))
 
 
+@pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("precision", DTYPES)
 def test_with_windows_clipping_and_a_device_it_equals_a_plain_loop(precision: Any) -> None:
     for direction in (1, -1):

@@ -337,6 +337,7 @@ def test_a_split_of_ones_own_equals_a_plain_loop() -> None:
     assert set(shapes) == {(4, 10, 2)}
 
 
+@pytest.mark.filterwarnings("ignore:W84")
 def test_chunks_of_unknown_length_count_the_same_and_their_outputs_are_not_joined() -> None:
     def step(engine: Engine, batch: Any) -> Tensor:
         output: Tensor = engine.model(torch.full((1, 1, 3), batch["value"]))[0]

@@ -597,3 +597,8 @@ def splits_that_overlap(right: bool) -> Findings:
 @mistake("C14")
 def a_split_for_validation_and_all_of_it_for_training(right: bool) -> Findings:
     return split(right, False)
+
+
+@mistake("C05")
+def warm_restarts_in_epochs(right: bool) -> Findings:
+    return scheduled(partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2), every="1ep" if right else "1st")

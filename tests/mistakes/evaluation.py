@@ -443,3 +443,18 @@ def a_limit_that_was_forgotten(right: bool) -> Findings:
     engine = build(net(), *([] if right else [LimitBatches(2)]))
     engine.run(batches(), max_epochs=3)
     return engine.findings.of_run()
+
+
+@mistake("W57")
+def a_dropout_function_that_knows_nothing_of_the_mode(right: bool) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            dropped = nn.functional.dropout(inputs, 0.5, training=self.training if right else True)
+            output: Tensor = self.layer(dropped)
+            return output
+
+    evaluator_of(Dropping()).run(batches(3))

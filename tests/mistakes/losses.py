@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation
-from tests.kit import SGD, batches, mlp
+from signalfire.handlers import Average, GradientAccumulation, LabelSmoothing, Metrics
+from tests.kit import SGD, batches, build, mlp
 from tests.mistakes.registry import comes_right, mistake
 
 Loss = Callable[[Tensor, Tensor], Any]
@@ -329,3 +330,79 @@ def a_zero_grad_after_each_iteration(right: bool) -> Any:
         engine.connect(Events.ITERATION_COMPLETED, clear)
     engine.run(batches(8), max_epochs=1)
     return str(engine.weights())
+
+
+# ---- targets, sums and divergences that a loss does not expect ---------------------------------------------------------
+
+
+def binary(low: float, high: float) -> list[tuple[Tensor, Tensor]]:
+    return [(inputs, torch.where(inputs[:, :1] > 0, high, low)) for inputs, _ in batches(8)]
+
+
+@mistake("W77")
+def targets_of_minus_one_in_a_binary_cross_entropy(right: bool) -> None:
+    trained(F.binary_cross_entropy_with_logits, data=binary(0.0 if right else -1.0, 1.0))
+
+
+@mistake("W77")
+def targets_of_one_and_two_in_a_binary_cross_entropy(right: bool) -> None:
+    trained(nn.BCEWithLogitsLoss(), data=binary(*((0.0, 1.0) if right else (1.0, 2.0))))
+
+
+@mistake("W77")
+def targets_of_zero_in_a_loss_of_margins(right: bool) -> None:
+    trained(F.soft_margin_loss, data=binary(-1.0 if right else 0.0, 1.0))
+
+
+@mistake("W72")
+def a_log_softmax_over_the_batch(right: bool) -> None:
+    trained(F.nll_loss, network(3, nn.LogSoftmax(1 if right else 0)), classes())
+
+
+@mistake("W72")
+def probabilities_in_a_divergence(right: bool) -> None:
+    data = [(inputs, F.one_hot(targets, 3).float()) for inputs, targets in classes()]
+    trained(nn.KLDivLoss(reduction="batchmean"), network(3, nn.LogSoftmax(1) if right else nn.Softmax(1)), data)
+
+
+@mistake("W72")
+def logits_in_a_divergence(right: bool) -> None:
+    data = [(inputs, F.one_hot(targets, 3) * 0.7 + 0.1) for inputs, targets in classes()]
+    loss = partial(F.kl_div, reduction="batchmean")
+    trained(loss, network(3, nn.LogSoftmax(1)) if right else network(3), data)
+
+
+@mistake("W83")
+def a_sum_over_the_batch_in_a_window(right: bool) -> None:
+    loss = partial(F.cross_entropy, reduction="mean" if right else "sum")
+    trained(loss, network(3), classes(), window=2)
+
+
+@mistake("W83")
+def a_sum_of_ones_own_over_the_batch_in_a_window(right: bool) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        squares = (output - target).square()
+        return squares.mean() if right else squares.sum() * 0.01
+
+    trained(loss, window=2)
+
+
+@mistake("W04")
+def a_mean_of_losses_that_are_sums(right: bool) -> None:
+    loss = nn.CrossEntropyLoss(reduction="mean" if right else "sum")
+    engine = Engine(Update.supervised(loss), model=network(3))
+    engine.attach(Metrics(loss=Average()))
+    engine.run(classes())
+
+
+@mistake(TypeError, "labels are smoothed for a cross_entropy over classes only")
+def labels_smoothed_that_are_no_classes(right: bool) -> None:
+    data = [(inputs, F.one_hot(targets, 3).float()) for inputs, targets in classes()]
+    loss = F.cross_entropy if right else F.binary_cross_entropy_with_logits
+    build(network(3), LabelSmoothing(0.1), loss=loss).run(data, max_epochs=1)
+
+
+@mistake("W15")
+def a_loss_that_ignores_every_label(right: bool) -> None:
+    data = [(inputs, targets * 0) for inputs, targets in classes()]
+    trained(partial(F.cross_entropy, ignore_index=2 if right else 0), network(3), data)

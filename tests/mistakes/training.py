@@ -5,14 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation, LRScheduling, NonFiniteGuard
+from signalfire.handlers import (
+    Checkpoint,
+    GradientAccumulation,
+    LRScheduling,
+    MixedPrecision,
+    NonFiniteGuard,
+    Preemption,
+    TruePrecision,
+)
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import comes_right, mistake
 
@@ -254,3 +265,71 @@ def two_updates_that_were_not_given_their_own_parameters(right: bool) -> None:
 
     updates = [update_of("one"), update_of("other")]
     Engine(updates, model={"one": linear(5, 1), "other": linear(5, 1)}).run(batches(), max_epochs=1)
+
+
+# ---- weights that cannot move, or not as meant -------------------------------------------------------------------------
+
+
+@mistake("W84")
+def steps_too_small_for_the_precision_of_the_weights(right: bool) -> None:
+    rate = partial(SGD, lr=1e-1 if right else 1e-7)
+    build(mlp(5, 8, 1), TruePrecision("bf16"), optimizer=rate).run(batches(8), max_epochs=1)
+
+
+@mistake("C32")
+def weights_in_float16(right: bool) -> None:
+    model = mlp(5, 8, 1) if right else mlp(5, 8, 1).half()
+    data = [tuple(one if right else one.half() for one in batch) for batch in batches(8)]
+    build(model).run(data, max_epochs=1)
+
+
+@mistake("C32")
+def weights_converted_to_float16(right: bool) -> None:
+    precision = MixedPrecision("bf16") if right else TruePrecision("fp16")
+    build(mlp(5, 8, 1), precision).run(batches(8), max_epochs=1)
+
+
+@mistake("C33")
+def weights_that_begin_as_a_constant(right: bool) -> None:
+    model = mlp(5, 8, 1)
+    for parameter in model.parameters():
+        if not right or parameter.dim() == 1:
+            nn.init.constant_(parameter, 0.1)
+    build(model).run(batches(8), max_epochs=1)
+
+
+@mistake("C33")
+def weights_that_all_begin_as_zeros(right: bool) -> None:
+    model = mlp(5, 8, 2)
+    for number, parameter in enumerate(model.parameters()):
+        if not right or number >= 2:  # a last layer of zeros is usual
+            nn.init.zeros_(parameter)
+    build(model).run(batches(8, targets=2), max_epochs=1)
+
+
+@mistake("C33")
+def a_share_that_is_kept_in_place_of_one_that_is_dropped(right: bool) -> None:
+    build(mlp(5, 8, 1, nn.Dropout(0.0 if right else 1.0))).run(batches(8), max_epochs=1)
+
+
+@mistake("W18")
+def a_schedule_that_falls_below_zero(right: bool) -> None:
+    schedule = partial(LambdaLR, lr_lambda=lambda step: 1 - step / (100 if right else 4))
+    build(mlp(5, 8, 1), LRScheduling(schedule)).run(batches(8), max_epochs=1)
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------
+
+
+@mistake("C30")
+def processes_without_a_handler_that_connects_them(right: bool) -> None:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (launched | {"WORLD_SIZE": "1" if right else "2"}).items():
+            patch.setenv(name, value)
+        build(mlp(5, 8, 1)).run(batches(8), max_epochs=1)
+
+
+@mistake("C31")
+def a_preemption_that_saves_nothing(right: bool, folder: Path) -> None:
+    build(mlp(5, 8, 1), Preemption(), *([Checkpoint(folder)] if right else [])).run(batches(8), max_epochs=1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from signalfire.handlers._common.watching import (
-    ActiveDropout,
     Facts,
     batch_of,
     frozen_last_layer,
@@ -62,26 +60,6 @@ def test_outputs_that_are_alike_though_the_inputs_differ() -> None:
     assert not same_for_all(x, x)
     assert not same_for_all(torch.ones(()), x)
     assert not same_for_all(torch.ones(4), x)
-
-
-def test_dropout_is_seen_only_where_it_drops() -> None:
-    def seen(*, p: float, training: bool) -> bool:
-        with ActiveDropout() as watch:
-            dropout(torch.ones(4), p, training)
-        return bool(watch.seen)
-
-    x = torch.ones(1, 2, 4)
-    assert seen(p=0.5, training=True)
-    assert not seen(p=0.5, training=False)
-    assert not seen(p=0.0, training=True)
-    with ActiveDropout() as watch:
-        nn.Dropout(0.5).eval()(torch.ones(4))
-        torch.randn(3)
-        scaled_dot_product_attention(x, x, x)
-    assert not watch.seen
-    with ActiveDropout() as watch:
-        scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-    assert watch.seen
 
 
 def test_a_model_of_which_only_norms_are_trained() -> None:
