@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _INFINITY = float("inf")
-_SAMPLED = 8  # parameters whose values are compared over the first epoch
+_SAMPLED = 8  # parameters whose values are compared over the epoch of the first step
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -52,7 +52,6 @@ class EpochChecks:
         self._parts: list[nn.Module] = []
         self._modes: list[bool] = []
         self._before: list[_Before] = []
-        self._before_any = False
 
     def begin_epoch(self) -> None:
         """Note how the epoch begins; called after EPOCH_STARTED."""
@@ -63,8 +62,7 @@ class EpochChecks:
             self._roots = {name: root.training for name, root in engine.modules.items()}
         self._parts = _parts(engine)
         self._modes = [part.training for part in self._parts]
-        self._before = [_Before.of(engine, update, first=not self._before_any) for update in engine.updates]
-        self._before_any = True
+        self._before = [_Before.of(engine, update) for update in engine.updates]
 
     def end_epoch(self, *, whole: bool = True) -> None:
         """Compare how the epoch ends; called before EPOCH_COMPLETED.
@@ -123,7 +121,7 @@ class EpochChecks:
         return [p for p in left if p not in names]
 
     def _check_moved(self, before: _Before, steps: int) -> None:
-        """Report steps that were all rounded away, in the first epoch."""
+        """Report steps that were all rounded away, in the epoch of the first; what has converged may stay as it is."""
         engine, update = self.engine, before.update
         if before.samples and all(before.rates) and all(map(torch.equal, before.samples, _samples(before.sampled))):
             types = ", ".join(sorted({str(p.dtype) for p in before.sampled}))
@@ -244,12 +242,12 @@ class _Before:
     samples: list[Tensor]
 
     @classmethod
-    def of(cls, engine: Engine, update: UpdateState, *, first: bool) -> _Before:
+    def of(cls, engine: Engine, update: UpdateState) -> _Before:
         parameters = [p for p in update.parameters if p.requires_grad]
         counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
         values = _samples(parameters) if not counts or not any(rates) else []
         versions = [p._version for p in parameters]
-        dense = [p for p in parameters if p.numel() and not p.is_meta] if first and counts else []
+        dense = [p for p in parameters if p.numel() and not p.is_meta] if counts and not update.steps else []
         sampled = dense[:: max(1, len(dense) // _SAMPLED)]
         counted_now = _steps_counted(update)
         return cls(
@@ -286,7 +284,8 @@ def _samples(parameters: Iterable[Tensor]) -> list[Tensor]:
     for parameter in parameters:
         own = local_part(parameter).detach()
         flat = own.reshape(-1)
-        found += [flat[:: max(1, flat.numel() // 16)].clone(), own.double().norm() if own.numel() else own.sum()]
+        real = torch.view_as_real(own) if own.is_complex() else own
+        found += [flat[:: max(1, flat.numel() // 16)].clone(), real.double().norm() if own.numel() else own.sum()]
     return found
 
 

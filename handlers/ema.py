@@ -101,7 +101,7 @@ class EMA(AveragedWeights):
     @on(
         Events.STARTED | Events.CHECKPOINT_LOADED,
         phase=Phase.RECORD,
-        reads=["step", "window", "bounds", "state"],
+        reads=["step", "window", "bounds"],
         writes=[],
     )
     def check_decay(self, engine: Engine) -> None:

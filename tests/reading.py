@@ -97,7 +97,7 @@ ATTRIBUTES: dict[type, dict[str, tuple[str, ...]]] = {
     Modules: {"modules": ("values", "items", "models")},
     Processes: {"processes": ("gather", "any", "broadcast", "barrier", "sum", "collect", "gather_samples", "watch")},
     Watch: {"processes": ("stop", "failed", "explain")},
-    Snapshots: {"state": ("take", "state_dict", "has_loaded_state", "loaded_state_of")},
+    Snapshots: {"state": ("take", "state_dict")},
     Optimizer: {"optimizer": ("state", "param_groups")},
     torch.amp.GradScaler: {"scale": ("scale", "unscale_", "update", "_found_inf_per_device", "_per_optimizer_states")},
     nn.Module: {

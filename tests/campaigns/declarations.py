@@ -44,17 +44,26 @@ OF_SEVERAL = frozenset({"metrics", "files", "stop", "step", "flags", "processes"
 """Things of which each receiver writes entries, files or requests of its own, in any order."""
 
 _PLAN = "chunks and left-out updates are told apart by the names of the updates: both orders give the same plan"
-_LATER = "it prepares what is first used in the forward"
+_LATER = "what it prepares is first used in the forward, or later"
+_ONE = "a Checkpoint selects either the last versions or the best"
+_CHECK = "it raises an error before the first batch, wherever it stands"
 EQUIVALENT = {
     "TruncatedBPTT.split_batch[1] phase PREPARE": _PLAN,
     "UpdateFrequency.select_updates[2] phase FINALIZE": _PLAN,
     "UpdateFrequency.select_updates[2] rank 0": _PLAN,
     "UpdateFrequency.select_updates[2] rank 10": _PLAN,
-    "EMA.check_decay[4] phase CONTROL": "it warns of what no receiver of these events changes",
-    "EMA.check_decay[4] phase FINALIZE": "it warns of what no receiver of these events changes",
     "Metrics.claim_metrics[1] phase CHANGE": _LATER,
-    "Metrics.publish_running[4] phase FINALIZE": "displays ask for running values in iterations",
+    "Metrics.publish_running[4] phase FINALIZE": _LATER,
+    "History.begin[0] phase CONTROL": _LATER,
+    "CSVLogger.begin[0] phase CONTROL": _LATER,
+    "TensorBoardLogger.begin[0] phase CONTROL": _LATER,
     "FullyShardedDataParallel.reset_progress[7] phase CHANGE": _LATER,
+    "FullyShardedDataParallel.sync_open_window[10] phase CHANGE": "gradients of an open window are next used with the next batch",
+    "Checkpoint.select_last[6] rank 0": _ONE,
+    "Checkpoint.select_last[6] rank -10": _ONE,
+    "Checkpoint.select_best[7] rank 0": _ONE,
+    "Checkpoint.select_best[7] rank -10": _ONE,
+    "Metrics.check_mergeable[0] phase CHANGE": _CHECK,
 }
 """Further mutants that change nothing that anybody could see, and why."""
 

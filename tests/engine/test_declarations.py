@@ -147,7 +147,7 @@ def test_receivers_read_what_they_declare_and_nothing_else(tmp_path: Path) -> No
     undeclared, unread, unused = {}, {}, {}
     for place, (reads, writes) in ALL.items():
         read = seen.get(place, set())
-        if "state" not in reads | writes and read - reads - writes:  # the state is everything
+        if "state" not in reads and read - reads - writes:  # the state is everything
             undeclared[place] = read - reads - writes
         if reads - read:
             unread[place] = reads - read

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation
+from signalfire.handlers import GradientAccumulation, LabelSmoothing
 from tests import kit
 from tests.kit import assert_same, average_gradients, mlp, windows
 
@@ -502,3 +502,20 @@ def test_a_weight_that_is_set_once_counts_once() -> None:
     engine.connect(Events.LOSS_COMPUTED(once=1), lambda engine: setattr(engine.state.update, "weight", 3.0))
     engine.run(VALUES[:2], max_epochs=1)
     assert gradients == [(3 * 1 + 2) / 4]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_weight_may_depend_on_the_loss_as_others_have_changed_it(order: int) -> None:
+    seen: list[float] = []
+
+    def weight(engine: Engine) -> float:
+        assert engine.state.update.loss is not None
+        seen.append(engine.state.update.loss.item())
+        return 1.0
+
+    data = [(torch.ones(2, 5), torch.tensor([0, 2]))] * 2
+    engine = kit.build(network(), loss=nn.functional.cross_entropy)
+    engine.attach(*[GradientAccumulation(2, weight=weight), LabelSmoothing(0.5)][::order])
+    engine.run(data, max_epochs=1)
+    smoothed = nn.functional.cross_entropy(network()(data[0][0]), data[0][1], label_smoothing=0.5)
+    assert seen == [pytest.approx(smoothed.item()), pytest.approx(smoothed.item())]

@@ -235,6 +235,7 @@ def test_bad_arguments_are_refused(precision: Any) -> None:
         TruePrecision(precision)
 
 
+@pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("precision", spread(DTYPES, 1))
 def test_it_keeps_its_promises(precision: Any) -> None:
     check_handler(

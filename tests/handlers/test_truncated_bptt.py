@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.acts import Override
@@ -24,6 +24,7 @@ from signalfire.handlers import (
     LRScheduling,
     MixedPrecision,
     TruncatedBPTT,
+    UpdateFrequency,
 )
 from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
@@ -928,3 +929,24 @@ def test_each_update_goes_through_all_chunks_before_the_next_begins() -> None:
     engine.attach(TruncatedBPTT(2))
     engine.run([(torch.ones(3, 6, 5),)], max_epochs=1)
     assert made == ["one"] * 3 + ["other"] * 3
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_schedule_knows_that_batches_are_not_steps_after_another_handler_has_left(order: int) -> None:
+    models: dict[str, nn.Module] = {"often": nn.Linear(2, 1), "seldom": nn.Linear(2, 1)}
+
+    def part(name: str) -> Update:
+        return Update.from_function(
+            lambda engine, batch: models[name](batch).square().mean(),
+            SGD,
+            name=name,
+            parameters=lambda engine: models[name].parameters(),
+        )
+
+    updates = [part(name) for name in models]
+    engine = Engine(updates, model=models, seed=0)
+    handlers = [LRScheduling(partial(CosineAnnealingLR), update="seldom"), UpdateFrequency(seldom=2), TruncatedBPTT(2)]
+    engine.attach(*handlers[::order])
+    engine.detach("update_frequency")
+    with pytest.raises(ValueError, match="the number of steps of this run is not known"):
+        engine.run([torch.ones(4, 2)] * 4, max_epochs=1)

@@ -431,7 +431,7 @@ def test_switched_off_every_update_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_schedule_knows_of_left_out_updates_after_another_handler_has_left(order: int) -> None:
+def test_a_schedule_knows_that_batches_are_not_steps_after_another_handler_has_left(order: int) -> None:
     models: dict[str, nn.Module] = {"often": nn.Linear(2, 1), "seldom": nn.Linear(2, 1)}
 
     def part(name: str) -> Update:
