@@ -26,7 +26,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers.metrics import Average
-from tests.kit import SGD, assert_same, batches, linear, mlp
+from tests.kit import SGD, assert_same, batches, linear, mlp, quick
 from tests.processes import assert_alike, run_together
 
 DATA = batches(6, inputs=5, targets=(), classes=3)
@@ -186,7 +186,9 @@ def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> N
         engine.attach(DistributedDataParallel())
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize(
+    "wrapper", quick([DistributedDataParallel, FullyShardedDataParallel], FullyShardedDataParallel)
+)
 def test_over_two_processes_a_loss_trains_as_over_one(wrapper: Any) -> None:
     if wrapper is FullyShardedDataParallel and not torch.distributed.is_available():
         pytest.skip("needs torch.distributed")

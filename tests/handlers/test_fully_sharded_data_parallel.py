@@ -229,7 +229,7 @@ def in_company(size: int, company: str) -> Any:
     return full(engine), noted.seen
 
 
-@pytest.mark.parametrize("company", spread(COMPANIES, 2))
+@pytest.mark.parametrize("company", spread(COMPANIES, 1))
 def test_handlers_do_with_shards_what_they_do_with_whole_tensors(company: str) -> None:
     one, seen = in_company(12, company)
     for weights, own in together(3, in_company, 4, company):

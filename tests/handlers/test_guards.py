@@ -190,7 +190,7 @@ def _in_two_processes(kind: str) -> tuple[list[str], list[Any]]:
     return [str(found) for found in engine.findings.of_run()], [len(str(engine.state.iteration))]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", quick(["ddp", "fsdp"], "ddp"))
 def test_two_processes_raise_no_alarm(kind: str) -> None:
     assert run_together(_in_two_processes, 2, kind)[0][0] == []
 

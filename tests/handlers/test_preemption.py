@@ -176,7 +176,7 @@ class _quiet:
 
 # Of what was saved as the last epoch ended, nothing is left to do.
 @pytest.mark.filterwarnings("ignore:run.*nothing to do:UserWarning")
-@pytest.mark.parametrize("seed", spread(range(8), 2))
+@pytest.mark.parametrize("seed", spread(range(8), 1))
 def test_killed_at_random_moments_and_resumed_again_and_again(tmp_path: Path, seed: int) -> None:
     expected = uninterrupted(tmp_path / "whole")
     folder = tmp_path / "run"

@@ -22,7 +22,7 @@ from signalfire.handlers import (
 )
 from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
-from tests.kit import quick
+from tests.kit import quick, spread
 
 CRITIC, GENERATOR = partial(torch.optim.RMSprop, lr=2e-2), partial(torch.optim.RMSprop, lr=1e-2)
 LATENT = 3
@@ -340,10 +340,13 @@ def test_clipping_and_scaling_act_when_the_update_is_made(order: int) -> None:
 @pytest.mark.parametrize("window", quick([1, 2], 2))
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: UpdateFrequency(generator=3),
-        lambda: UpdateFrequency(critic=2, generator=2, offset={"generator": 1}),
-    ],
+    spread(
+        [
+            lambda: UpdateFrequency(critic=2, generator=2, offset={"generator": 1}),
+            lambda: UpdateFrequency(generator=3),
+        ],
+        1,
+    ),
 )
 def test_it_keeps_the_promises_of_a_handler(make: Any, window: int) -> None:
     check_handler(lambda: make_trainer(GradientAccumulation(window)), make, make_data(7), max_epochs=3)
