@@ -182,6 +182,9 @@ CASES: dict[str, Case] = {
     "FastDevRun": Case(lambda: FastDevRun(2), True),
     "Freezing": Case(lambda: Freezing({"*features*": 2}), True),
     "GradientAccumulation": Case(lambda: GradientAccumulation(2), True),
+    "GradientAccumulation, weighted": Case(
+        lambda: GradientAccumulation(2, weight=lambda engine: 1.0 + engine.state.iteration % 2), True
+    ),
     "GradientAccumulation, scheduled": Case(lambda: GradientAccumulation({1: 3, 2: 2}), True),
     "GradientClipping": Case(lambda: GradientClipping(max_norm=0.1), True),
     "GradientNoise": Case(lambda: GradientNoise(0.1), True),
