@@ -10,6 +10,7 @@ import blinker
 
 from .connection import Connection, Phase, Receiver, check_place, report_double
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
+from .returned import look_at_return
 from .signals import Around, Signal
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Bus(blinker.Namespace):
                 raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
             report_double(engine, signal.event, connection, same)
         for signal, connection in made:
+            look_at_return(signal, connection)
             signal.add(connection)
             connection.restart(engine)
         # Weakly: a handle that outlives the engine keeps nothing alive.

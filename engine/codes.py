@@ -22,6 +22,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
     "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
     "W07": ("info", "the patience is longer than the run"),
+    "W08": ("warning", "an improvement has to be larger than the metric itself"),
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
     "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
@@ -63,6 +64,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function is connected to events that this engine never emits"),
     # W5x: evaluation
+    "W50": ("warning", "the samples of an evaluation depend on random numbers, as if they were augmented"),
     "W51": ("warning", "an evaluator measures other weights than those that are trained"),
     "W52": ("info", "parts of the model are in eval mode as a training run begins"),
     "W53": ("warning", "an evaluator measures nothing"),
@@ -95,6 +97,11 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),
     "W83": ("warning", "a loss is a sum over the batch, where the batches of a window are averaged"),
     "W84": ("warning", "steps were made, but no weight changed"),
+    "W85": ("warning", "a function returns a batch or a loss, which nobody uses"),
+    "W86": ("warning", "a scheduler was built for an optimizer, and nobody steps it"),
+    "W87": ("warning", "a scheduler is stepped by a function, and checkpoints lack its position"),
+    "W88": ("warning", "a layer takes the samples of a batch as steps of time"),
+    "W89": ("warning", "something else than its schedule changes a learning rate"),
     # C: what `Engine.check` finds before a run
     "C01": ("warning", "a metric is monitored that nobody produces"),
     "C02": ("info", "metrics are produced that nobody reads"),

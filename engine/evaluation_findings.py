@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .data.loading import draws_at_random
 from .distributed.sharded import is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -128,6 +129,18 @@ def report_dropped_samples(engine: Engine) -> None:
             f"the evaluation leaves out the last {dropped} of {len(data.sampler)} samples: "  # type: ignore[arg-type]
             "its DataLoader has drop_last=True",
             "give it drop_last=False; metrics weight a smaller last batch by its size",
+            key=id(data),
+        )
+
+
+def report_random_samples(engine: Engine) -> None:
+    """Report the data of an evaluation whose samples are drawn at random, as those of a training are augmented."""
+    data = engine.feed.current.data
+    if not engine.training and draws_at_random(data):
+        engine.findings.report(
+            "W50",
+            f"the samples of an evaluation ({type(data.dataset).__name__}) depend on random numbers, as if they were augmented",
+            "give the data of evaluations no random transform: two splits of one data set share theirs",
             key=id(data),
         )
 

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .batches import tensors_in
 from .distributed.sharded import local_part
 from .dropout import ActiveDropout, is_compiled
+from .layouts import looking_for_mixed_up_layouts
 from .loss_graph import problems_of, problems_of_divergence
 from .step import Step
 from .update import UpdateState
@@ -36,9 +37,13 @@ class FirstStep(Step):
 
     def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
         """As `Step` does it."""
-        loss = super().compute_loss(update, batch, iteration, listened)
         look = self.look
         assert look is not None
+        if look.begins(update):
+            with looking_for_mixed_up_layouts(self.engine, self.state.batch):
+                loss = super().compute_loss(update, batch, iteration, listened)
+        else:
+            loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
             self.look = None
             self.__class__ = Step  # type: ignore[assignment]
@@ -88,6 +93,11 @@ class _Look:
         self._seen: set[str] = set()
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
+
+    def begins(self, update: UpdateState) -> bool:
+        """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
+        engine = self.engine()
+        return update.name not in self._seen and engine is not None and not is_compiled(engine)
 
     def at(self, update: UpdateState, loss: Tensor) -> None:
         """Look at a loss before its backward."""

@@ -32,10 +32,11 @@ from .data.source import Source
 from .data.streamed import END
 from .data_checks import check_data, check_epoch, check_steps
 from .epoch_checks import EpochChecks
-from .evaluation_findings import report_dropped_samples, report_raw_weights, report_training_mode
+from .evaluation_findings import report_dropped_samples, report_random_samples, report_raw_weights, report_training_mode
 from .events import Events
 from .first_steps import FirstEvaluation, FirstStep
 from .modules import report_loss_parameters, report_wrapped
+from .own_schedulers import OwnSchedulers
 from .regions import note_problems
 from .restore import Modes
 from .setup import (
@@ -89,10 +90,15 @@ class Loop:
         self._check = check
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
+        self._epoch: int | None = None  # the last one that was begun here
 
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
         engine = self.engine
+        if engine.training and torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "run(): nothing can be trained inside torch.inference_mode(); call it outside of that block"
+            )
         engine.boundary.begin_run()
         engine.findings.begin_run()
         engine.snapshots.drop()
@@ -269,18 +275,22 @@ class Loop:
         if engine.boundary.is_awake:
             engine.boundary.attend()
         self.checks = EpochChecks(engine)
+        self.schedulers = OwnSchedulers(engine)
         self.began = state.completed
 
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
         """Begin the next epoch, or continue in an open one; returns its batches and its last iteration."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
-        boundary.take_restored()
+        if boundary.take_restored():
+            self._epoch = None
+        self.check_position()
         position, resumed = engine.feed.take_position(), state.epoch_open
         if not resumed:
             boundary.take_epoch_stop()
             state.epoch += 1
             state.epoch_start = state.iteration
             state.epoch_open = True
+        self._epoch = state.epoch
         for update in engine.updates:
             update.window.begin_epoch(state.epoch)
         check_windows(engine)
@@ -314,8 +324,9 @@ class Loop:
         """Emit EPOCH_COMPLETED, unless the epoch is to be continued, or a state was put back in place."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
         if boundary.take_restored():
-            self._requested = 0
+            self._requested, self._epoch = 0, None
             return
+        self.check_position()
         stopped = state.stop_reason is not None
         if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
@@ -333,6 +344,20 @@ class Loop:
         if boundary.is_awake:
             boundary.attend()
 
+    def check_position(self) -> None:
+        """Raise an error for a position that a receiver has set."""
+        state = self.engine.state
+        if self._epoch not in (None, state.epoch):
+            changed = f"state.epoch was changed from {self._epoch} to {state.epoch}"
+        elif state.iteration != state.completed:
+            changed = f"state.iteration was changed from {state.completed} to {state.iteration}"
+        else:
+            return
+        raise ValueError(
+            f"{changed}: the engine alone counts; end a run or an epoch with engine.terminate() or terminate_epoch(), and "
+            "return to an earlier state with engine.snapshots.restore(state)"
+        )
+
     def report_longer_data(self) -> None:
         """Report data that gives more batches than its length."""
         data, length = self.source.data, self.source.length
@@ -348,10 +373,12 @@ class Loop:
         if engine.state.epoch_open:
             self.checks.end_epoch(whole=False)
         report_training_mode(engine)
+        report_random_samples(engine)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
         else:
             check_steps(engine, self.began)
+        self.schedulers.report()
         engine.signals.emit(engine, Events.COMPLETED)
 
     def report(self, error: BaseException) -> None:

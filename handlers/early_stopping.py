@@ -145,7 +145,20 @@ class EarlyStopping(Handler):
         engine.boundary.withdraw(by=self.name)
         reason = self._stop_reason(value, non_finite)
         if reason is not None:
+            self._report_min_delta(engine, value)
             engine.terminate(reason, by=self.name)
+
+    def _report_min_delta(self, engine: Engine, value: float) -> None:
+        """Report a run that stops as no improvement can be large enough."""
+        monitor, largest = self.monitor, max(abs(value), abs(self.best or 0.0))
+        if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
+            engine.findings.report(
+                "W08",
+                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run, since no value of {monitor.metric!r} is better by "
+                f"that much; but its values are only as large as {largest:.3g}",
+                "give min_delta in units of the metric, such as 0.001, or relative=True",
+                self.name,
+            )
 
     def _is_active(self, engine: Engine) -> bool:
         if self.after is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -106,6 +107,7 @@ class LRScheduling(Handler):
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
         self.update = check_name(self, "update", update)
         self.scheduler: Any = None
+        self._notes_rates = False  # whether the scheduler notes the rates that it sets, as torch's do
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
         by_step = self.monitor is None and self.every.unit == "st"
@@ -156,6 +158,7 @@ class LRScheduling(Handler):
                 self.warmup_scheduler = self._build_warmup(optimizer)
         finally:
             unwrap_step(optimizer)
+        self._notes_rates = isinstance(self.scheduler, LRScheduler)
 
     def _build_warmup(self, optimizer: Optimizer) -> LRScheduler:
         assert self.warmup is not None
@@ -222,7 +225,7 @@ class LRScheduling(Handler):
     def step_on_optimizer_step(self, engine: Engine) -> None:
         """Step the scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
-            self._step()
+            self._step(engine)
 
     @on("warmup_event", phase=Phase.CONTROL, reads=["step"], writes=["rates"])
     def warm_up(self, engine: Engine) -> None:
@@ -233,7 +236,7 @@ class LRScheduling(Handler):
     @on("epoch_event", phase=Phase.CONTROL, reads=[], writes=["rates"])
     def step_on_epoch(self, engine: Engine) -> None:
         """Step the scheduler after an epoch."""
-        self._step()
+        self._step(engine)
 
     @on("start_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric(self, engine: Engine) -> None:
@@ -259,9 +262,27 @@ class LRScheduling(Handler):
         assert self.monitor is not None
         self.monitor.require(engine)
 
-    def _step(self) -> None:
+    def _step(self, engine: Engine) -> None:
+        scheduler = self.scheduler
+        if self._notes_rates and scheduler.optimizer.param_groups[0]["lr"] is not scheduler._last_lr[0]:
+            self._report_change(engine, scheduler._last_lr[0], scheduler.optimizer.param_groups[0]["lr"])
         self.stepped += 1
         self._step_scheduler(self.scheduler, self.stepped)
+
+    def _report_change(self, engine: Engine, last: Any, now: Any) -> None:
+        """Report a rate that a function has changed since the schedule's last step."""
+        if isinstance(last, Tensor) or now == last:
+            return
+        others = (one for one in engine.handlers.values() if one is not self and one.enabled)
+        if any("rates" in (one.writes or ()) for other in others for one in type(other).subscriptions):
+            return
+        engine.findings.report(
+            "W89",
+            f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of the "
+            f"{type(self.scheduler).__name__}, which either replaces it or continues from it",
+            "change rates in the schedule alone: chain schedules with SequentialLR, or give LRScheduling a LambdaLR",
+            self.name,
+        )
 
     def _step_scheduler(self, scheduler: Any, stepped: int) -> None:
         """Make the scheduler's step with this number, counted from 1."""

@@ -261,7 +261,7 @@ def averages(folder: Path) -> Engine:
         GradientAccumulation({1: 2, 2: 3}),
         Freezing({"0": 2, "1": 3}),
         ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}),
-        EarlyStopping("loss", patience=1, min_delta=10.0),
+        EarlyStopping("loss", patience=1, min_delta=0.9),
         validation(model),
         History(),
         model=model,
@@ -464,7 +464,7 @@ def around_the_data(folder: Path) -> Engine:
         EMA(0.9),
         LRScheduling(chained),
         Metrics(train_loss=Average(), thirds=thirds, name="train_metrics"),
-        EarlyStopping("train_loss", patience=1, min_delta=10.0),
+        EarlyStopping("train_loss", patience=1, min_delta=0.9),
         History(),
         model=model,
     )

@@ -39,6 +39,7 @@ from ..randomness import derived_seed, mixed, reseed
 
 __all__ = [
     "SkippingLoader",
+    "draws_at_random",
     "generators_of",
     "has_torch_order",
     "is_plain",
@@ -90,7 +91,7 @@ class SkippingLoader:
             if hasattr(loader, name)
         }  # fmt: skip
         self.loader: DataLoader[Any] = DataLoader(
-            _Seeded(loader.dataset) if draws else loader.dataset,
+            _Seeded(loader.dataset, workers=loader.num_workers) if draws else loader.dataset,
             collate_fn=_Collating(collate) if draws else collate,
             generator=self.generator,
             **order,
@@ -268,8 +269,9 @@ class _Seeded(Dataset[Any]):
     It forwards attributes, since a ``worker_init_fn`` finds it in ``get_worker_info().dataset`` in place of the dataset.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        vars(self)["dataset"] = dataset
+    def __init__(self, dataset: Any, workers: int = 0) -> None:
+        drew = torch.zeros((), dtype=torch.bool)  # whether fetching the first sample drew from a global generator
+        vars(self).update(dataset=dataset, drew=drew.share_memory_() if workers else drew, looked=False)
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # during unpickling
@@ -304,7 +306,14 @@ class _Seeded(Dataset[Any]):
 
     def _fetch(self, item: tuple[int, Any]) -> Any:
         _seed(*item)
-        return self.dataset[item[1]]
+        if self.looked:
+            return self.dataset[item[1]]
+        vars(self)["looked"] = True
+        seeded, seed = _global_states(), torch.initial_seed()
+        sample = self.dataset[item[1]]
+        if torch.initial_seed() == seed and not all(map(_same, seeded, _global_states())):  # it does not seed by itself
+            self.drew.fill_(True)
+        return sample
 
 
 class _Fetched(list[Any]):
@@ -359,8 +368,22 @@ class _UnchangedStates:
             torch.default_generator.set_state(torch_state)
 
 
+def _global_states() -> tuple[Any, ...]:
+    return random.getstate(), torch.default_generator.get_state(), *tuple(np.random.get_state())[1:]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray | torch.Tensor) else bool(one == other)
+
+
 def _seed(key: int, index: Any) -> None:
     reseed(mixed(key, index) if isinstance(index, int) else derived_seed(key, index))
+
+
+def draws_at_random(data: Any) -> bool:
+    """Whether fetching the first sample of a DataLoader in this run drew from a global generator, as augmentation does."""
+    twin = _TWINS.get(data) if isinstance(data, DataLoader) else None
+    return twin is not None and isinstance(twin.loader.dataset, _Seeded) and bool(twin.loader.dataset.drew)
 
 
 def _draws_nothing(dataset: Any) -> bool:

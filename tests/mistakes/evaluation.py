@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import Engine, Events, Findings, ReloadedData, Update, seed_everything
 from signalfire.handlers import (
@@ -458,3 +458,30 @@ def a_dropout_function_that_knows_nothing_of_the_mode(right: bool) -> None:
             return output
 
     evaluator_of(Dropping()).run(batches(3))
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that a training transform would give."""
+
+    def __init__(self, augmented: bool) -> None:
+        self.augmented = augmented
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(5) if self.augmented else torch.zeros(5)
+        return noise + index / 12, torch.full((1,), index / 12)
+
+
+@mistake("W50")
+def validation_data_that_is_augmented(right: bool) -> None:
+    model = mlp(5, 8, 1)
+    data = DataLoader(Noisy(augmented=not right), 4)
+    build(model, Validation(evaluator_of(model), data)).run(batches(8), max_epochs=1)
+
+
+@mistake("W50")
+def validation_data_that_workers_augment(right: bool) -> None:
+    data = DataLoader(Noisy(augmented=not right), 4, num_workers=1)
+    evaluator_of(mlp(5, 8, 1)).run(data)

@@ -406,3 +406,32 @@ def labels_smoothed_that_are_no_classes(right: bool) -> None:
 def a_loss_that_ignores_every_label(right: bool) -> None:
     data = [(inputs, targets * 0) for inputs, targets in classes()]
     trained(partial(F.cross_entropy, ignore_index=2 if right else 0), network(3), data)
+
+
+@mistake("W85")
+def a_loss_that_a_function_returns(right: bool) -> None:
+    def penalise(engine: Engine) -> Any:
+        update = engine.state.update
+        penalised = update.backward_loss + 0.01 * sum(p.square().sum() for p in update.parameters)
+        if right:
+            update.backward_loss = penalised
+            return None
+        return penalised
+
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.LOSS_COMPUTED, penalise)
+    engine.run(batches(8), max_epochs=1)
+
+
+@mistake("W85")
+def a_batch_that_a_function_returns(right: bool) -> None:
+    def normalise(engine: Engine) -> Any:
+        inputs, targets = engine.state.batch
+        batch = (inputs / 2, targets)
+        if right:
+            engine.state.batch = batch
+        return batch
+
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.GET_BATCH_COMPLETED, normalise)
+    engine.run(batches(8), max_epochs=1)

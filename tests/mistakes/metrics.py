@@ -139,3 +139,12 @@ def a_log_whose_interval_is_longer_than_the_run(right: bool, folder: Path) -> Fi
     engine = build(mlp(5, 8, 1), TensorBoardLogger(folder, every="1it" if right else "500it"))
     engine.run(batches(), max_epochs=1)
     return engine.findings.of_run()
+
+
+@mistake("W08")
+def a_min_delta_in_percent(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), EarlyStopping("share", mode="max", patience=2, min_delta=0.01 if right else 1.0))
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(share=1 - 0.5**engine.state.epoch)
+    )
+    engine.run(batches(8), max_epochs=4)

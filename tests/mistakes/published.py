@@ -153,7 +153,7 @@ class Augmented(Dataset[Tensor]):
 def stackoverflow_67180955_workers_draw_the_same_numpy_augmentation(right: bool) -> Any:
     """Each sample has a seed of its own, whichever worker fetches it: all draws differ."""
     seen: list[float] = []
-    engine = Engine(Update.from_function(lambda engine, batch: None), seed=0)
+    engine = Engine(Update.from_function(lambda engine, batch: None), seed=0, allow=["W50"])
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.extend(engine.state.batch.flatten().tolist()))
 
     def seeded(worker: int) -> None:

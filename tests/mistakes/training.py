@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import (
@@ -316,6 +317,97 @@ def a_share_that_is_kept_in_place_of_one_that_is_dropped(right: bool) -> None:
 def a_schedule_that_falls_below_zero(right: bool) -> None:
     schedule = partial(LambdaLR, lr_lambda=lambda step: 1 - step / (100 if right else 4))
     build(mlp(5, 8, 1), LRScheduling(schedule)).run(batches(8), max_epochs=1)
+
+
+@mistake("W86")
+def a_scheduler_that_nobody_steps(right: bool) -> None:
+    model = mlp(5, 8, 1)
+    optimizer = SGD(model.parameters())
+    scheduler = StepLR(optimizer, 1)
+    engine = Engine(Update.supervised(mse_loss, optimizer), model=model)
+    if right:
+        engine.connect(Events.EPOCH_COMPLETED, lambda engine: scheduler.step())
+    engine.run(batches(8), max_epochs=2)
+
+
+@mistake("W87")
+def a_scheduler_of_ones_own_that_no_checkpoint_holds(right: bool, folder: Path) -> None:
+    model = mlp(5, 8, 1)
+    optimizer = SGD(model.parameters())
+    engine = Engine(Update.supervised(mse_loss, optimizer), model=model)
+    engine.attach(Checkpoint(folder))
+    if right:
+        engine.attach(LRScheduling(partial(StepLR, step_size=1), every="1ep"))
+    else:
+        scheduler = StepLR(optimizer, 1)
+        engine.connect(Events.EPOCH_COMPLETED, lambda engine: scheduler.step())
+    engine.run(batches(8), max_epochs=2)
+
+
+@mistake("W89")
+def a_rate_that_is_set_beside_its_schedule(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), LRScheduling(partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step))))
+
+    def lower(engine: Engine) -> None:
+        optimizer = engine.updates[0].optimizer
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group["weight_decay" if right else "lr"] = 1e-4
+
+    engine.connect(Events.EPOCH_STARTED(once=2), lower)
+    engine.run(batches(8), max_epochs=3)
+
+
+@mistake(ValueError, "state.epoch was changed from 1 to 0.*terminate")
+def an_epoch_that_a_function_sets(right: bool) -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: None if right else setattr(engine.state, "epoch", 0))
+    engine.run(batches(8), max_epochs=3)
+
+
+@mistake(ValueError, "state.iteration was changed from 8 to 0")
+def an_iteration_that_a_function_sets(right: bool) -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: None if right else setattr(engine.state, "iteration", 0))
+    engine.run(batches(8), max_epochs=3)
+
+
+@mistake(RuntimeError, r"torch.inference_mode\(\); call it outside")
+def a_run_in_inference_mode(right: bool) -> None:
+    engine = build(mlp(5, 8, 1))
+    with torch.inference_mode(not right):
+        engine.run(batches(8), max_epochs=1)
+
+
+# ---- layers and what they take -----------------------------------------------------------------------------------------
+
+
+class OfSequences(nn.Module):
+    """A layer over sequences, of shape [samples, steps, features], and one output for each of them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        output: Tensor = self.head((x[0] if isinstance(x, tuple) else x)[:, -1])
+        return output
+
+
+def sequences(features: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(24, 6, features), torch.randn(24, 1)), 4, shuffle=True)
+
+
+@mistake("W88")
+def a_recurrent_layer_that_takes_samples_for_steps(right: bool) -> None:
+    build(OfSequences(nn.LSTM(5, 8, batch_first=right))).run(sequences(5), max_epochs=1)
+
+
+@mistake("W88")
+def attention_between_the_samples_of_a_batch(right: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=right)
+    build(OfSequences(layer)).run(sequences(8), max_epochs=1)
 
 
 # ---- processes ---------------------------------------------------------------------------------------------------------

@@ -360,6 +360,7 @@ def test_builds_may_bring_their_own_run_and_write_no_files(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:W08")
 def test_what_stops_by_a_metric_is_compared_up_to_its_stop() -> None:
     def build() -> Engine:
         return make_engine(Metrics(accuracy=Accuracy()), EarlyStopping("accuracy", min_delta=1.0, patience=1))
