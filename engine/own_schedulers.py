@@ -27,7 +27,7 @@ class OwnSchedulers:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._steps = {update.name: update.steps for update in engine.updates}
-        self._epoch = engine.state.epoch
+        self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
         self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
         wrapped = {
             update.name: update.optimizer
@@ -35,7 +35,10 @@ class OwnSchedulers:
             if update.optimizer is not None and _is_wrapped(update.optimizer)
         }
         # A scheduler knows its optimizer, but not the other way round.
-        built = [one for one in gc.get_objects() if isinstance(one, LRScheduler)] if wrapped else []
+        held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
+        built = (
+            [one for one in gc.get_objects() if isinstance(one, LRScheduler) and id(one) not in held] if wrapped else []
+        )
         for name, optimizer in wrapped.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
@@ -45,7 +48,8 @@ class OwnSchedulers:
         engine = self.engine
         for update in engine.updates:
             found = [(one, before) for ref, before in self._found.get(update.name, []) if (one := ref()) is not None]
-            if not found or update.steps == self._steps[update.name] or engine.state.epoch == self._epoch:
+            ended = engine.state.epoch - engine.state.epoch_open > self._epoch
+            if not found or update.steps == self._steps[update.name] or not ended:
                 continue
             names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
             way_out = (
@@ -59,7 +63,7 @@ class OwnSchedulers:
                     way_out,
                     key=update.name,
                 )
-            elif engine.signal(Events.CHECKPOINT_SAVED).fired and not engine.signal(Events.CHECKPOINT_SAVING).receivers:
+            elif engine.signal(Events.CHECKPOINT_SAVED).fired:
                 engine.findings.report(
                     "W87",
                     f"the optimizer of update {update.name!r} has a scheduler ({names}) that a function steps: checkpoints lack "

@@ -207,6 +207,9 @@ CASES: dict[str, Case] = {
     "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
     "OverfitBatches": Case(lambda: OverfitBatches(2), True),
     "ParameterScheduling": Case(lambda: ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}), True),
+    "ParameterScheduling, epochs": Case(
+        lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
+    ),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),

@@ -64,6 +64,12 @@ EQUIVALENT = {
     "Checkpoint.select_best[7] rank 0": _ONE,
     "Checkpoint.select_best[7] rank -10": _ONE,
     "Metrics.check_mergeable[0] phase CHANGE": _CHECK,
+    "ProgressBar.check_metrics[1] phase RECORD": _CHECK,
+    "EarlyStopping.check_metric_exists[5] phase PERSIST": "it raises an error before anything is saved, by its rank",
+    "Checkpoint.check_metric_exists[8] rank 10": "no version is selected by a metric that does not exist",
+    "LRScheduling.step_on_epoch[4] phase RECORD": "nothing reads rates between the two, and SWA(lr=) excludes it",
+    "FullyShardedDataParallel.set_gradient_sync[8] phase CHANGE": _LATER,
+    "Guards.look_at_evaluation[4] phase CONTROL": _LATER,
 }
 """Further mutants that change nothing that anybody could see, and why."""
 

@@ -15,6 +15,7 @@ from signalfire import Engine, Events, Handler, Update
 from signalfire.acts import Override
 from signalfire.handlers import (
     CutMix,
+    Cutout,
     GradientAccumulation,
     LabelSmoothing,
     MixedPrecision,
@@ -306,3 +307,16 @@ def test_two_of_one_kind_are_refused() -> None:
 def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=rf"CutMix\({message}\)"):
         CutMix(**options)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_cutout_cuts_the_mixed_samples(order: int) -> None:
+    """Its boxes are whole, and lie elsewhere in each sample: none of them was mixed."""
+    engine = build((8, 8))
+    engine.attach(*[CutMix(1.0), Cutout(2)][::order])
+    seen: list[Tensor] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.batch[0]))
+    engine.run([(torch.ones(16, 2, 8, 8), torch.zeros(16, dtype=torch.int64))] * 4, max_epochs=1)
+    for batch in seen:
+        covered = (batch == 0).sum(dim=(1, 2, 3)) // 2
+        assert set(covered.tolist()) <= {1, 2, 4}  # at the border a box is smaller
