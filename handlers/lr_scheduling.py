@@ -233,7 +233,7 @@ class LRScheduling(Handler):
         if made_step(engine, self.update, self.every):
             step(self.warmup_scheduler)
 
-    @on("epoch_event", phase=Phase.CONTROL, reads=[], writes=["rates"])
+    @on("epoch_event", phase=Phase.CONTROL, reads=["optimizer"], writes=["rates"])
     def step_on_epoch(self, engine: Engine) -> None:
         """Step the scheduler after an epoch."""
         self._step(engine)
@@ -264,8 +264,8 @@ class LRScheduling(Handler):
 
     def _step(self, engine: Engine) -> None:
         scheduler = self.scheduler
-        if self._notes_rates and scheduler.optimizer.param_groups[0]["lr"] is not scheduler._last_lr[0]:
-            self._report_change(engine, scheduler._last_lr[0], scheduler.optimizer.param_groups[0]["lr"])
+        if self._notes_rates and scheduler.optimizer.param_groups[0]["lr"] is not (last := scheduler.get_last_lr()[0]):
+            self._report_change(engine, last, scheduler.optimizer.param_groups[0]["lr"])
         self.stepped += 1
         self._step_scheduler(self.scheduler, self.stepped)
 
