@@ -107,7 +107,8 @@ class LRScheduling(Handler):
         self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
         self.update = check_name(self, "update", update)
         self.scheduler: Any = None
-        self._notes_rates = False  # whether the scheduler notes the rates that it sets, as torch's do
+        self._optimizer: Any = None
+        self._rate: Any = None  # of the first group, after the last step
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
         by_step = self.monitor is None and self.every.unit == "st"
@@ -158,7 +159,7 @@ class LRScheduling(Handler):
                 self.warmup_scheduler = self._build_warmup(optimizer)
         finally:
             unwrap_step(optimizer)
-        self._notes_rates = isinstance(self.scheduler, LRScheduler)
+        self._optimizer, self._rate = optimizer, None
 
     def _build_warmup(self, optimizer: Optimizer) -> LRScheduler:
         assert self.warmup is not None
@@ -263,11 +264,12 @@ class LRScheduling(Handler):
         self.monitor.require(engine)
 
     def _step(self, engine: Engine) -> None:
-        scheduler = self.scheduler
-        if self._notes_rates and scheduler.optimizer.param_groups[0]["lr"] is not (last := scheduler.get_last_lr()[0]):
-            self._report_change(engine, last, scheduler.optimizer.param_groups[0]["lr"])
+        group = self._optimizer.param_groups[0]
+        if group["lr"] is not self._rate and self._rate is not None:
+            self._report_change(engine, self._rate, group["lr"])
         self.stepped += 1
         self._step_scheduler(self.scheduler, self.stepped)
+        self._rate = group["lr"]
 
     def _report_change(self, engine: Engine, last: Any, now: Any) -> None:
         """Report a rate that a function has changed since the schedule's last step."""
@@ -454,7 +456,7 @@ class LRScheduling(Handler):
         } | ({} if self.warmup_scheduler is None else {"warmup": self.warmup_scheduler.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total, self.stepped = state["total"], state["stepped"]
+        self.total, self.stepped, self._rate = state["total"], state["stepped"], None
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
