@@ -62,9 +62,12 @@ class Validation(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        if isinstance(data, Engine):
+            raise TypeError("Validation(...): the evaluator comes before the data: Validation(evaluator, data)")
         if not isinstance(evaluator, Engine) or evaluator.training:
+            shown = evaluator if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
             raise ValueError(
-                f"Validation(evaluator={evaluator!r}): the evaluator must be an Engine that does not train; build it with "
+                f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
                 "`update.evaluation()`, which has no optimizer"
             )
         self.data_sets: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}

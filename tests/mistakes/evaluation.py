@@ -312,6 +312,12 @@ def an_evaluator_that_trains(right: bool) -> None:
     Validation(Engine(update, model=net(), training=not right), batches(2))
 
 
+@mistake(TypeError, "the evaluator comes before the data")
+def a_validation_with_its_arguments_swapped(right: bool) -> None:
+    of_it = (evaluator_of(net()), batches(2))
+    Validation(*of_it) if right else Validation(*reversed(of_it))  # type: ignore[arg-type]
+
+
 # ---- averages of the weights --------------------------------------------------------------------------------------
 
 
