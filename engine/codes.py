@@ -139,6 +139,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C31": ("warning", "a preemption would stop the run without saving it"),
     "C32": ("warning", "weights are trained in float16"),
     "C33": ("warning", "a layer lets nothing through, or begins with units that stay alike"),
+    "C34": ("warning", "a normalisation layer keeps the statistics of almost no batch, or of the last one only"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -107,6 +108,23 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
     )
 
 
+def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
+    """Normalisation layers whose momentum is that of the other convention, the share of the old statistics."""
+    if not it.engine.training:
+        return
+    for part, name in it.modules.items():
+        if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
+            continue
+        if part.momentum <= 0 or part.momentum >= 0.9:
+            keeps = "those that it began with" if part.momentum <= 0 else "almost only those of the last batch"
+            yield finding(
+                "C34",
+                f"the statistics that the layer {name!r} evaluates with are {keeps}: momentum={part.momentum:g}",
+                "in PyTorch, momentum is the share of the new batch: 0.1, or 0.01 where other libraries say 0.99; to keep "
+                "statistics as they are, put the layer in eval mode",
+            )
+
+
 def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
     """Dropout of everything, and units that begin alike and get the same gradients for ever."""
     if not it.engine.training:
@@ -146,4 +164,5 @@ OF_MODELS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     unusual_options,
     weights_in_half_precision,
     layers_that_cannot_learn,
+    statistics_that_do_not_average,
 )

@@ -313,6 +313,16 @@ def a_share_that_is_kept_in_place_of_one_that_is_dropped(right: bool) -> None:
     build(mlp(5, 8, 1, nn.Dropout(0.0 if right else 1.0))).run(batches(8), max_epochs=1)
 
 
+@mistake("C34")
+def statistics_with_the_momentum_of_another_library(right: bool) -> None:
+    build(mlp(5, 8, 1, nn.BatchNorm1d(8, momentum=0.01 if right else 0.99))).run(batches(8), max_epochs=1)
+
+
+@mistake("C34")
+def statistics_that_never_move(right: bool) -> None:
+    build(mlp(5, 8, 1, nn.BatchNorm1d(8, momentum=0.1 if right else 0.0))).run(batches(8), max_epochs=1)
+
+
 @mistake("W18")
 def a_schedule_that_falls_below_zero(right: bool) -> None:
     schedule = partial(LambdaLR, lr_lambda=lambda step: 1 - step / (100 if right else 4))
