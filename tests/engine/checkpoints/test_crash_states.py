@@ -657,6 +657,26 @@ def test_a_second_power_cut_in_the_run_that_goes_on_after_the_first(sequence: st
     assert states > 500
 
 
+def test_after_a_power_cut_between_two_saves_of_one_event_the_best_is_on_the_disk(root: Path) -> None:
+    both = last(1), best(1)
+    (root / "0").mkdir()
+    first = ran(root / "0", lambda place: place.run(4, *both))
+    left = cuts(first)
+    for number, cut in enumerate(left[:: max(1, len(left) // 60)], start=1):
+        lay(cut.tree, root / str(number))
+        place = Place(root / str(number), Recorded())
+        engine = place.engine_of(*both)
+        with contextlib.suppress(FileNotFoundError):
+            engine.load_state_dict(Checkpoint.load(place.folder))
+        engine.run(DATA, max_iters=5)
+        handler = engine.handlers["best"]
+        assert isinstance(handler, Checkpoint)
+        assert [value for _, value in handler.kept] == [min(place.scores[:5])], cut.where
+        assert handler.best is not None
+        assert Checkpoint.load(handler.best)["engine"]["iteration"] == 4, cut.where
+    assert number > 50
+
+
 def test_while_a_damaged_one_is_set_aside_and_written_anew_the_one_before_it_loads(root: Path) -> None:
     place = ran(root, SEQUENCES["keep 2"])
     contents = written(place)
