@@ -777,6 +777,7 @@ def test_a_scheduler_that_is_refused_leaves_no_trace_on_the_optimizer() -> None:
 
 PLATEAU = partial(ReduceLROnPlateau, mode="min", factor=0.5, patience=0)
 WARMUP = partial(LinearLR, start_factor=0.1, total_iters=8)
+LINEAR = partial(LinearLR, start_factor=0.1, total_iters=6)
 
 
 def warmed_up(*others: Any) -> tuple[Engine, list[float]]:
@@ -819,6 +820,25 @@ def test_a_warm_up_and_a_plateau_schedule_equal_a_plain_loop() -> None:
     assert_same(engine.model, model)
     handler = LRScheduling(PLATEAU, monitor="score", warmup=WARMUP)
     assert handler.simulate(20, lr=0.2, metric_values=[5.0, 6.0, 4.0, 4.5, 4.6]) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("schedule", [LINEAR, None])
+def test_after_a_step_those_who_record_see_the_rate_of_the_step(schedule: Any) -> None:
+    """Also where they were connected after the schedule; control and saving see that of the next step."""
+    options: dict[str, Any] = {} if schedule else {"monitor": "score", "warmup": WARMUP}
+    engine, rates = warmed_up(LRScheduling(schedule or PLATEAU, **options))
+    engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
+    seen: dict[Phase, list[float]] = {Phase.RECORD: [], Phase.PERSIST: []}
+    for phase, values in seen.items():
+        engine.connect(
+            Events.OPTIMIZER_STEP_COMPLETED,
+            lambda engine, values=values: values.append(engine.updates[0].optimizer.param_groups[0]["lr"]),
+            phase=phase,
+            rank=-100 if phase is Phase.PERSIST else 0,
+        )
+    engine.run(kit.batches(4), max_epochs=2)
+    assert seen[Phase.RECORD] == rates
+    assert seen[Phase.PERSIST][:-1] == rates[1:]
 
 
 @pytest.mark.parametrize("cut", [3, 8, 9, 13])
