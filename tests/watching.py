@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from signalfire import Connection, Engine, Events, Handler, Signal, Update
 from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
 from signalfire.distributed import local_part
+from signalfire.distributed.processes import lost_another
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -45,13 +48,13 @@ from signalfire.randomness import random_state
 from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
 from tests.resume_recipes import RECIPES, Recipe
 
-__all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "watch"]
+__all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "meant", "watch"]
 
 Place = tuple[str, str]
 """A receiver: the class that declares it, and its method."""
 
-UNSEEN = {"processes", "flags", "scale", "error", "optimizer"}
-"""Things that cannot be compared here: what ranks exchange, what a scaler and a device hold, and errors."""
+UNSEEN = {"processes", "flags", "scale", "optimizer"}
+"""Things that cannot be compared here: what ranks exchange, and what a scaler and a device hold."""
 
 
 CYCLED = {"params", "momentum", "betas", "max_momentum", "base_momentum"}
@@ -90,6 +93,7 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
         "stop": str([engine.boundary.stops_now(), engine.boundary.epoch_stop, state.stop_reason]),
         "bounds": str([state.max_epochs, state.max_iters, state.max_steps, state.min_epochs, state.min_iters]),
         "state": str(engine.snapshots.has_loaded_state),
+        "error": str([repr(state.exception), getattr(state.exception, "__notes__", [])]),
         "files": written(engine, folder),
         "random": digest(random_state()),
         "signals": str([signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]),
@@ -302,10 +306,19 @@ def watch(recipe: Recipe, folder: Path) -> dict[Place, set[str]]:
     """What the receivers of a composition have changed in a run."""
     engine = recipe.build(folder)
     watching = Watch(engine, folder)
-    try:
+    with meant():
         engine.run(recipe.data(), **recipe.bounds)
+    return watching.changed
+
+
+@contextmanager
+def meant() -> Iterator[None]:
+    """For runs that end with an error which is meant, or that another process ends with one."""
+    try:
+        yield
     except ValueError as error:
         assert str(error) == "meant"  # noqa: PT017
+    except RuntimeError as error:
+        assert lost_another(error)  # noqa: PT017
     except SystemExit:
         pass
-    return watching.changed

@@ -73,6 +73,7 @@ EQUIVALENT = {
     "FullyShardedDataParallel.set_gradient_sync[8] phase CHANGE": _LATER,
     "DistributedDataParallel.record_backward[10]": _NOTES,
     "FullyShardedDataParallel.record_backward[9]": _NOTES,
+    "DistributedDataParallel.stop_watch[4]": "an error at ENDED is not explained by the watch any more, before or after its end",
     "Guards.look_at_evaluation[4]": _LATER,
 }
 """Further mutants that change nothing that anybody could see, and why; without a kind, wherever a receiver is moved to."""
