@@ -19,6 +19,7 @@ __all__ = [
     "Modules",
     "bare_name",
     "differences",
+    "frozen_copies",
     "model_of",
     "named_like",
     "report_loss_parameters",
@@ -165,6 +166,20 @@ def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, 
         for name, state in given.items()
     }
     return saved if all(states[name] is given[name] for name in given) else {**saved, "modules": states}
+
+
+def frozen_copies(module: nn.Module) -> set[Tensor]:
+    """The parameters of parts that are frozen and built like another part that is trained, such as a teacher of its student."""
+    if isinstance(module, nn.Sequential):
+        return set()
+    parts = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in module.children()}
+    trained = [shapes for part, shapes in parts.items() if any(p.requires_grad for p in part.parameters())]
+    return {
+        p
+        for part, shapes in parts.items()
+        if shapes in trained and not any(p.requires_grad for p in part.parameters())
+        for p in part.parameters()
+    }
 
 
 def report_wrapped(engine: Engine) -> None:

@@ -36,8 +36,11 @@ class OwnSchedulers:
         }
         # A scheduler knows its optimizer, but not the other way round.
         held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
+        # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
         built = (
-            [one for one in gc.get_objects() if isinstance(one, LRScheduler) and id(one) not in held] if wrapped else []
+            [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in held]
+            if wrapped
+            else []
         )
         for name, optimizer in wrapped.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]

@@ -21,6 +21,7 @@ from .findings import Finding, finding
 from .function_rules import OF_FUNCTIONS
 from .interval import Interval
 from .model_rules import OF_MODELS
+from .modules import frozen_copies
 from .planning import comes_up
 
 __all__ = ["OF_BATCHES", "OF_COMPOSITIONS"]
@@ -222,7 +223,10 @@ def _ends_frozen(module: nn.Module) -> bool:
 
     Adapters lie between frozen layers: only one block of trained parameters, with nothing trained behind it, is suspicious.
     """
-    trained = [one.requires_grad for one in module.parameters()]
+    if isinstance(module, nn.ModuleDict):  # of which no part comes after another
+        return any(_ends_frozen(part) for part in module.values())
+    copies = frozen_copies(module)
+    trained = [one.requires_grad for one in module.parameters() if one not in copies]
     count = sum(trained)
     return 0 < count < len(trained) and all(trained[:count])
 

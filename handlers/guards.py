@@ -363,7 +363,8 @@ class Guards(Handler):
                 "check lr= and the schedule: its warm-up, and in what unit its total is given",
                 key=update.name,
             )
-        if facts.again("G03", look.unchanged(update) and any(rates)) >= 2:
+        converged = facts.has_converged(look.largest.get(update.name, 0.0))
+        if facts.again("G03", look.unchanged(update) and any(rates) and not converged) >= 2:
             self._report(
                 engine,
                 "G03",

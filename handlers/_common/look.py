@@ -45,6 +45,7 @@ class Look:
         self._engine = engine
         self._owner = owner
         self._connections: list[tuple[Signal, Connection]] = []
+        self.largest: dict[str, float] = {}
         self._samples: dict[str, tuple[Tensor, int, float]] = {}
         self._steps = {update.name: update.steps for update in engine.updates}
         self._calls = dict.fromkeys(self._steps, 0)
@@ -103,6 +104,7 @@ class Look:
             p = best[1]
             assert p.grad is not None
             place = int(p.grad.detach().abs().argmax())
+            self.largest[update.name] = best[0]
             self._samples[update.name] = p, place, float(p.detach().reshape(-1)[place])
 
     def unchanged(self, update: UpdateState) -> bool:

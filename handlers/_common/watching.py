@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from signalfire import Engine, UpdateState
 from signalfire.batches import tensors_in
 from signalfire.distributed import is_sharded, local_part
+from signalfire.modules import frozen_copies
 
 __all__ = [
     "Facts",
@@ -49,6 +50,7 @@ class Facts:
         streak: by code, how many looks in a row saw the same suspicious thing.
         losses: the losses of the last looks, with what distinguishes the batches.
         largest_rate: the largest learning rate.
+        largest_gradient: the largest of the gradients.
         norms: the first gradient norms.
         epoch_losses: the losses of this epoch, with the number of classes.
     """
@@ -57,6 +59,7 @@ class Facts:
     streak: dict[str, int] = field(default_factory=dict)
     losses: list[tuple[float, Any]] = field(default_factory=list)
     largest_rate: float = 0.0
+    largest_gradient: float = 0.0
     norms: list[float] = field(default_factory=list)
     epoch_losses: list[tuple[float, int]] = field(default_factory=list)
 
@@ -64,6 +67,11 @@ class Facts:
         """How many looks in a row, this one included, saw it."""
         self.streak[code] = self.streak.get(code, 0) + 1 if seen else 0
         return self.streak[code]
+
+    def has_converged(self, largest: float) -> bool:
+        """Whether the largest gradient of this look is tiny beside the largest so far."""
+        self.largest_gradient = max(self.largest_gradient, largest)
+        return largest < 1e-4 * self.largest_gradient
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------
@@ -138,13 +146,14 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
 
 
 def moving_frozen_norms(engine: Engine) -> list[str]:
-    """The normalisation layers with frozen weights whose running statistics are updated all the same."""
+    """The normalisation layers with frozen weights whose running statistics are updated all the same, but for teachers'."""
+    copies = {p for root in engine.modules.values() for p in frozen_copies(root)}
     return [
         path
         for root in engine.modules.values()
         for path, part in root.named_modules()
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None
-        if (own := list(part.parameters())) and not any(p.requires_grad for p in own)
+        if (own := list(part.parameters())) and not any(p.requires_grad or p in copies for p in own)
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import EarlyStopping, Freezing, Validation
+from signalfire.handlers import EarlyStopping, Freezing, Guards, Validation
 from tests.kit import SGD, batches, build, evaluator_of, mlp
 
 
@@ -37,6 +39,30 @@ def test_adapters_between_frozen_layers_are_only_listed() -> None:
     for place in (0, 2, 4):
         model[place].requires_grad_(False)
     assert codes(build(model)) == {"C09": "info"}
+
+
+class Distilling(nn.Module):
+    def __init__(self, *, copied: bool) -> None:
+        super().__init__()
+        self.student = mlp(5, 8, 1, nn.BatchNorm1d(8))
+        self.teacher = copy.deepcopy(self.student) if copied else mlp(5, 16, 1)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.student(inputs)
+        return output
+
+
+def test_a_teacher_is_frozen_and_comes_after_nothing() -> None:
+    """One that is built like its student, or a part of a ModuleDict, of which the order says nothing."""
+    assert codes(build(Distilling(copied=True))) == {"C09": "info"}
+    assert codes(build(Distilling(copied=False))) == {"C09": "warning"}  # nobody knows that it is no head
+    parts = nn.ModuleDict(dict(Distilling(copied=False).named_children()))
+    assert codes(build(parts)) == {"C09": "info"}
+    engine = build(Distilling(copied=True), Guards(every="1it"))  # whose statistics follow the batches
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run(batches(4), max_epochs=2)
 
 
 def test_what_the_freezing_handler_freezes_is_meant() -> None:

@@ -269,3 +269,15 @@ def test_a_reset_model_of_another_run_is_looked_at_anew() -> None:
     engine.detach(guards)
     other.attach(guards)
     other.run(batches(), max_epochs=1)
+
+
+def test_weights_that_have_converged_and_stay_are_no_finding() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(128, 8)
+    data = [(inputs, inputs.sum(1, keepdim=True))]
+    model = nn.Linear(8, 1)
+    engine = build(model, Guards(every="1it"), optimizer=partial(torch.optim.LBFGS, lr=0.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.run(data, max_epochs=10)
+    assert (model.weight - 1).abs().max() < 1e-3
