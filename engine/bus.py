@@ -10,6 +10,7 @@ import blinker
 
 from .connection import Connection, Phase, Receiver, check_place, report_double
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
+from .own_evaluations import look_at_forwards
 from .returned import look_at_return
 from .signals import Around, Signal
 
@@ -96,6 +97,7 @@ class Bus(blinker.Namespace):
             report_double(engine, signal.event, connection, same)
         for signal, connection in made:
             look_at_return(signal, connection)
+            look_at_forwards(signal, connection)
             signal.add(connection)
             connection.restart(engine)
         # Weakly: a handle that outlives the engine keeps nothing alive.

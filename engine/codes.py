@@ -102,6 +102,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W87": ("warning", "a scheduler is stepped by a function, and checkpoints lack its position"),
     "W88": ("warning", "a layer takes the samples of a batch as steps of time"),
     "W89": ("warning", "something else than its schedule changes a learning rate"),
+    "W90": ("warning", "a loss is the negative of a distance, so that training makes it larger"),
+    "W91": ("warning", "a function evaluates the model in training mode"),
     # C: what `Engine.check` finds before a run
     "C01": ("warning", "a metric is monitored that nobody produces"),
     "C02": ("info", "metrics are produced that nobody reads"),

@@ -17,7 +17,17 @@ from .events import Filter
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Connection", "Phase", "Plan", "Receiver", "check_place", "do_nothing", "is_same", "report_double"]
+__all__ = [
+    "Connection",
+    "Phase",
+    "Plan",
+    "Receiver",
+    "check_place",
+    "do_nothing",
+    "guarded",
+    "is_same",
+    "report_double",
+]
 
 Receiver = Callable[..., Any]
 _connection_numbers = count()
@@ -102,7 +112,7 @@ class Connection:
         self.kind = _kind(receiver)
         # The predicate of an interval stores when it passed last: each connection needs its own copy.
         self.when = None if filter is None else copy.copy(filter.when)
-        self.call = receiver if self.when is None else _guarded(receiver, self.when)
+        self.call = receiver if self.when is None else guarded(receiver, self.when)
 
     def restart(self, engine: Engine) -> None:
         """Restart a predicate that stores counts from the current ones."""
@@ -144,7 +154,7 @@ def _captured(function: FunctionType) -> list[int]:
     return found
 
 
-def _guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
+def guarded(receiver: Receiver, when: Callable[[Engine], object]) -> Receiver:
     def call(engine: Engine, **kwargs: Any) -> Any:
         return receiver(engine, **kwargs) if when(engine) else None
 

@@ -109,8 +109,9 @@ class _Look:
             output = next(iter(tensors_in(update.output)), None)
             counts = output is not None and output.dim() > 0 and update.weight is ONE
             samples = len(output) if output is not None and counts else None
+            window, adversarial = update.window.length, len(engine.updates) > 1
             problems = [
-                problems_of(one, update.window.length, samples) for one in (loss, *changed)
+                problems_of(one, window, samples, adversarial=adversarial) for one in (loss, *changed)
             ]  # a receiver may divide
             for several in (*problems, problems_of_divergence(update.spec.loss, output)):
                 for code, sentence, way_out in several:

@@ -34,16 +34,22 @@ _ELEMENTWISE = frozenset(("SubBackward0", "RsubBackward1", "MulBackward0", "AddB
 _RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, float("inf"))} | {
     node: (name, 0.0, 1.0) for node, name in _PROBABILITIES.items()
 }
+_NEVER_NEGATIVE = frozenset(
+    ("NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
+) | {"BinaryCrossEntropyWithLogits"}
 _DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss", "HuberLoss"))
 
 
-def problems_of(loss: Tensor, window: int, samples: int | None = None) -> Iterator[Problem]:
+def problems_of(
+    loss: Tensor, window: int, samples: int | None = None, *, adversarial: bool = False
+) -> Iterator[Problem]:
     """What looks wrong about a loss before its backward.
 
     Args:
         loss: with its graph.
         window: the length of the accumulation window, over which the gradients are averaged.
         samples: the number of samples in the batch; None if it is unknown, or if the window weights its batches.
+        adversarial: whether other updates may train against it, so that it may be meant to grow.
 
     Example:
         >>> output = torch.zeros(4, 1, requires_grad=True) * 2
@@ -52,6 +58,8 @@ def problems_of(loss: Tensor, window: int, samples: int | None = None) -> Iterat
     """
     if loss.grad_fn is None:
         return
+    if not adversarial:
+        yield from _negated(loss.grad_fn)
     yield from _divided(loss.grad_fn, window)
     yield from _summed(loss.grad_fn, window, samples)
     for node in _nodes(loss.grad_fn):
@@ -258,6 +266,17 @@ def _broadcast(node: Any) -> Iterator[Problem]:
         f"{list(own)}: every sample is compared with the targets of all",
         "give output and targets the same shape, for example with squeeze(-1) or unsqueeze(-1)",
     )
+
+
+def _negated(node: Any) -> Iterator[Problem]:
+    other = _saved(node, "other") if node.name() == "MulBackward0" else None
+    negative = node.name() == "NegBackward0" or (other is not None and other.dim() == 0 and float(other) < 0)
+    if negative and (kind := re.sub(r"Backward\d+$", "", _child(node).name())) in _NEVER_NEGATIVE:
+        yield (
+            "W90",
+            f"the loss is the negative of {kind}, so that training makes {kind} as large as it can",
+            "remove the minus",
+        )
 
 
 def _divided(node: Any, window: int) -> Iterator[Problem]:

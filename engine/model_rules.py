@@ -64,6 +64,13 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
     for update in it.engine.updates:
         for kind, group in _groups(update):
             lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
+            lr = _number(group.get("initial_lr", lr))  # before a schedule has changed it
+            if 0 < lr < _LEAST_RATE:
+                yield _option(
+                    update.name,
+                    f"lr={lr:g} hardly changes any weight",
+                    "use a rate such as 0.1 for SGD or 1e-3 for Adam",
+                )
             if momentum >= 1:
                 what = f"momentum={momentum:g} does not forget: the steps grow without bounds"
                 yield _option(update.name, what, "use a momentum below 1, such as 0.9")
@@ -85,6 +92,7 @@ def _number(value: Any) -> float:
 
 
 _MOST_DECAY = 0.05
+_LEAST_RATE = 1e-7
 
 
 def _option(update: str, what: str, way_out: str) -> Finding:

@@ -560,6 +560,12 @@ def a_weight_decay_meant_for_another_optimizer(right: bool) -> Findings:
 
 
 @mistake("C28")
+def a_rate_that_moves_nothing(right: bool) -> Findings:
+    optimizer = partial(torch.optim.SGD, lr=1e-3 if right else 1e-8)
+    return build(net(), optimizer=optimizer).check(batches(), max_epochs=1)
+
+
+@mistake("C28")
 def a_momentum_above_one(right: bool) -> Findings:
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9 if right else 1.1)
     return build(net(), optimizer=optimizer).check(batches(), max_epochs=1)

@@ -54,6 +54,12 @@ def stepped(function: Callable[[Engine, Any], Any], model: nn.Module | None = No
 # ---- probabilities and logits -----------------------------------------------------------------------------------------
 
 
+@mistake("W90")
+def a_cross_entropy_with_a_minus(right: bool) -> None:
+    sign = 1 if right else -1
+    trained(lambda output, target: sign * nn.functional.cross_entropy(output, target), network(3), classes())
+
+
 @mistake("W72")
 def a_softmax_before_cross_entropy(right: bool) -> None:
     trained(F.cross_entropy, network(3) if right else network(3, nn.Softmax(-1)), classes())

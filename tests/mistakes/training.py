@@ -166,6 +166,20 @@ def a_receiver_that_evaluates_and_leaves_the_model_in_eval_mode(right: bool) -> 
     engine.run(batches(), max_epochs=2)
 
 
+@mistake("W91")
+def a_receiver_that_evaluates_the_model_as_it_is(right: bool) -> None:
+    engine = build(mlp(5, 8, 1, nn.Dropout(0.5)))
+
+    def evaluate(engine: Engine) -> None:
+        engine.model.train(not right)
+        with torch.no_grad():
+            engine.model(batches(1)[0][0])
+        engine.model.train()
+
+    engine.connect(Events.EPOCH_COMPLETED, evaluate)
+    engine.run(batches(8), max_epochs=2)
+
+
 @mistake("W14")
 def an_encoder_left_in_eval_mode_within_an_epoch(right: bool) -> None:
     model = nn.Sequential(mlp(5, 8, 4, nn.Dropout(0.5)), nn.Linear(4, 1))

@@ -1,0 +1,1 @@
+from engine.own_evaluations import *
