@@ -361,7 +361,7 @@ class Campaign:
         measured: how many runs that are not killed are timed and compared; the quickest counts.
     """
 
-    def __init__(self, folder: Path, *, seed: int, broken: str = "", pair: str = "apart", measured: int = 1) -> None:
+    def __init__(self, folder: Path, *, seed: int, broken: str = "", pair: str = "one event", measured: int = 1) -> None:
         folder.mkdir()
         self.folder = folder
         self.broken = broken
@@ -489,6 +489,7 @@ def result(campaign: Campaign, controls: Sequence[Campaign], seed: int, seconds:
     """What is written as JSON."""
     tally = campaign.tally
     return {
+        "pair": campaign.pair,
         "kills": tally.kills,
         "inside_saves": tally.inside,
         "writing": tally.writing,
@@ -545,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of(__doc__, RESULT)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=10, help="no new run begins after that (10)")
-    parser.add_argument("--pair", choices=PAIRS, default="apart", help="how the two checkpoints of a run save (apart)")
+    parser.add_argument("--pair", choices=PAIRS, default="one event", help="how the two checkpoints of a run save (one event)")
     options = parser.parse_args(arguments)
     if options.last:
         print(summary(json.loads(RESULT.read_text())))
