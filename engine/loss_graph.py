@@ -269,8 +269,8 @@ def _broadcast(node: Any) -> Iterator[Problem]:
 
 
 def _negated(node: Any) -> Iterator[Problem]:
-    other = _saved(node, "other") if node.name() == "MulBackward0" else None
-    negative = node.name() == "NegBackward0" or (other is not None and other.dim() == 0 and float(other) < 0)
+    factor = _number(_saved(node, "other")) if node.name() == "MulBackward0" else None
+    negative = node.name() == "NegBackward0" or (factor is not None and factor < 0)
     if negative and (kind := re.sub(r"Backward\d+$", "", _child(node).name())) in _NEVER_NEGATIVE:
         yield (
             "W90",
@@ -282,19 +282,26 @@ def _negated(node: Any) -> Iterator[Problem]:
 def _divided(node: Any, window: int) -> Iterator[Problem]:
     if window < 2 or node.name() not in ("DivBackward0", "MulBackward0"):
         return
-    other, terms = _saved(node, "other"), _child(node).name()
-    # A number becomes a tensor of one of these types; what is float32 is a tensor already, such as a gradient scaler's scale.
-    if other is None or other.dtype not in (torch.int64, torch.float64) or other.dim() or other.device.type != "cpu":
+    number, terms = _number(_saved(node, "other")), _child(node).name()
+    if number is None or terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
         return
-    if terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
-        return
-    factor = float(other) if node.name() == "DivBackward0" else 1.0 / (float(other) or float("inf"))
+    factor = number if node.name() == "DivBackward0" else 1.0 / (number or float("inf"))
     if abs(factor - window) < 1e-6:
         yield (
             "W74",
             f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
             "return the loss as it is: as it stands, the gradients are divided twice",
         )
+
+
+def _number(operand: Tensor | None) -> float | None:
+    """The number that a loss was multiplied with or divided by; None for a tensor.
+
+    A number becomes a tensor of one of these types; what is float32 is a tensor already, such as a gradient scaler's scale.
+    """
+    if operand is None or operand.dtype not in (torch.int64, torch.float64) or operand.dim():
+        return None
+    return float(operand) if operand.device.type == "cpu" else None
 
 
 def _shape(node: Any, place: int) -> tuple[int, ...]:

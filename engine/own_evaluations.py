@@ -29,20 +29,23 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
     """Look at how a function calls the model in its first call; later calls cost nothing more."""
     if signal.event not in _BETWEEN_ITERATIONS:
         return
-    receiver, plain = connection.receiver, connection.call
+    receiver, plain, called = connection.receiver, connection.call, False
     own, of = weakref.ref(connection), weakref.ref(signal)  # they hold what follows
 
-    def first_call(engine: Engine, **kwargs: Any) -> Any:
+    def call(engine: Engine, **kwargs: Any) -> Any:
+        nonlocal called
         connection, signal = own(), of()
-        if connection is None or signal is None:
+        if called or connection is None or signal is None:
             return receiver(engine, **kwargs)
+        called = True
         with _looking(engine, f"{connection!r} at {signal.event}"):
             returned = receiver(engine, **kwargs)
-        connection.call = plain
-        signal.replan()
+        if connection.filter is None:  # one that is filtered is not called in each iteration
+            connection.call = plain
+            signal.replan()
         return returned
 
-    connection.call = first_call if connection.when is None else guarded(first_call, connection.when)
+    connection.call = call if connection.when is None else guarded(call, connection.when)
 
 
 @contextmanager

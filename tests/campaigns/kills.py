@@ -361,7 +361,9 @@ class Campaign:
         measured: how many runs that are not killed are timed and compared; the quickest counts.
     """
 
-    def __init__(self, folder: Path, *, seed: int, broken: str = "", pair: str = "one event", measured: int = 1) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int, broken: str = "", pair: str = "one event", measured: int = 1
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         self.broken = broken
@@ -546,7 +548,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of(__doc__, RESULT)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=10, help="no new run begins after that (10)")
-    parser.add_argument("--pair", choices=PAIRS, default="one event", help="how the two checkpoints of a run save (one event)")
+    parser.add_argument(
+        "--pair", choices=PAIRS, default="one event", help="how the two checkpoints of a run save (one event)"
+    )
     options = parser.parse_args(arguments)
     if options.last:
         print(summary(json.loads(RESULT.read_text())))

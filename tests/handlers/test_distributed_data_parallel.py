@@ -625,6 +625,7 @@ def _measured() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.filterwarnings("ignore:C28")
 @pytest.mark.filterwarnings("ignore:W84")
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_metrics_are_those_of_one_process(size: int) -> None:

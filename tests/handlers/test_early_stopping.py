@@ -128,6 +128,7 @@ def test_the_same_number_written_again_is_a_new_value() -> None:
 
 @pytest.mark.filterwarnings("ignore:W84")
 @pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
+@pytest.mark.filterwarnings("ignore:C28")
 def test_validation_every_second_epoch_counts_once_each() -> None:
     model = nn.Linear(3, 1)
     evaluator = evaluator_of(model)

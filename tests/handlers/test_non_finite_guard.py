@@ -126,6 +126,7 @@ def test_it_says_nothing_where_nothing_is_skipped_and_where_the_run_ends_with_th
     assert engine.state.iteration == 5
 
 
+@pytest.mark.filterwarnings("ignore:C28")
 def test_finite_gradients_whose_squares_overflow_are_fine() -> None:
     update = Update.from_function(
         lambda engine, batch: 1e30 * engine.model.weight.sum(), partial(torch.optim.SGD, lr=1e-31)
