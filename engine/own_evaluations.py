@@ -40,8 +40,8 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
         called = True
         with _looking(engine, f"{connection!r} at {signal.event}"):
             returned = receiver(engine, **kwargs)
-        if connection.filter is None:  # one that is filtered is not called in each iteration
-            connection.call = plain
+        connection.call = plain
+        if connection.filter is None:  # a filtered one is called seldom
             signal.replan()
         return returned
 
