@@ -77,6 +77,7 @@ class MicroBatching(Handler):
     """
 
     trains = True
+    splits_by_samples = True
 
     def __init__(
         self,

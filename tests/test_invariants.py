@@ -249,12 +249,10 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
 REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
-        ("CutMix", "MicroBatching"): "mixes the samples of a whole batch",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
-        ("MicroBatching", "MixUp"): "mixes the samples of a whole batch",
         ("MixedPrecision", "TruePrecision"): "override the precision",
         ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "override how often a step computes its gradients",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",

@@ -80,10 +80,11 @@ class SampleMixing(Handler):
                 )
         if engine.overrides.gradients is not None:
             other = getattr(engine.overrides.gradients, "__self__", engine.overrides.gradients)
-            raise ValueError(
-                f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from parts of "
-                "it; detach one of the two, or use smaller batches with GradientAccumulation"
-            )
+            if not getattr(other, "splits_by_samples", False):
+                raise ValueError(
+                    f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from other parts "
+                    "of it than whole samples; detach one of the two, or use smaller batches with GradientAccumulation"
+                )
         if self._mixed is None:
             self._mixed = WeakTensorKeyDictionary()
 
@@ -123,19 +124,28 @@ class SampleMixing(Handler):
     def mix_loss(self, engine: Engine) -> None:
         """Mix the loss for the batch's targets with the loss for the targets that were mixed in."""
         update, batch = engine.state.update, engine.state.batch
-        assert self._mixed is not None
-        own = tensor_at(self, batch, "target")
-        found = self._mixed.get(own)
+        found = self._mixed_into(own := tensor_at(self, batch, "target"))
         if found is None:
-            if any(own in (one._mixed or ()) for one in _mixing(engine) if one is not self):
+            if any(one._mixed_into(own) is not None for one in _mixing(engine) if one is not self):
                 return
             raise RuntimeError(
-                f"{self.name!r}: the batch's targets were replaced after mixing; replace or slice them before it: at "
-                "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data"
+                f"{self.name!r}: the batch's targets were replaced after mixing; replace them before it, at "
+                "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data; and let MicroBatching(split=) slice them, without copies"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, changed(batch, self.target, targets))
         update.loss = update.backward_loss = lam * update.backward_loss + (1 - lam) * other
+
+    def _mixed_into(self, targets: Tensor) -> tuple[float, Tensor] | None:
+        """lam and the targets that were mixed into these, which are those of a batch or a slice of them."""
+        if self._mixed is None:
+            return None
+        found: tuple[float, Tensor] | None = self._mixed.get(targets)
+        if found is None:
+            for whole, (lam, others) in list(self._mixed.items()):
+                if (start := _place_in(targets, whole)) is not None:
+                    return lam, others[start : start + len(targets)]
+        return found
 
     @on(Events.ENDED, reads=["window"], writes=[])
     def release(self, engine: Engine) -> None:
@@ -165,6 +175,16 @@ class SampleMixing(Handler):
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts without mixed batches."""
         return super().__getstate__() | {"_mixed": None}
+
+
+def _place_in(part: Tensor, whole: Tensor) -> int | None:
+    """Where a slice of samples begins in the tensor that it is a view of; None if it is none."""
+    if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return None
+    if part.shape[1:] != whole.shape[1:] or part.stride() != whole.stride() or not whole.stride(0):
+        return None
+    start, between = divmod(int(part.storage_offset()) - int(whole.storage_offset()), whole.stride(0))
+    return start if not between and 0 <= start <= len(whole) - len(part) else None
 
 
 def _mixing(engine: Engine) -> list[SampleMixing]:

@@ -24,6 +24,7 @@ from signalfire.handlers import (
     GradientClipping,
     LabelSmoothing,
     Metrics,
+    MicroBatching,
     MixedPrecision,
     MixUp,
     SharpnessAwareMinimization,
@@ -85,6 +86,7 @@ def plain_loop(
     cutout: int = 0,
     max_norm: float = math.inf,
     scaled: bool = False,
+    pieces: int = 1,
 ) -> tuple[nn.Sequential, list[float]]:
     model = network()
     optimizer = SGD(model.parameters())
@@ -99,16 +101,17 @@ def plain_loop(
                 mixed = lam * x + (1 - lam) * x[perm]
                 if cutout:
                     mixed = expected_cut(mixed, iteration, cutout)
-                with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
-                    output = model(mixed)
-                    loss = F.cross_entropy(output, y)
-                    if alpha is not None:
-                        loss = lam * loss + (1 - lam) * F.cross_entropy(output, y[perm])
-                if smoothing:
-                    uniform = -output.float().log_softmax(1).mean()
-                    loss = (1 - smoothing) * loss + smoothing * uniform
-                losses.append(loss.item())
-                scaler.scale(loss).backward()
+                for part in torch.arange(len(x)).tensor_split(pieces):
+                    with torch.autocast("cpu", dtype=torch.float16, enabled=scaled):
+                        output = model(mixed[part])
+                        loss = F.cross_entropy(output, y[part])
+                        if alpha is not None:
+                            loss = lam * loss + (1 - lam) * F.cross_entropy(output, y[perm][part])
+                    if smoothing:
+                        uniform = -output.float().log_softmax(1).mean()
+                        loss = (1 - smoothing) * loss + smoothing * uniform
+                    losses.append(loss.item())
+                    scaler.scale(loss * (len(part) / len(x)) if pieces > 1 else loss).backward()
             average_gradients(model, len(chunk))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -296,6 +299,30 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
     assert engine.state.iteration == 0
 
 
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_pieces_of_a_mixed_batch_equal_a_plain_loop(first: bool, window: int) -> None:
+    handlers = [MixUp(0.4), MicroBatching(pieces=3)]
+    engine = trained(*(handlers if first else reversed(handlers)), GradientAccumulation(window))
+    assert same(engine.model, plain_loop(0.4, window=window, pieces=3)[0])
+
+
+def test_pieces_and_a_step_that_computes_its_gradients_again() -> None:
+    """The second computation finds the targets of every piece of every batch, too."""
+    one = trained(MixUp(0.4), MicroBatching(pieces=1), SharpnessAwareMinimization())
+    assert same(one.model, trained(MixUp(0.4), SharpnessAwareMinimization()).model)
+    trained(MixUp(0.4), MicroBatching(pieces=2), SharpnessAwareMinimization(), GradientAccumulation(2))
+
+
+def test_pieces_that_are_copies_are_refused() -> None:
+    def split(batch: Any, pieces: int) -> list[Any]:
+        indices = torch.arange(len(batch[0])).tensor_split(pieces)
+        return [tuple(part[index] for part in batch) for index in indices]
+
+    with pytest.raises(RuntimeError, match=r"'mixup': the batch's targets were replaced.*without copies"):
+        trained(MixUp(), MicroBatching(4, split=split))
+
+
 class Halves(Handler):
     """Computes gradients from two halves of the batch."""
 
@@ -326,7 +353,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
     @engine.on(Events.ITERATION_STARTED)
     def half(engine: Engine) -> None:
         x, y = engine.state.batch
-        engine.state.batch = (x[:4], y[:4])
+        engine.state.batch = (x[:4], y[:4].clone())
 
     with pytest.raises(RuntimeError, match="'mixup': the batch's targets were replaced after mixing"):
         engine.run(batches(), max_epochs=1)
