@@ -197,7 +197,8 @@ class Step:
                 update.optimizer.step()
             else:
                 self.special_step(update, iteration)
-            update.steps += 1
+            if update.skipped is None:  # a further computation of the gradients may have skipped it
+                update.steps += 1
         if listened and signals.step_completed.due <= iteration:
             signals.step_completed.emit(self.engine, iteration)
         window.discard(update.optimizer)
@@ -247,7 +248,7 @@ class Step:
             if self.overrides.step is None:
                 step()
             else:
-                self.overrides.step(self.engine, update, step)
+                self.overrides.step(self.engine, update, partial(_unless_skipped, update, step))
         finally:
             update.again = refuse
             update.evaluation = 0
@@ -266,6 +267,7 @@ class Step:
         window.held, window.extra_weight = 0, ZERO
         clear_gradients(update.optimizer)
         update.evaluation += 1
+        update.can_skip = not needs_closure(update.optimizer)  # a closure is called within the step
         if self.begin_stream is not None:
             self.begin_stream(update, iteration)
         losses: list[Kept] = []
@@ -286,6 +288,7 @@ class Step:
             if listened and self.signals.gradients_ready.due <= iteration:
                 self.signals.gradients_ready.emit(self.engine, iteration)
         state.batch, update.output, update.raw_loss, update.backward_loss, update.hidden = seen
+        update.can_skip = False
         return _mean_loss(losses, self.engine.processes)
 
     def _reduce_again(self, update: UpdateState, losses: list[Kept]) -> None:
@@ -298,6 +301,11 @@ class Step:
             )
         elif not update.window.average(update.parameters):
             update.skip("the weights of the window add up to zero")
+
+
+def _unless_skipped(update: UpdateState, step: Callable[[], Any]) -> Any:
+    """The optimizer's step, unless the gradients that were computed for it again have led to a skip."""
+    return None if update.skipped is not None else step()
 
 
 def _backward(update: UpdateState, *, one_update: bool) -> None:

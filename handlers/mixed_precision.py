@@ -11,6 +11,7 @@ import torch
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int, check_number
+from signalfire.update import needs_closure
 
 from ._common.ranks import READ_FLAGS
 
@@ -34,8 +35,9 @@ class MixedPrecision(Handler):
     Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
 
-    A scale is valid for one computation of the gradients: "fp16" raises an error for optimizers and handlers that compute the
-    gradients of a step several times, such as LBFGS; "bf16" works with them.
+    A handler that computes the gradients of a step several times, such as `SharpnessAwareMinimization`, gets each of them
+    unscaled; the step is skipped if one of them is not finite. "fp16" raises an error for optimizers with a closure, such as
+    LBFGS, whose step cannot be left in the middle; "bf16" works with them.
 
     Args:
         precision: "bf16" or "fp16"; also a dtype, torch.bfloat16 or torch.float16, or its name, and Lightning's "bf16-mixed" and
@@ -86,7 +88,6 @@ class MixedPrecision(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.PRECISION, by=self)
         if self.loss_event is not None and engine.training:
-            engine.overrides.compute_gradients_once(by=self)
             _discard_windows(engine)
 
     def detached(self, engine: Engine) -> None:
@@ -100,10 +101,11 @@ class MixedPrecision(Handler):
         self._autocast = torch.autocast(device, dtype=self.dtype)
         if self.loss_event is not None and engine.training:
             for update in engine.updates:
-                if update.window.kept is not None:
+                if update.optimizer is not None and needs_closure(update.optimizer):
+                    kind = type(update.optimizer).__name__
                     raise ValueError(
-                        f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes its gradients "
-                        "several times in a step, which rules out gradient scaling; use MixedPrecision('bf16')"
+                        f"{self.name!r}: the {kind} of update {update.name!r} computes gradients inside its step, by a closure, "
+                        "which rules out gradient scaling; use MixedPrecision('bf16')"
                     )
                 if update.name not in self.scalers:
                     scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
@@ -135,6 +137,8 @@ class MixedPrecision(Handler):
         """Unscale the window's gradients before they are measured or clipped."""
         update = engine.state.update
         assert update.optimizer is not None
+        if update.evaluation:  # the gradients were computed before in this step, and were finite
+            self.scalers[update.name]._per_optimizer_states.clear()
         self.scalers[update.name].unscale_(update.optimizer)
 
     @on("gradients_event", phase=Phase.FINALIZE, reads=["scale", "optimizer"], writes=["flags"])

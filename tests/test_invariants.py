@@ -254,7 +254,6 @@ REFUSED: dict[frozenset[str], str] = {
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
         ("MixedPrecision", "TruePrecision"): "override the precision",
-        ("MixedPrecision, fp16", "SharpnessAwareMinimization"): "override how often a step computes its gradients",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
         ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",

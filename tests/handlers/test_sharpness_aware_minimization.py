@@ -417,13 +417,83 @@ def test_sparse_gradients_are_refused() -> None:
     assert torch.equal(model.weight, before)
 
 
+def scaled_loop(window: int, init_scale: float, *, spoilt: int) -> tuple[nn.Module, list[float], int]:
+    """In float16: both gradients of a step are scaled alike, and either of them may overflow."""
+    model, data = make_model(), make_data()
+    parameters = list(model.parameters())
+    optimizer, scale, scales, steps, windows = SGD(parameters), init_scale, list[float](), 0, 0
+    seed_everything(1)
+
+    def evaluate(batches: Sequence[Batch], factor: float) -> bool:
+        optimizer.zero_grad()
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = cross_entropy(model(x), y)
+            (loss * factor * scale).backward()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            if len(batches) > 1:
+                gradient.div_(len(batches))
+            gradient.mul_(1 / scale)
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    for _ in range(2):
+        for begin in range(0, len(data), window):
+            batches = data[begin : begin + window]
+            windows += 1
+            finite = evaluate(batches, 1.0)
+            if finite:
+                norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+                before = [p.detach().clone() for p in parameters]
+                buffers = [b.clone() for b in model.buffers()]
+                with torch.no_grad():
+                    for p in parameters:
+                        assert p.grad is not None
+                        p.addcmul_(p.grad, 0.05 / (norm + 1e-12))
+                finite = evaluate(batches, math.inf if windows == spoilt else 1.0)
+                with torch.no_grad():
+                    for p, old in zip(parameters, before, strict=True):
+                        p.copy_(old)
+                    for buffer, held in zip(model.buffers(), buffers, strict=True):
+                        buffer.copy_(held)
+            if finite:
+                optimizer.step()
+                steps += 1
+            scale *= 1.0 if finite else 0.5
+            scales.append(scale)
+    return model, scales, steps
+
+
 @pytest.mark.parametrize("first", [True, False])
-def test_scaling_for_float16_is_refused(first: bool) -> None:
-    handlers = [SharpnessAwareMinimization(), MixedPrecision("fp16")]
-    with pytest.raises(ValueError, match="how often a step computes its gradients") as caught:
-        make_trainer(*(handlers if first else handlers[::-1]))
-    assert "'sharpness_aware_minimization'" in str(caught.value)
-    assert "'mixed_precision'" in str(caught.value)
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**22])
+def test_both_gradients_are_scaled_for_float16_and_the_step_is_skipped_if_one_overflows(
+    first: bool, window: int, init_scale: float
+) -> None:
+    handlers = [SharpnessAwareMinimization(), MixedPrecision("fp16", init_scale=init_scale)]
+    scales: list[float] = []
+    windows = 0
+
+    class Spoil(Handler):
+        """Lets the second gradients of the fourth window overflow."""
+
+        @on(Events.LOSS_COMPUTED, phase=Phase.CHANGE)
+        def spoil(self, engine: Engine) -> None:
+            update = engine.state.update
+            if update.evaluation == 1 and windows == 3:
+                update.backward_loss = update.backward_loss * math.inf
+
+        @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PERSIST)
+        def count(self, engine: Engine) -> None:
+            nonlocal windows
+            windows += 1
+            scales.append(handlers[1].scalers["main"].get_scale())  # type: ignore[attr-defined]
+
+    engine = trained(*(handlers if first else handlers[::-1]), GradientAccumulation(window), Spoil())
+    model, expected, steps = scaled_loop(window, init_scale, spoilt=4)
+    assert scales == expected
+    assert engine.updates[0].steps == steps < windows
+    assert_same(engine.model, model)
 
 
 class Once(Handler):
