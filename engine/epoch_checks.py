@@ -6,6 +6,7 @@ change in place; optimizers whose kernels do not count are compared by values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,8 +80,13 @@ class EpochChecks:
         if [part.training for part in self._parts] != self._modes or not all(self._modes):
             self._check_modes()
         for one in before:
-            self._check_finite(one.update)
+            self._check_loss(one.update)
             self._check_optimizer(one)
+
+    def finish(self) -> None:
+        """Look at all weights as the run ends: those that the last step has spoilt no loss shows."""
+        for update in self.engine.updates if self.engine.training else ():
+            self._check_finite(update)
 
     def _check_updated(self, before: _Before, *, whole: bool) -> list[Tensor]:
         """Which parameters the steps of this epoch left alone; returns those that are in no module."""
@@ -170,8 +176,14 @@ class EpochChecks:
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
 
+    def _check_loss(self, update: UpdateState) -> None:
+        """Look at the weights if the last loss of the epoch is NaN, as it is once they are."""
+        loss = update.raw_loss
+        if isinstance(loss, Tensor) and not loss.is_meta and loss.numel() == 1 and math.isnan(loss.item()):
+            self._check_finite(update)
+
     def _check_finite(self, update: UpdateState) -> None:
-        """Report NaN in what the optimizer holds."""
+        """Report NaN in what the optimizer holds, and in the loss."""
         engine, parameters, loss = self.engine, update.parameters, update.raw_loss
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
         losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded else []

@@ -372,6 +372,7 @@ class Loop:
         engine = self.engine
         if engine.state.epoch_open:
             self.checks.end_epoch(whole=False)
+        self.checks.finish()
         report_training_mode(engine)
         report_random_samples(engine)
         if engine.state.stop_reason is not None:

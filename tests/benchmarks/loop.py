@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from signalfire import Engine, Events, Handler, Update, on
+from signalfire.handlers import Guards
 
-EMPTY_ITERATIONS, TINY_PAIRS, IMPORTS = 20_000, 50, 15
+EMPTY_ITERATIONS, TINY_PAIRS, GUARDED_ITERATIONS, IMPORTS = 20_000, 50, 1_000, 15
 Variant = Callable[[int], Any]
 
 
@@ -202,6 +203,25 @@ def turns(pairs: int, handlers: int | None) -> Turns:
     return data
 
 
+def guarded_ratio(rounds: int) -> float:
+    """The time of tiny steps with `Guards`, its looks included, over that without it, in runs that take turns."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(16, 32, generator=generator), torch.randn(16, 32, generator=generator)) for _ in range(50)]
+    engines = [
+        Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=1e-3)), model=tiny_model()) for _ in range(2)
+    ]
+    engines[1].attach(Guards())
+    times: list[list[float]] = [[], []]
+    for number in range(1, rounds + 1):
+        for engine, taken in zip(engines, times, strict=True):
+            gc.collect()
+            began = time.perf_counter()
+            engine.run(data, max_iters=number * GUARDED_ITERATIONS)
+            taken.append(time.perf_counter() - began)
+    plain, guarded = (statistics.median(taken[1:]) for taken in times)
+    return guarded / plain
+
+
 def seconds_to_import() -> float:
     """After torch, in a new process, with what Python compiled before: it keeps that, also where the environment forbids it."""
     code = "import time, torch; began = time.perf_counter(); import signalfire; print(time.perf_counter() - began)"
@@ -251,6 +271,7 @@ def main() -> None:
         print(f"{name:32}{spread(there):36}{calls(variant):7.1f}")
         print(f"{'':32}{spread(plain_loop)} plain loop in between: {ratio:.4f} times that (to reach: 1.02)")
 
+    print(f"tiny step with Guards(): {guarded_ratio(max(3, rounds // 5)):.4f} times that without it (to reach: 1.02)")
     seconds_to_import()  # what is compiled once
     over = [seconds_to_import() for _ in range(IMPORTS)]
     print(f"\nimporting signalfire, over importing torch:{spread(over)} s (to reach: 0.15)")
