@@ -94,7 +94,7 @@ class MixedPrecision(Handler):
         if self.loss_event is not None:
             _discard_windows(engine)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "optimizer", "scale", "window"], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "optimizer", "scale"], writes=[])
     def prepare(self, engine: Engine) -> None:
         """Create the autocast for the device, and a scaler for each update."""
         device = engine.device.type
