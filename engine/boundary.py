@@ -21,6 +21,11 @@ class Boundary(Part):
     Whoever asks calls `wake`, at any moment, also from a signal handler; the loop calls `attend` once ITERATION_COMPLETED was
     emitted. An iteration in which nobody asks for anything pays nothing.
 
+    With several ranks, what a handler asks for that decides on all ranks alike (`Handler.decides_alike`) takes effect at once,
+    as in a single process. What else is asked for may be asked for on one rank only: this rank gives notice with the next
+    gradients that are reduced (`Group.send_notice`), and it takes effect at the end of that iteration; or at the end of the
+    epoch, where the ranks agree in any case. An evaluation stops between its epochs only.
+
     Attributes:
         stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.
         epoch_stop: why the epoch ends early; None if it does not.
@@ -33,7 +38,7 @@ class Boundary(Part):
         self.epoch_stop: str | None = None
         self.preempted = False
         self._signal: Signal = engine.signal(Events.ITERATION_COMPLETED)
-        self._agreed: dict[str, str] = {}  # with several ranks: the stops that all know of
+        self._own_epoch_stop: str | None = None  # with several ranks: asked for here, and not agreed on
         self._preemption: str | None = None
         self._deadline: float | None = None
         self._restored = False  # whether a state was put back since `take_restored`
@@ -52,18 +57,27 @@ class Boundary(Part):
         """Whether something is to be attended to."""
         return self._signal.awaited
 
+    @property
+    def asks(self) -> bool:
+        """Whether something is asked for that the other ranks cannot know of."""
+        return (
+            self._preemption is not None
+            or self._own_epoch_stop is not None
+            or (bool(self.stops) and not all(map(self.engine.group.decides_alike, self.stops)))
+        )
+
     def attend(self) -> bool:
         """Do what had to wait for the end of the iteration; True if the epoch does not continue, or begins again.
 
         It is called at the end of an iteration, and wherever a stop may take effect besides: after STARTED, EPOCH_STARTED,
-        GET_BATCH_STARTED and EPOCH_COMPLETED.
+        GET_BATCH_STARTED, the last iteration of an epoch and EPOCH_COMPLETED.
         """
         engine = self.engine
         for update in engine.updates:
             update.skipped = None
         engine.snapshots.drop()
         self._sleep_if_nothing_recurs()
-        preemption = self._agree() if engine.processes.distributed else self._preemption
+        stops, preemption = self._agree() if engine.processes.distributed else (self.stops, self._preemption)
         if self._restore is not None:
             (saved, allowed), self._restore = self._restore, None
             engine.snapshots.apply_restored(saved, allowed)
@@ -78,7 +92,7 @@ class Boundary(Part):
                 self.wake()  # once the window is closed
             else:
                 engine.handlers.settle()
-        if stops := self._agreed if engine.processes.distributed else self.stops:
+        if stops:
             if self._may_stop():
                 self._stop(stops[min(stops)])
                 return True
@@ -89,26 +103,26 @@ class Boundary(Part):
         return self._restored or self.limit_reached()
 
     def _sleep_if_nothing_recurs(self) -> None:
-        recurring = (
-            self._deadline is not None or self.engine.state.max_steps is not None or self.engine.processes.distributed
-        )
+        recurring = self._deadline is not None or self.engine.state.max_steps is not None
         if recurring is not self._signal.awaited:
             self._signal.wait(recurring)
 
-    def _agree(self) -> str | None:
-        """Let what one rank asks for be what all ranks do; returns why they are preempted."""
-        # Read once: what a signal asks for while the ranks agree waits for the next boundary.
-        own = dict(self.stops), self.epoch_stop, self._preemption
-        asked = bool(own[0]) or own[1] is not None or own[2] is not None
-        self._agreed = {}
+    def _agree(self) -> tuple[dict[str, str], str | None]:
+        """The stops and the preemption that all ranks know of."""
+        stops = {by: reason for by, reason in self.stops.items() if self.engine.group.decides_alike(by)}
+        if not self.engine.group.asked:
+            return stops, None
+        # Read once: what a signal asks for while the ranks agree waits for their next agreement.
+        own = {**self.stops}, self._own_epoch_stop, self._preemption
         preemption: str | None = None
-        for rank, (stops, epoch_stop, preempted) in enumerate(self.engine.group.agree(asked, own)):
-            for by, reason in stops.items():
+        for rank, (asked, epoch_stop, preempted) in enumerate(self.engine.group.gather(own)):
+            for by, reason in asked.items():
                 # The reason of rank 0 has no suffix; a reason that only another rank gives names that rank.
-                self._agreed.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
+                stops.setdefault(by, reason if rank == 0 else f"{reason} (rank {rank})")
             self.epoch_stop = self.epoch_stop if self.epoch_stop is not None else epoch_stop
             preemption = preemption if preemption is not None else preempted
-        return preemption
+        self._own_epoch_stop = None
+        return stops, preemption
 
     # ---- asking ---------------------------------------------------------------------------------------------------
 
@@ -116,9 +130,9 @@ class Boundary(Part):
         """Stop the run once all receivers of this event have run; see `Engine.terminate`.
 
         Inside an iteration, a step that was not made yet is skipped, and updates that have not begun are omitted; an iteration
-        of which no update has begun is not made at all. With several ranks one may ask: then all stop, at the end of the
-        iteration, whose other updates are made. ``min_epochs`` and ``min_iters`` delay a stop; until it takes effect `withdraw`
-        cancels it.
+        of which no update has begun is not made at all. With several ranks a single one may ask: then all finish the window,
+        or the next one if the gradients of this one are being reduced already, and stop as it ends. ``min_epochs`` and
+        ``min_iters`` delay a stop; until it takes effect `withdraw` cancels it.
         """
         engine = self.engine
         if not engine.running:
@@ -128,22 +142,27 @@ class Boundary(Part):
         self.stops.setdefault(by, reason)
         self.wake()
         loop = engine.loop
-        if loop is not None and loop.in_updates and self._may_stop():
+        alike = not engine.processes.distributed or engine.group.decides_alike(by)
+        if alike and loop is not None and loop.in_updates and self._may_stop():
             engine.state.update.skip(f"the run is stopped: {reason}")
 
     def withdraw(self, *, by: str = "user") -> None:
         """Cancel a stop that has not taken effect. A step that was skipped for it, or an update omitted, stays so."""
         self.stops.pop(by, None)
 
-    def end_epoch(self, reason: str) -> None:
+    def end_epoch(self, reason: str, *, by: str) -> None:
         """End the epoch at the next boundary; see `Engine.terminate_epoch`."""
         if not self.engine.running or not self.engine.state.epoch_open:
             raise RuntimeError(f"terminate_epoch({reason!r}): no epoch is under way")
-        self.epoch_stop = reason
+        if self.engine.processes.distributed and not self.engine.group.decides_alike(by):
+            self._own_epoch_stop = reason
+        else:
+            self.epoch_stop = reason
         self.wake()
 
     def preempt(self, reason: str) -> None:
-        """Save and stop the run at the next iteration boundary, so that another process can resume it exactly.
+        """Save and stop the run at the next iteration boundary, so that another process can resume it exactly; with several
+        ranks, once they agree.
 
         Unlike with `Engine.terminate`, the iteration under way is finished, ``min_epochs`` and ``min_iters`` do not delay the
         stop, and PREEMPTED is emitted before an open window is discarded: the snapshot that its receivers take is that of a run
@@ -169,7 +188,6 @@ class Boundary(Part):
         seconds = self.engine.state.max_seconds
         self._deadline = None if seconds is None else self.engine.group.now() + seconds
         self.stops.clear()
-        self._agreed = {}
         self._preemption = self._restore = None
         self._restored = self.preempted = False
         self._sleep_if_nothing_recurs()
@@ -187,7 +205,7 @@ class Boundary(Part):
             or (state.max_epochs is not None and state.epoch - state.epoch_open >= state.max_epochs)
             or (state.max_iters is not None and state.iteration >= state.max_iters)
             or (state.max_steps is not None and self.engine.updates[0].steps >= state.max_steps)
-            or (self._deadline is not None and self.engine.group.now() >= self._deadline)
+            or (self._deadline is not None and self.engine.group.has_come(self._deadline))
         )
 
     def stops_now(self) -> bool:
@@ -205,7 +223,7 @@ class Boundary(Part):
 
     def take_epoch_stop(self) -> bool:
         """Return whether the epoch was ended early, and clear the request."""
-        reason, self.epoch_stop = self.epoch_stop, None
+        reason, self.epoch_stop, self._own_epoch_stop = self.epoch_stop, None, None
         return reason is not None
 
     def _may_stop(self) -> bool:
@@ -237,7 +255,7 @@ class Boundary(Part):
     def state_dict(self) -> dict[str, Any]:
         return {
             "stops": dict(self.stops),  # asked for, and still to take effect
-            "epoch_stop": self.epoch_stop,
+            "epoch_stop": self._own_epoch_stop if self.epoch_stop is None else self.epoch_stop,
             "stopped_bounds": self._stopped_bounds,
         }
 
@@ -246,8 +264,11 @@ class Boundary(Part):
         self._stopped_bounds = state["stopped_bounds"]
         for by, reason in state["stops"].items():
             self.stops.setdefault(by, reason)
-        self.epoch_stop = state["epoch_stop"]
-        if state["stops"] or self.epoch_stop is not None:
+        if self.engine.processes.distributed:  # the ranks agree on it as if it were asked for now
+            self._own_epoch_stop = state["epoch_stop"]
+        else:
+            self.epoch_stop = state["epoch_stop"]
+        if state["stops"] or state["epoch_stop"] is not None:
             self.wake()
 
     def reset(self) -> None:

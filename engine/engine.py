@@ -185,9 +185,14 @@ class Engine:
         """
         self.boundary.stop(reason, by=by)
 
-    def terminate_epoch(self, reason: str) -> None:
-        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual."""
-        self.boundary.end_epoch(reason)
+    def terminate_epoch(self, reason: str, *, by: str = "user") -> None:
+        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual.
+
+        Args:
+            reason: why, for who reads the code.
+            by: who asks; see `Boundary` for the difference that it makes with several ranks.
+        """
+        self.boundary.end_epoch(reason, by=by)
 
     @property
     def running(self) -> bool:

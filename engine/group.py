@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .acts import Override
-from .connection import Phase
+from .connection import Connection, Phase
 from .distributed.processes import SINGLE_PROCESS, Processes, lost_another
+from .notice import Carrier, SeparateCarrier
 from .part import Part
+from .window import ONE, ZERO
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .handler import Handler
+    from .update import UpdateState
 
 __all__ = ["Group"]
 
@@ -23,7 +29,10 @@ class Group(Part):
     Attributes:
         processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
         shard_policy: how data is sharded over them; see `join`.
-        sync_skips: whether the ranks have to agree on skipping a step once the gradients are ready.
+        sync_skips: whether the ranks have to agree on skipping the step under way.
+        asked: whether a rank asks for anything, as all of them know.
+        has_sent: whether this rank has sent its notice of the window under way.
+        carrier: carries the notices; a handler that reduces gradients may let them carry these.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,7 +40,13 @@ class Group(Part):
         self.processes: Processes = SINGLE_PROCESS
         self.shard_policy = "auto"
         self.sync_skips = False
-        self._time = 0.0  # rank 0's clock at the last boundary
+        self.asked = False
+        self.has_sent = False
+        self.carrier: Carrier = SeparateCarrier(SINGLE_PROCESS)
+        self._time = 0.0  # rank 0's clock when the ranks last agreed
+        self._awaited = math.inf  # the moment at which rank 0 gives notice
+        self._looked_at: tuple[tuple[Connection, ...], ...] = ((), (), ())
+        self._skips_alone = False
 
     def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
         """Train together with other processes, until the handler is detached.
@@ -63,6 +78,7 @@ class Group(Part):
         """Take these processes, and connect the handlers of rank 0 where this is rank 0 now."""
         before, self.processes, self.shard_policy = self.processes, processes, shard_policy
         if processes is not before:
+            self.carrier = SeparateCarrier(processes)
             self.engine.handlers.settle_rank_zero_only()
 
     def begin_run(self, run_id: str, seed: int) -> tuple[str, int]:
@@ -78,33 +94,103 @@ class Group(Part):
                     "their connections; start the script again"
                 )
             raise
-        self.sync_skips = True
+        self.asked = self.sync_skips = self.has_sent = False
+        self._awaited = math.inf
         return run_id, seed
 
-    def agree(self, asked: bool, own: Any) -> list[Any]:
-        """Let the ranks agree at a boundary: the clock of rank 0 is that of all, and what some ask for is gathered.
+    # ---- inside an iteration --------------------------------------------------------------------------------------
+
+    def send_notice(self, update: UpdateState, *, computed: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Tell the other ranks whether this one has anything to say that they cannot know.
+
+        It is sent once in a window, before the gradients are reduced. What is asked for later waits for the next one.
 
         Args:
-            asked: whether this rank asks for anything.
-            own: what it asks for.
+            update: the update whose window closes.
+            computed: whether the gradients of this rank are complete; else the backward of one more loss is to come.
 
         Returns:
-            What each rank asks for; nothing if none does.
+            What the backward starts from beside the loss; see `Carrier.send`.
         """
+        self.has_sent = True
+        return self.carrier.send(update, self.notice(update, computed=computed))
+
+    def notice(self, update: UpdateState, *, computed: bool) -> bool:
+        """Whether this rank has anything to say; see `send_notice`."""
+        window = update.window
+        return (
+            window.held + (not computed) != window.size
+            or update.weight is not ONE
+            or window.extra_weight is not ZERO
+            or update.skipped is not None
+            or self._may_skip_alone()
+            or self.engine.boundary.asks
+            or (self.processes.is_rank_zero and time.monotonic() >= self._awaited)
+        )
+
+    def noticed(self, update: UpdateState) -> bool:
+        """Whether any rank has anything to say, once the gradients are reduced; if so, the ranks go on with `sum`."""
+        self.has_sent = self.sync_skips = False
+        return self.carrier.receive(update)
+
+    def sum(self, *numbers: float) -> list[float]:
+        """The sums of these numbers over the ranks; they learn with it whether one asks for anything, and the time."""
         now = time.monotonic() if self.processes.is_rank_zero else 0.0
-        asking, self._time, skipping = self.processes.sum(asked, now, self._may_skip_alone())
+        *sums, asking, skipping, self._time = self.processes.sum(
+            *numbers, self.engine.boundary.asks, self._may_skip_alone(), now
+        )
+        self._awaited = math.inf
         self.sync_skips = skipping > 0
-        return self.processes.gather(own) if asking else []
+        if asking:
+            self.asked = True
+            self.engine.boundary.wake()
+        return sums
+
+    def agree(self) -> None:
+        """Let the ranks agree on whether one asks for anything, outside of an iteration and unless the run is stopped."""
+        if self.processes.distributed and self.engine.state.stop_reason is None:
+            self.sum()
+
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank asks for, by rank; where all know that one does."""
+        self.asked = False
+        return self.processes.gather(own)
 
     def _may_skip_alone(self) -> bool:
         """Whether a receiver on this rank may skip a step once the gradients are ready, and not on all ranks."""
-        engine = self.engine
-        return any(
-            one.phase < Phase.RECORD and (one.owner is None or not engine.handlers[one.owner].decides_alike)
-            for signal in (engine.iteration_signals.gradients_ready, engine.iteration_signals.step_started)
-            for one in signal.connections
+        signals = self.engine.iteration_signals
+        after_notice = (
+            signals.backward_completed.connections,
+            signals.gradients_ready.connections,
+            signals.step_started.connections,
+        )
+        if any(one is not other for one, other in zip(after_notice, self._looked_at, strict=False)):
+            self._looked_at = after_notice
+            self._skips_alone = any(self._skips(one) for connections in after_notice for one in connections)
+        return self._skips_alone
+
+    def _skips(self, connection: Connection) -> bool:
+        return (
+            connection.phase < Phase.RECORD
+            and (connection.writes is None or not connection.writes.isdisjoint({"step", "stop"}))
+            and not self.decides_alike(connection.owner)
         )
 
+    def decides_alike(self, name: str | None) -> bool:
+        """Whether this is the name of a handler that decides on all ranks alike; see `Handler.decides_alike`."""
+        handlers = self.engine.handlers
+        return name is not None and name in handlers and handlers[name].decides_alike
+
+    # ---- the clock ------------------------------------------------------------------------------------------------
+
     def now(self) -> float:
-        """The wall-clock time in seconds, for differences; with several ranks, that of rank 0 at the last boundary."""
+        """The wall-clock time in seconds, for differences; with several ranks, that of rank 0 when they last agreed."""
         return self._time if self.processes.distributed else time.monotonic()
+
+    def has_come(self, moment: float) -> bool:
+        """Whether a moment has come, alike on all ranks; if not, rank 0 gives notice once it has."""
+        if not self.processes.distributed:
+            return time.monotonic() >= moment
+        if self._time < moment:
+            self._awaited = min(self._awaited, moment)
+        return self._time >= moment

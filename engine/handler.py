@@ -146,8 +146,8 @@ class Handler:
         subscriptions: What the class declared, in the order of its methods.
         trains: Whether the handler can only be attached to an engine that trains.
         writes: Whether the handler writes files or sends data elsewhere, so that a dry run disables it.
-        decides_alike: Whether skipping a step depends only on what is equal on all ranks (counters, reduced gradients, weights,
-            metrics), so that the ranks need not synchronise the decision.
+        decides_alike: Whether it skips steps and asks for stops only by what is equal on all ranks (counters, reduced gradients,
+            weights, metrics), so that the ranks need not synchronise the decision.
         rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
     """
 

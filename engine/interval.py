@@ -256,10 +256,9 @@ class _Clock:
         self.next = engine.group.now() + self.seconds
 
     def __call__(self, engine: Engine) -> bool:
-        now = engine.group.now()
-        if now < self.next:
+        if not engine.group.has_come(self.next):
             return False
-        self.next = now + self.seconds
+        self.next = engine.group.now() + self.seconds
         return True
 
     def __repr__(self) -> str:

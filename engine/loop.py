@@ -272,8 +272,7 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if self._check:
             report_composition(engine)
-        if engine.boundary.is_awake:
-            engine.boundary.attend()
+        self._attend(together=engine.training and not state.epoch_open)
         self.checks = EpochChecks(engine)
         self.schedulers = OwnSchedulers(engine)
         self.began = state.completed
@@ -303,7 +302,11 @@ class Loop:
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
-        if (boundary.is_awake and boundary.attend()) or boundary.epoch_stop is not None or boundary.limit_reached():
+        if (
+            self._attend(together=engine.training and not resumed)
+            or boundary.epoch_stop is not None
+            or boundary.limit_reached()
+        ):
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]
         return batches, min(ends, default=sys.maxsize - 1)
@@ -327,6 +330,8 @@ class Loop:
             self._requested, self._epoch = 0, None
             return
         self.check_position()
+        if engine.training and engine.processes.distributed:
+            self._attend(together=True)  # to what was asked for in the last iteration
         stopped = state.stop_reason is not None
         if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
@@ -341,8 +346,19 @@ class Loop:
         self.checks.end_epoch()
         check_epoch(engine, self.began)
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
-        if boundary.is_awake:
-            boundary.attend()
+        self._attend(together=engine.training or not boundary.limit_reached())
+
+    def _attend(self, *, together: bool) -> bool:
+        """Attend to what was asked for outside of an iteration; True if the epoch does not continue.
+
+        Args:
+            together: whether several ranks agree here. They do not in the middle of an epoch that is resumed, since they did not
+                when it was saved, nor as an evaluation begins or ends, which costs no collective.
+        """
+        boundary = self.engine.boundary
+        if together:
+            self.engine.group.agree()
+        return boundary.is_awake and boundary.attend()
 
     def check_position(self) -> None:
         """Raise an error for a position that a receiver has set."""

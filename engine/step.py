@@ -89,7 +89,9 @@ class Step:
         try:
             if listened and signals.started.due <= iteration:
                 signals.started.emit(self.engine, iteration)
-            closes = window.length == 1 or window.closes(self.feed, iteration, more=update.more)
+            closes = (window.length == 1 and not self.distributed) or window.closes(
+                self.feed, iteration, more=update.more
+            )
             if self.distributed:
                 update.sync_gradients, update.share = closes, ONE if self.state.batch is None else self.feed.share()
             if update.skipped is not None:
@@ -130,7 +132,10 @@ class Step:
         try:
             if listened and signals.backward_started.due <= iteration:
                 signals.backward_started.emit(self.engine, iteration)
-            if self.one_update and update.weight is ONE:
+            if self.distributed and update.sync_gradients:
+                notice = self.group.send_notice(update)
+                _backward(update, one_update=self.one_update, beside=notice)
+            elif self.one_update and update.weight is ONE:
                 update.backward_loss.backward()
             else:
                 _backward(update, one_update=self.one_update)
@@ -188,7 +193,7 @@ class Step:
             signals.gradients_ready.emit(self.engine, iteration)
         if listened and signals.step_started.due <= iteration:
             signals.step_started.emit(self.engine, iteration)
-        if self.distributed and self.group.sync_skips and self.engine.processes.any(update.skipped is not None):
+        if self.distributed and self.group.sync_skips and self.group.sum(update.skipped is not None)[0]:
             _skip_on_all_ranks(self.engine, update)
         update.can_skip = False
         if update.skipped is None:
@@ -308,8 +313,8 @@ def _unless_skipped(update: UpdateState, step: Callable[[], Any]) -> Any:
     return None if update.skipped is not None else step()
 
 
-def _backward(update: UpdateState, *, one_update: bool) -> None:
-    """The backward of a weighted loss, or of one of several updates."""
+def _backward(update: UpdateState, *, one_update: bool, beside: tuple[Tensor, Tensor] | None = None) -> None:
+    """The backward of a weighted loss, or of one of several updates, or beside the notice that its gradients carry."""
     loss, weight, window = update.backward_loss, update.weight, update.window
     if weight is not ONE:
         loss = loss * weight
@@ -317,7 +322,12 @@ def _backward(update: UpdateState, *, one_update: bool) -> None:
         update.weight = ONE
     # With several updates, each leaves gradients with its own parameters only: a generator's backward goes through the
     # discriminator without a trace there.
-    loss.backward(inputs=None if one_update else [p for p in update.parameters if p.requires_grad])
+    inputs = None if one_update else [p for p in update.parameters if p.requires_grad]
+    if beside is None:
+        loss.backward(inputs=inputs)
+    else:
+        notice, value = beside
+        torch.autograd.backward((loss, notice), (None, value), inputs=inputs and [*inputs, notice])
 
 
 # ---- what several ranks add ---------------------------------------------------------------------------------------
@@ -327,11 +337,17 @@ _NO_BATCH = (None, None, 0, 1)
 
 def _average_over_ranks(engine: Engine, update: UpdateState) -> None:
     """Let the window be that of all ranks: its gradients reduced, and divided by the weights of all; skipped if one skips it."""
-    processes, window = engine.processes, update.window
+    group, window = engine.group, update.window
+    if not group.has_sent:  # no backward of this rank has closed the window
+        group.send_notice(update, computed=True)
     if engine.overrides.reduction is not None:
         engine.overrides.reduction(engine, update)
+    if not group.noticed(update):  # all ranks have a gradient of every micro-step, and none counts more than another
+        if window.size != 1:
+            window.divide(update.parameters, window.size)
+        return
     own = float(window.held + window.extra_weight)
-    held, weight, skipped, unknown = processes.sum(
+    held, weight, skipped, unknown = group.sum(
         window.held, own, update.skipped is not None, isinstance(window.extra_weight, Tensor)
     )
     if skipped:
@@ -342,8 +358,8 @@ def _average_over_ranks(engine: Engine, update: UpdateState) -> None:
         # As in a single process, tensors that sum to zero are not detected; the gradients are zero then.
         if not unknown:
             update.skip("the weights of the window add up to zero")
-    elif weight != processes.world_size:  # reduced gradients are a mean over the ranks, and so is this
-        window.divide(update.parameters, weight / processes.world_size)
+    elif weight != engine.processes.world_size:  # reduced gradients are a mean over the ranks, and so is this
+        window.divide(update.parameters, weight / engine.processes.world_size)
 
 
 def _skip_on_all_ranks(engine: Engine, update: UpdateState) -> None:

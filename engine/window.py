@@ -40,18 +40,23 @@ class Window:
         length: the number of micro-steps over which gradients are accumulated in this epoch.
         length_of: the function of the epoch that a handler has put in place for the length; None without one.
         filled: how many micro-steps of the open window were made.
+        size: how many micro-steps the window has that was completed last.
         held: how many of them gave a gradient.
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.
         kept: what the window was computed from, for steps that compute it again; None if none do.
         was_cleared: whether gradients of the epoch's first complete window were cleared before its end.
     """
 
-    __slots__ = ("_checked", "extra_weight", "filled", "held", "kept", "length", "length_of", "was_cleared")
+    __slots__ = (
+        "_checked", "extra_weight", "filled", "held", "kept", "length", "length_of", "size",
+        "was_cleared",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.length = 1
         self.length_of: Callable[[int], int] | None = None
         self.filled = 0
+        self.size = 1
         self.held = 0
         self.extra_weight: Any = ZERO
         self.kept: list[Kept] | None = None
@@ -69,7 +74,7 @@ class Window:
         self.filled += 1
         if self.filled < self.length and (more or iteration < feed.epoch_end or not feed.on_last_batch()):
             return False
-        self.filled = 0
+        self.size, self.filled = self.filled, 0
         return True
 
     def keep(self, batch: Any, loss: Any, share: float) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.notice import Carrier
 
 from ._common.distribution import Distribution, ShardPolicy, broadcast
 
@@ -105,10 +106,12 @@ class DistributedDataParallel(Distribution):
             "gradient_as_bucket_view": check_bool(self, "gradient_as_bucket_view", gradient_as_bucket_view),
         }
         self._active = False  # whether the engine trains on more than one rank
+        self._separate: Carrier | None = None  # of notices that cannot travel with the gradients
         self._original_model: Any = None  # engine.model before the run
         self._wrapped: dict[str, TorchDDP] = {}  # by module name
         self._trained: dict[str, list[nn.Parameter]] = {}  # the parameters that each wrapper reduces
         self._of_update: dict[str, list[TorchDDP]] = {}
+        self._carrying: dict[str, TorchDDP] = {}  # by update: with whose gradients its notices travel
         self._free: dict[str, list[Tensor]] = {}  # by update: parameters that are in no module
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # BatchNorm layers, with their parents and names
         self._powersgd: dict[str, Any] = {}
@@ -122,6 +125,7 @@ class DistributedDataParallel(Distribution):
         self.backward_event = Events.BACKWARD_COMPLETED if self._active else None
         if self._active:
             engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
+            self._separate, engine.group.carrier = engine.group.carrier, self
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 
@@ -181,11 +185,19 @@ class DistributedDataParallel(Distribution):
             self._original_model = engine.model
             self._find_free(engine)
         self._trained = trained
+        carrying = {owners[root]: root for root in reversed(trained)}.values()  # the first module of each update
         self._wrapped = {
-            root: self._wrap(root, engine.modules[root], parameters) for root, parameters in trained.items()
+            root: self._wrap(root, engine.modules[root], parameters, carries=root in carrying)
+            for root, parameters in trained.items()
         }
         self._of_update = {update.name: [self._wrapped[root] for root in trained if owners[root] == update.name]
                            for update in engine.updates}  # fmt: skip
+        self._carrying = {
+            name: one
+            for name, wrappers in self._of_update.items()
+            for one in wrappers
+            if one.module.message is not None
+        }
         roots = {root: self._wrapped.get(root, module) for root, module in engine.modules.items()}
         if self._original_model is not None:
             single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
@@ -208,9 +220,13 @@ class DistributedDataParallel(Distribution):
         with torch.no_grad():
             broadcast([p for parameters in self._free.values() for p in parameters])
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
+        # On a device, reading a notice would wait for the gradients; a hook of the user may do anything with it; and a search for
+        # unused parameters takes it for one.
+        carries &= parameters[0].device.type == "cpu"
+        carries &= not self.options["find_unused_parameters"] and not isinstance(self.compression, tuple)
         # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
-        tracker = _CallTracker(module, parameters)
+        tracker = _CallTracker(module, parameters, carries=carries)
         wrapper = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
         held = [p.grad for p in parameters]
         for parameter in parameters:
@@ -218,7 +234,7 @@ class DistributedDataParallel(Distribution):
         # DDP rebuilds its buckets after the first backward. Two dummy backwards trigger it here, so that a resumed run, whose
         # first backward is another one, sums the gradients in the same order.
         for _ in range(2):
-            wrapper(_DUMMY).backward()
+            _backward_of_nothing(wrapper)
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
         if self.compression is not None:
@@ -285,7 +301,7 @@ class DistributedDataParallel(Distribution):
         Either this rank has no loss, or only the original module was called, or the batch may have run out of memory.
         """
         for wrapper in self._of_update.get(update.name, ()):
-            flags = wrapper.module.__dict__
+            flags, tracker = wrapper.module.__dict__, wrapper.module
             if not flags["reduced"]:
                 if self.sync_batch_norm and not flags["called"]:
                     raise RuntimeError(
@@ -294,13 +310,36 @@ class DistributedDataParallel(Distribution):
                         "that is divisible by the number of processes"
                     )
                 wrapper.require_backward_grad_sync = True
-                wrapper(_DUMMY).backward()
+                notice = tracker.message is not None and engine.group.notice(update, computed=True)
+                _backward_of_nothing(wrapper, notice=notice)
             flags["reduced"] = flags["called"] = False
         if free := self._free.get(update.name):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in free]
             for parameter, gradient in zip(free, gradients, strict=True):
                 dist.all_reduce(gradient)
                 parameter.grad = gradient.div_(self.processes.world_size)
+
+    # ---- notices: see `Carrier` -----------------------------------------------------------------------------------
+
+    def send(self, update: UpdateState, notice: bool) -> tuple[Tensor, Tensor] | None:
+        """Let the backward carry a notice with the gradients of a module; if it does not call that module, `reduce` does."""
+        wrapper = self._carrying.get(update.name)
+        if wrapper is None:
+            assert self._separate is not None
+            return self._separate.send(update, notice)
+        message = wrapper.module.message
+        reduces = wrapper.module.__dict__["called"] and wrapper.require_backward_grad_sync
+        return (message, _VALUES[notice].to(message.dtype)) if reduces else None
+
+    def receive(self, update: UpdateState) -> bool:
+        """Whether any rank gave notice: then the mean over the ranks is not zero."""
+        wrapper = self._carrying.get(update.name)
+        if wrapper is None:
+            assert self._separate is not None
+            return self._separate.receive(update)
+        message = wrapper.module.message
+        mean, message.grad = message.grad.item(), None
+        return bool(mean != 0)
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=["modules"])
     def unwrap(self, engine: Engine) -> None:
@@ -310,7 +349,7 @@ class DistributedDataParallel(Distribution):
         for parent, key, norm in self._replaced:
             setattr(parent, key, norm)
         self._replaced, self._buffers, self._free = [], [], {}
-        self._wrapped, self._trained, self._of_update = {}, {}, {}
+        self._wrapped, self._trained, self._of_update, self._carrying = {}, {}, {}, {}
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -334,17 +373,33 @@ class DistributedDataParallel(Distribution):
 _DUMMY = object()
 """The input of a wrapper on a rank without a loss; the output is a zero that depends on all parameters."""
 
+_VALUES = torch.zeros(1), torch.ones(1)
+"""What the gradient of a message is, on a rank without a notice and on one with it."""
+
+
+def _backward_of_nothing(wrapper: TorchDDP, *, notice: bool = False) -> None:
+    """A backward with zero gradients, which reduces those that the parameters hold, and carries a notice."""
+    message, nothing = wrapper.module.message, wrapper(_DUMMY)
+    if message is None:
+        nothing.backward()
+    else:
+        torch.autograd.backward((nothing, message), (None, _VALUES[notice].to(message.dtype)))
+
 
 class _CallTracker(nn.Module):
     """The module that torch's DDP wraps: tracks whether the original module was called, and provides a dummy output.
 
-    With the dummy's zero gradients, a rank without a loss participates in the reduction.
+    With the dummy's zero gradients, a rank without a loss participates in the reduction. The message is a parameter that no
+    output depends on: its gradient is what a rank tells the others, and lies in the first bucket.
     """
 
-    def __init__(self, module: nn.Module, trained: list[nn.Parameter]) -> None:
+    message: nn.Parameter | None
+
+    def __init__(self, module: nn.Module, trained: list[nn.Parameter], *, carries: bool) -> None:
         super().__init__()
         self.module = module
-        reduced = set(trained)
+        self.message = nn.Parameter(torch.zeros(1, dtype=trained[0].dtype)) if carries else None
+        reduced = {*trained, self.message}
         self._ddp_params_and_buffers_to_ignore = [key for key, p in self.named_parameters() if p not in reduced]
         # Set in __dict__, because nn.Module's __setattr__ would register parameters.
         self.__dict__.update(called=False, reduced=False, trained=trained)

@@ -53,6 +53,7 @@ class EarlyStopping(Handler):
     """
 
     trains = True
+    decides_alike = True
 
     def __init__(
         self,

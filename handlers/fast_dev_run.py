@@ -36,6 +36,8 @@ class FastDevRun(Handler):
         2
     """
 
+    decides_alike = True
+
     def __init__(self, batches: int = 1, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.batches = check_int(self, "batches", batches)
@@ -89,7 +91,7 @@ class FastDevRun(Handler):
         """End an epoch whose length is not given by the data."""
         state = engine.state
         if state.epoch_iteration >= self.batches and state.epoch_length is not None and not engine.feed.on_last_batch():
-            engine.terminate_epoch(f"{self.name} limits epochs to {self.batches} batches")
+            engine.terminate_epoch(f"{self.name} limits epochs to {self.batches} batches", by=self.name)
 
     @on(
         Events.EPOCH_COMPLETED | Events.COMPLETED,

@@ -132,7 +132,8 @@ class NonFiniteGuard(Handler):
     ) -> None:
         """Skip the step if a loss or a gradient is not finite; the gradients of an already skipped step do not count."""
         finite = not bad.get("loss") and (update.skipped is not None or not bad.get("gradients"))
-        if not engine.processes.any(not finite):  # gradients are the same on all ranks, losses are not
+        # Reduced gradients are the same on all ranks, losses are not.
+        if finite if self.check == "gradients" else not engine.processes.any(not finite):
             if update.skipped is None:
                 self._recover(engine, update)
             return

@@ -42,6 +42,7 @@ def test_every_public_class_and_handler_has_an_example_or_is_simple() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     source = tmp_path / "source"  # building leaves files, of which a later wheel would have the old ones
     for folder in ("engine", "handlers"):

@@ -307,8 +307,8 @@ def loaded(path: Path) -> State:
 class NotAsBefore(Distributed):
     """Lets DDP order its buckets anew after the first backward of each run."""
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
-        called = super()._wrap(root, module, parameters).module
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
+        called = super()._wrap(root, module, parameters, carries=carries).module
         return TorchDDP(called, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
 
 

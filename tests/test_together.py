@@ -194,7 +194,7 @@ def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, 
     return {}
 
 
-@pytest.mark.parametrize("name", spread(TRIED, 4))
+@pytest.mark.parametrize("name", spread(TRIED, 2))
 def test_an_error_in_one_process_ends_both(name: str) -> None:
     place = TRIED.index(name)
     failing_rank = place // len(PLACES) % 2

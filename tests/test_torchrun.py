@@ -203,10 +203,10 @@ def test_a_signal_to_one_worker_saves_and_stops_all_and_the_next_job_goes_on(
     ended = run(script, str(tmp_path), folder=tmp_path, happens="SIGTERM 1")
     assert ended.status != 0
     left = [json.loads((tmp_path / f"left{rank}.json").read_text()) for rank in range(2)]
-    assert left == [{"status": 128 + signal.SIGTERM, "iteration": STEP}] * 2
+    assert left == [{"status": 128 + signal.SIGTERM, "iteration": STEP + 1}] * 2
     assert not ended.weights
     (preempted,) = tmp_path.glob("*-preempted*")
-    assert preempted.name == f"checkpoint-epoch0002-iter{STEP:08d}-preempted"
+    assert preempted.name == f"checkpoint-epoch0002-iter{STEP + 1:08d}-preempted"
     again = run(script, str(tmp_path), folder=tmp_path)
     assert again.status == 0, again.errors
     assert again.weights == undisturbed.weights

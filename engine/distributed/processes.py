@@ -59,6 +59,10 @@ class Processes:
         """Whether the flag is true on any rank."""
         return bool(flag)
 
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        """Like `any`, without waiting for the other ranks: a function that waits, and returns the answer."""
+        return lambda: bool(flag)
+
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks; any value that can be pickled."""
         return [value]
@@ -126,7 +130,7 @@ class _LaunchedProcesses(Processes):
             f"rank {self.rank} of {self.world_size} has not joined the process group yet: attach the handler to the engine first"
         )
 
-    sum = any = gather = collect = broadcast = barrier = gather_samples = watch = _not_joined
+    sum = any = any_later = gather = collect = broadcast = barrier = gather_samples = watch = _not_joined
 
 
 class ProcessGroup(Processes):
@@ -141,6 +145,8 @@ class ProcessGroup(Processes):
         self.world_size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        # What is answered later is sent at another place on a rank that lacks a batch: it must not be matched with other calls.
+        self.group_later = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # A random prefix hides keys that processes of an earlier attempt have left.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
@@ -151,6 +157,17 @@ class ProcessGroup(Processes):
 
     def any(self, flag: bool) -> bool:
         return self.sum(flag)[0] > 0
+
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        flags = torch.tensor([flag], dtype=torch.float32)
+        work = dist.all_reduce(flags, group=self.group_later, async_op=True)
+
+        def answer() -> bool:
+            assert work is not None
+            work.wait()
+            return flags.item() > 0
+
+        return answer
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size

@@ -35,6 +35,7 @@ _RECORDED = (
     Events.ITERATION_COMPLETED, Events.EVALUATION_STARTED, Events.EVALUATION_COMPLETED, Events.CHECKPOINT_SAVED,
     Events.EPOCH_COMPLETED, Events.COMPLETED,
 )  # fmt: skip
+_MAY_SKIP = (Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)
 
 
 class Distribution(Handler):
@@ -93,8 +94,8 @@ class Distribution(Handler):
             return
         self._last_event = Events.MODEL_SETUP.name
         for event in _RECORDED:
-            # RECORD, where the engine asks whether a receiver may change gradients; these receivers do not.
-            phase = Phase.RECORD if event in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED) else Phase.PREPARE
+            # RECORD, where the engine asks whether a receiver may skip the step; these receivers do not.
+            phase = Phase.RECORD if event in _MAY_SKIP else Phase.PREPARE
             receiver = partial(self._record_event, event.name)
             self._recording.append(engine.connect(event, receiver, phase=phase, rank=RECORD_EVENT))
         self._failed_at = None

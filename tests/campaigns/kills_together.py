@@ -321,8 +321,8 @@ class Model(nn.Module):
 class Late(DistributedDataParallel):
     """How it is not done: the buckets get their order in the first backward of each process."""
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter]) -> TorchDDP:
-        wrapped = super()._wrap(root, module, parameters).module
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
+        wrapped = super()._wrap(root, module, parameters, carries=carries).module
         gc.collect()  # with the wrapper that is ready go its hooks
         return TorchDDP(wrapped, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
 

@@ -81,11 +81,13 @@ def test_a_single_process_agrees_with_itself() -> None:
     engine = build(linear(5, 1))
     group = engine.group
     assert group.begin_run("run", 3) == ("run", 3)
-    assert group.sync_skips is False
-    assert group.agree(False, "mine") == []
-    assert group.agree(True, "mine") == ["mine"]
+    group.agree()
+    assert [group.asked, group.sync_skips] == [False, False]
+    assert group.gather("mine") == ["mine"]
     before = time.monotonic()
     assert before <= group.now() <= time.monotonic()
+    assert group.has_come(before)
+    assert not group.has_come(before + 60)
 
 
 class Skipping(Handler):
@@ -102,7 +104,7 @@ CHANGING = [Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED]
 
 def test_only_what_may_skip_on_one_rank_alone_has_the_ranks_agree_on_skips() -> None:
     def syncs(engine: Engine) -> bool:
-        engine.group.agree(False, None)
+        engine.group.sum()
         return engine.group.sync_skips
 
     engine = build(linear(5, 1))
@@ -121,19 +123,28 @@ def test_only_what_may_skip_on_one_rank_alone_has_the_ranks_agree_on_skips() -> 
     assert syncs(engine)
 
 
+def ask(engine: Engine) -> None:
+    """Ask for the end of an epoch, as a state does that was saved before it took effect."""
+    engine.boundary.load_state_dict(engine.boundary.state_dict() | {"epoch_stop": "on"})
+
+
 def _agreed() -> dict[str, Any]:
     engine = build(linear(5, 1), Joining(process_group(timeout=TIMEOUT)))
     group, rank = engine.group, engine.processes.rank
     began = group.begin_run(f"run of {rank}", 10 + rank)
     clocks = [group.now()]
-    found = {"began": began, "first": group.sync_skips, "none": group.agree(False, rank)}
+    group.agree()
+    found = {"began": began, "none asks": group.asked}
     clocks.append(group.now())
     time.sleep(0.02)
     clocks.append(group.now())
     if rank == 1:
         engine.connect(Events.GRADIENTS_READY, lambda engine: None)
-    found["one asks"] = group.agree(rank == 1, ("stop", rank))
+        ask(engine)
+    found["sums"] = group.sum(rank, 10.0)
+    found |= {"one asks": group.asked, "awake": engine.boundary.is_awake, "what": group.gather(("stop", rank))}
     return found | {
+        "answered": group.asked,
         "one may skip": group.sync_skips,
         "past": group.now() <= time.monotonic(),
         "clocks": [*clocks, group.now()],
@@ -147,9 +158,59 @@ def test_ranks_agree_on_the_clock_of_rank_0_and_on_what_any_of_them_asks_for() -
     assert clocks[0] < clocks[1] == clocks[2] <= clocks[3] - 0.02
     assert first == {
         "began": ("run of 0", 10),
-        "first": True,
-        "none": [],
-        "one asks": [("stop", 0), ("stop", 1)],
+        "none asks": False,
+        "sums": [1.0, 20.0],
+        "one asks": True,
+        "awake": True,
+        "what": [("stop", 0), ("stop", 1)],
+        "answered": False,
         "one may skip": True,
         "past": True,
     }
+
+
+def _noticed() -> list[bool]:
+    """What the ranks hear in five windows, of which rank 1 has something to say in the second, third and fifth."""
+    engine = build(linear(5, 1), Joining(process_group(timeout=TIMEOUT)))
+    group, rank = engine.group, engine.processes.rank
+    group.begin_run("run", 0)
+    (update,) = engine.updates
+    heard = []
+    for turn in range(5):
+        update.window.held = update.window.size = 2
+        update.skipped = None
+        if rank == 1 and turn == 1:
+            update.window.held = 1
+        if rank == 1 and turn == 2:
+            update.skipped = "why"
+        if rank == 1 and turn == 4:
+            ask(engine)
+        if turn % 2:
+            group.send_notice(update, computed=True)
+        if not group.has_sent:
+            group.send_notice(update, computed=True)
+        heard.append(group.noticed(update))
+    return heard
+
+
+def test_all_ranks_hear_that_one_lacks_a_gradient_skips_or_asks_for_something() -> None:
+    assert run_together(_noticed, 2) == [[False, True, True, False, True]] * 2
+
+
+def _clock_of_rank_0() -> tuple[bool, bool, bool]:
+    engine = build(linear(5, 1), Joining(process_group(timeout=TIMEOUT)))
+    group = engine.group
+    group.begin_run("run", 0)
+    (update,) = engine.updates
+    moment = group.now() + 0.05
+    before = group.has_come(moment)
+    time.sleep(0.1)
+    update.window.held = update.window.size = 1
+    group.send_notice(update, computed=True)
+    heard = group.noticed(update)
+    group.sum()
+    return before, heard, group.has_come(moment)
+
+
+def test_a_moment_comes_on_all_ranks_once_the_clock_of_rank_0_reads_it() -> None:
+    assert run_together(_clock_of_rank_0, 2) == [(False, True, True)] * 2

@@ -362,7 +362,7 @@ HANDLERS: list[list[Callable[[], Handler]]] = [
 ]
 
 
-@pytest.mark.parametrize("handlers", spread(HANDLERS, 2))
+@pytest.mark.parametrize("handlers", spread(HANDLERS, 1))
 def test_a_run_with_handlers_that_draw_resumes_exactly(handlers: list[Callable[[], Handler]]) -> None:
     check_resume("separate", shuffled, handlers, None)
 

@@ -857,6 +857,7 @@ def unsharding() -> Any:
     return refusal, hooks, expected, found
 
 
+@pytest.mark.slow
 def test_a_sharded_model_becomes_a_plain_one() -> None:
     for refusal, hooks, expected, found in together(2, unsharding):
         assert "sharded over ranks" in refusal

@@ -164,6 +164,7 @@ def test_the_data_and_the_targets_stay_as_they_are() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:W18")
+@pytest.mark.slow
 def test_lam_is_distributed_as_beta() -> None:
     engine = Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=0.0)), model=nn.Linear(1, 1), seed=0)
     handler = MixUp(0.5)

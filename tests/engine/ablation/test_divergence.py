@@ -107,6 +107,7 @@ def test_a_build_that_does_not_seed_begins_in_both_runs_with_the_callers_random_
     assert divergence(build, build, run=train) is None
 
 
+@pytest.mark.slow
 def test_handlers_that_change_no_training_do_not_part_the_runs() -> None:
     assert found(EMA(0.9), Metrics(accuracy=Accuracy())) is None
 
@@ -129,6 +130,7 @@ def test_both_may_train_on_one_data_loader(own: bool) -> None:
     assert place(found(GradientClipping(max_norm=1e-3), run=run))[0] == "GRADIENTS_READY"
 
 
+@pytest.mark.slow
 def test_several_runs_in_a_row_are_compared_to_the_end() -> None:
     def twice(engine: Engine) -> None:
         engine.run([(torch.ones(4, 1, 8), torch.zeros(4, dtype=torch.long))] * 2, max_epochs=1)
@@ -325,6 +327,7 @@ def test_the_caller_gets_its_random_states_back_and_no_thread_is_left() -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_a_run_beside_another_is_that_run_alone() -> None:
     engines: list[Engine] = []
 

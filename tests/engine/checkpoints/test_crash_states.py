@@ -838,6 +838,7 @@ def test_the_model_finds_what_a_careless_writer_loses(careless: str, root: Path)
     assert not found.wrong, "what is verified is never loaded wrong: " + str(found)
 
 
+@pytest.mark.slow
 def test_without_the_checksum_what_is_wrong_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Constant:
         def hexdigest(self) -> str:

@@ -1,0 +1,298 @@
+"""What an iteration costs with several processes, beside a plain loop with torch's DDP or FSDP2.
+
+    python tests/benchmarks/processes.py [--sizes 2,4] [--rounds 5] [--latency 10]
+
+Both loops run in the same processes, in turns of some hundred iterations. Measured are the CPU time of a process, its threads
+included, and the wall time of an iteration; what is printed is the median of the ratios over the turns, in rank 0. With
+``--latency`` each collective takes so many milliseconds longer, as over a slow network. Where there are more processes than
+cores, wall times say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.lr_scheduler import StepLR
+
+from signalfire import Engine, Events, Handler, Update
+from signalfire.distributed import process_group
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    Checkpoint,
+    DistributedDataParallel,
+    EarlyStopping,
+    FullyShardedDataParallel,
+    GradientAccumulation,
+    GradientClipping,
+    LRScheduling,
+    Metrics,
+    Validation,
+)
+
+Batch = tuple[Tensor, Tensor]
+Loop = Callable[[], Iterator[None]]
+"""An endless plain loop, one iteration at a time."""
+SGD = partial(torch.optim.SGD, lr=0.01)
+SAMPLES, WARM_UP, EPOCH = 32, 20, 100
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn() -> nn.Module:
+    """The convolutional network of examples/main.py."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 40)),
+        nn.Conv1d(1, 25, 5, stride=2, padding=1), nn.ReLU(),
+        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(125, 10),
+    )  # fmt: skip
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (-1, 64)), layers, nn.Flatten(), nn.Linear(16 * 64, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "MLP": (mlp, 64),
+    "CNN": (cnn, 40),
+    "transformer": (transformer, 1024),
+}
+
+
+def seeded(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def batches(name: str, count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    width = MODELS[name][1]
+    return [(torch.randn(SAMPLES, width, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator))
+            for _ in range(count)]  # fmt: skip
+
+
+# ---- the loops -------------------------------------------------------------------------------------------------------
+
+
+def plain(name: str, wrap: Callable[[nn.Module], nn.Module], size: int, *, accumulate: int = 1) -> Iterator[None]:
+    model = wrap(seeded(name))
+    optimizer = SGD(model.parameters())
+    own = batches(name, EPOCH * size)[dist.get_rank() :: size]
+    while True:
+        for place, (x, y) in enumerate(own, 1):
+            closes = place % accumulate == 0
+            if accumulate > 1:
+                model.require_backward_grad_sync = closes  # type: ignore[assignment]
+            loss = F.cross_entropy(model(x), y)
+            (loss if accumulate == 1 else loss / accumulate).backward()
+            if closes:
+                optimizer.step()
+                optimizer.zero_grad()
+            yield
+
+
+def plain_stack(name: str, size: int, folder: Path) -> Iterator[None]:
+    """EMA, clipping, a schedule, validation at the end of each epoch, patience, and a checkpoint."""
+    model = TorchDDP(seeded(name))
+    optimizer = SGD(model.parameters())
+    schedule = StepLR(optimizer, 1000)
+    own, held_out = (
+        batches(name, EPOCH * size)[dist.get_rank() :: size],
+        batches(name, 4 * size)[dist.get_rank() :: size],
+    )
+    average = [p.detach().clone() for p in model.parameters()]
+    best, waited = 0.0, 0
+    while True:
+        for place, (x, y) in enumerate(own, 1):
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            with torch.no_grad():
+                torch._foreach_lerp_(average, list(model.parameters()), 0.01)
+            if place == len(own):
+                right = torch.zeros(2)
+                model.eval()
+                with torch.no_grad():
+                    for x, y in held_out:
+                        right += torch.tensor([(model.module(x).argmax(1) == y).sum(), len(y)])
+                model.train()
+                dist.all_reduce(right)
+                accuracy = float(right[0] / right[1])
+                best, waited = (accuracy, 0) if accuracy > best else (best, waited + 1)
+                if dist.get_rank() == 0:
+                    state = {
+                        "model": model.module.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "average": average,
+                    }
+                    with (folder / "plain.pt").open("wb") as file:
+                        torch.save(state, file)
+                        file.flush()
+                        os.fsync(file.fileno())
+            yield
+
+
+def composed(name: str, *handlers: Callable[[], Handler]) -> Engine:
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=seeded(name), seed=0)
+    engine.attach(*(make() for make in handlers))
+    return engine
+
+
+def with_stack(name: str, size: int, folder: Path) -> Engine:
+    engine = composed(name, DistributedDataParallel)
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=engine.modules["model"])
+    evaluator.attach(Metrics(accuracy=Accuracy()))
+    engine.attach(
+        EMA(0.99, evaluate=False),
+        GradientClipping(1.0),
+        LRScheduling(partial(StepLR, step_size=1000)),
+        Validation(evaluator, batches(name, 4 * size)),
+        EarlyStopping("accuracy", patience=10**6),
+        Checkpoint(folder / "engine", keep=1),
+    )
+    return engine
+
+
+def cases(size: int, folder: Path) -> dict[str, tuple[str, Callable[[], Iterator[None]], Callable[[], Engine]]]:
+    """By name: the model, the plain loop and the engine that does the same."""
+
+    def sharded(model: nn.Module) -> nn.Module:
+        for layer in model[1].layers:  # type: ignore[index]
+            fully_shard(layer)
+        fully_shard(model)
+        return model
+
+    found: dict[str, tuple[str, Callable[[], Iterator[None]], Callable[[], Engine]]] = {
+        name: (name, partial(plain, name, TorchDDP, size), partial(composed, name, DistributedDataParallel))
+        for name in ("MLP", "CNN")
+    }
+    found["MLP, accumulation of 4"] = (
+        "MLP",
+        partial(plain, "MLP", TorchDDP, size, accumulate=4),
+        partial(composed, "MLP", DistributedDataParallel, partial(GradientAccumulation, 4)),
+    )
+    found["CNN, the usual handlers"] = (
+        "CNN",
+        partial(plain_stack, "CNN", size, folder),
+        partial(with_stack, "CNN", size, folder),
+    )
+    found["transformer, FSDP2"] = (
+        "transformer",
+        partial(plain, "transformer", sharded, size),
+        partial(composed, "transformer", partial(FullyShardedDataParallel, units=nn.TransformerEncoderLayer)),
+    )
+    return found
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def clocks() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
+
+
+def of_plain(loop: Iterator[None], count: int) -> tuple[float, float]:
+    for _ in range(EPOCH):
+        next(loop)
+    begun = clocks()
+    for _ in range(count):
+        next(loop)
+    ended = clocks()
+    return ended[0] - begun[0], ended[1] - begun[1]
+
+
+def of_engine(build: Callable[[], Engine], name: str, size: int, count: int) -> tuple[float, float]:
+    engine, read = build(), []
+    engine.connect(Events.ITERATION_COMPLETED(once=EPOCH), lambda engine: read.append(clocks()))
+    engine.connect(Events.ITERATION_COMPLETED(once=EPOCH + count), lambda engine: read.append(clocks()))
+    engine.run(batches(name, EPOCH * size), max_epochs=1 + count // EPOCH)
+    (begun, ended) = read
+    return ended[0] - begun[0], ended[1] - begun[1]
+
+
+def work(rank: int, size: int, port: int, rounds: int, count: int, only: str, folder: Path, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    process_group(timeout=300.0)
+    for case, (name, loop, build) in cases(size, folder).items():
+        if only not in case:
+            continue
+        reference = loop()
+        ratios: list[tuple[float, float]] = []
+        for _ in range(rounds):
+            dist.barrier()
+            one = of_plain(reference, count)
+            dist.barrier()
+            other = of_engine(build, name, size, count)
+            ratios.append((other[0] / one[0], other[1] / one[1]))
+        if rank == 0:
+            cpu, wall = (statistics.median(found) for found in zip(*ratios, strict=True))
+            results.put((case, cpu, wall, one[0] / count * 1e6))
+    dist.barrier()
+    results.put(None)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what an iteration costs with several processes.")
+    parser.add_argument("--sizes", default="2,4", help="numbers of processes")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=300, help="of a turn; full epochs of 100")
+    parser.add_argument("--only", default="", help="the cases whose names contain this")
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    print(f"{'':<28}{'ranks':>6}{'CPU':>8}{'wall':>8}{'plain, us of CPU':>20}")
+    for size in map(int, arguments.sizes.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            results, port = context.Queue(), free_port()
+            given = (size, port, arguments.rounds, arguments.iterations, arguments.only, Path(folder), results)
+            ranks = [context.Process(target=work, args=(rank, *given)) for rank in range(size)]
+            for one in ranks:
+                one.start()
+            ended = 0
+            while ended < size:
+                found = results.get()
+                if found is None:
+                    ended += 1
+                    continue
+                case, cpu, wall, of_plain_loop = found
+                print(f"{case:<28}{size:>6}{cpu:>8.2f}{wall:>8.2f}{of_plain_loop:>20.0f}", flush=True)
+            for one in ranks:
+                one.join()
+
+
+if __name__ == "__main__":
+    main()

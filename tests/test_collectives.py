@@ -1,0 +1,125 @@
+"""How many collectives an iteration makes with several ranks: as many as plain DDP, whatever is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Events, Handler, Update
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    Average,
+    Checkpoint,
+    DistributedDataParallel,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    Metrics,
+    NonFiniteGuard,
+    Validation,
+)
+from tests.processes import assert_alike, run_together
+
+EPOCH = 8
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def collectives() -> int:
+    """How many collectives this process has begun, in all groups."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def samples(count: int) -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(count, 3), torch.randint(0, 2, (count,)))
+
+
+def plain() -> int:
+    """The collectives of an iteration of plain DDP, once its buckets are as they stay."""
+    model = TorchDDP(make_model())
+    optimizer = SGD(model.parameters())
+    seen = []
+    for x, y in DataLoader(samples(4 * EPOCH), batch_size=4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seen.append(collectives())
+    return seen[-1] - seen[-2]
+
+
+def validation(model: nn.Module, folder: Path) -> Handler:
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=model)
+    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+    return Validation(evaluator, DataLoader(samples(8), batch_size=2), every="1ep")
+
+
+def usual(model: nn.Module, folder: Path) -> list[Handler]:
+    return [
+        validation(model, folder),
+        EMA(0.9),
+        GradientClipping(max_norm=1.0),
+        NonFiniteGuard(),
+        LRScheduling(lambda optimizer: StepLR(optimizer, 2)),
+        EarlyStopping("loss", patience=5),
+        Checkpoint(folder, monitor="loss", keep=1),
+        History(),
+        Metrics(seen=Average()),
+    ]
+
+
+STACKS: dict[str, Callable[[nn.Module, Path], list[Handler]]] = {
+    "nothing": lambda model, folder: [],
+    "accumulation": lambda model, folder: [GradientAccumulation(4)],
+    "the usual handlers": usual,
+    "both": lambda model, folder: [GradientAccumulation(4), *usual(model, folder)],
+}
+
+
+def counted(stack: str, folder: Path) -> tuple[int, list[int]]:
+    """The collectives of an iteration of plain DDP, and those of each iteration of the engine in its second epoch."""
+    model = make_model()
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
+    engine.attach(DistributedDataParallel(timeout=60.0))
+    found = plain()
+    engine.attach(*STACKS[stack](model, folder))
+    seen: list[int] = []
+    engine.connect(Events.ITERATION_STARTED, lambda engine: seen.append(collectives()))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(collectives()))
+    size = engine.processes.world_size
+    engine.run(DataLoader(samples(4 * size * EPOCH), batch_size=4, shuffle=True), max_epochs=2)
+    second = seen[2 * EPOCH :]
+    assert len(second) == 2 * EPOCH
+    # From the end of one iteration to the end of the next, so that what lies between iterations counts, too.
+    return found, [
+        second[1] - second[0],
+        *(after - before for before, after in zip(second[1::2], second[3::2], strict=False)),
+    ]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_iteration_makes_the_collectives_of_plain_ddp(stack: str, tmp_path: Path) -> None:
+    of_plain, of_engine = assert_alike(run_together(counted, 2, stack, tmp_path))
+    assert of_plain >= 1
+    window = 4 if stack in ("accumulation", "both") else 1
+    assert of_engine == ([0] * (window - 1) + [of_plain]) * (EPOCH // window)
