@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from signalfire.distributed import watch as watching
 from signalfire.distributed.rendezvous import join
 from signalfire.distributed.watch import Watch, cut_connections
 from tests.kit import wait_until
 
-TIMEOUT = (
-    10.0  # of the collectives, where that it expires is the point; a busy machine may take as much to start a process
-)
+TIMEOUT = 10.0  # of the collectives, where that it expires is the point
 FOREVER = 90.0  # what never expires: all that is waited for comes long before
 INTERVAL = 0.25
 BAD = 5  # the iteration in which it happens
@@ -68,9 +68,10 @@ def train(what: str, culprit: int, rank: int, size: int) -> Any:
     timeout = TIMEOUT if what in ("is stopped", "hangs", "leaves") else FOREVER
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         peer, _ = server.accept()  # connections of the user's, which nobody may cut
-        watch = Watch(
-            join(timeout=timeout), rank, size, timeout=timeout, interval=INTERVAL, where=lambda: event, grace=1.0
-        )
+        store = join(timeout=FOREVER)
+        dist.barrier()  # a busy machine may take longer to start a process than a collective may take below
+        _set_pg_timeout(timedelta(seconds=timeout))
+        watch = Watch(store, rank, size, timeout=timeout, interval=INTERVAL, where=lambda: event, grace=1.0)
         watch.start()
         if what == "raises and cannot be cut":
             watching.cut_connections = lambda: 0
