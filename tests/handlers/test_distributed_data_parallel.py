@@ -118,8 +118,8 @@ def differing(one: Weights, other: Weights, *, tolerance: float = 0.0) -> list[s
 class OrNothing(nn.Module):
     """A model, and without an input a loss of zero that all parameters have a part in.
 
-    From three processes on, the order of a sum depends on the place in its bucket; so that places are the same, one more number is
-    reduced in front of the gradients, as the handler's message is.
+    From three processes on, the order of a sum depends on the place in its bucket; so that places are the same, one more
+    number is reduced in front of the gradients, as the handler's message is.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from signalfire import Engine, Events, Finding, Findings, Update
 from signalfire.handlers import DistributedDataParallel, Guards
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import comes_right, mistake
-from tests.processes import run_together
+from tests.processes import Failed, run_together
 
 
 @mistake("G23")
@@ -106,7 +106,7 @@ def _in_two_processes(kind: str, right: bool) -> tuple[list[str], list[Any]]:
     ]
 
 
-@mistake("G09")
+@mistake(Failed, match="finished reduction in the prior iteration")
 def pytorch_104336_a_conversion_to_and_fro_ends_the_reduction_of_gradients(right: bool) -> Findings:
     codes = run_together(partial(_in_two_processes, "converted", right), 2)[0][0]
     return Findings(Finding(code, "of rank 0", "see there") for code in codes)
