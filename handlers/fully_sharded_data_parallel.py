@@ -305,16 +305,24 @@ class FullyShardedDataParallel(Distribution):
         """Make a dummy forward and backward with zero gradients where this rank has made none."""
         if not self._roots or self._backward_done:
             return
-        if not self._forward_done:
-            self._dummy_forward(engine, update)
-        if not self._backward_done and (outputs := [one for one in self._outputs if one.requires_grad]):
-            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        if self._forward_done:
+            self._dummy_backward()
+        else:
+            # Until after the backward: BatchNorm's needs its statistics as the forward has left them.
+            with unchanged_random_state(), Buffers(engine.modules.values()).unchanged():
+                self._dummy_forward(engine, update)
+                self._dummy_backward()
         self._unreduced = self._unreduced and not self._syncs
         self._backward_done = True
         self._outputs.clear()
 
+    def _dummy_backward(self) -> None:
+        """Make a backward with zero gradients, unless a handler has made one."""
+        if not self._backward_done and (outputs := [one for one in self._outputs if one.requires_grad]):
+            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+
     def _dummy_forward(self, engine: Engine, update: UpdateState) -> None:
-        """Make a forward with the last batch, without events or metrics, and restore the buffers and random states."""
+        """Make a forward with the last batch, without events or metrics."""
         if self._batch is None:
             raise RuntimeError(
                 f"{self.name!r}: rank {engine.processes.rank} never had a batch to participate with; use fewer processes, or "
@@ -324,14 +332,13 @@ class FullyShardedDataParallel(Distribution):
         current, state.batch = state.batch, self._batch
         output, loss, backward_loss, hidden = update.output, update.raw_loss, update.backward_loss, update.hidden
         try:
-            with unchanged_random_state(), Buffers(engine.modules.values()).unchanged():
-                self._prepare_backward(update)
-                if update.forward is None:
-                    update.function(engine, state.batch)
-                else:
-                    update.output = update.forward(engine, state.batch)
-                    if update.loss_function is not None:  # it may call modules, too
-                        update.loss_function(engine, update.output, state.batch)
+            self._prepare_backward(update)
+            if update.forward is None:
+                update.function(engine, state.batch)
+            else:
+                update.output = update.forward(engine, state.batch)
+                if update.loss_function is not None:  # it may call modules, too
+                    update.loss_function(engine, update.output, state.batch)
         finally:
             state.batch = current
             update.output, update.raw_loss, update.backward_loss, update.hidden = output, loss, backward_loss, hidden

@@ -127,6 +127,10 @@ def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
         for module, reshards in zip(modules, before, strict=True):
             module.set_reshard_after_forward(reshards, recurse=False)
             module.reshard()
+            # torch records forwards without gradients, too, and gathers weights for the next backward by that record, which
+            # differs between ranks that have evaluated different numbers of batches.
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
 
 
 def discard_unreduced(roots: Iterable[nn.Module]) -> None:

@@ -31,6 +31,7 @@ from signalfire.handlers import (
     SWA,
     AdaptiveGradientClipping,
     Checkpoint,
+    DistributedDataParallel,
     EarlyStopping,
     Freezing,
     FullyShardedDataParallel,
@@ -745,6 +746,49 @@ def test_evaluations_see_averages_and_may_be_uneven() -> None:
     assert found == pytest.approx(losses, abs=1e-4)
     for weights, _ in results:
         assert_close(weights, one)
+
+
+def trained_beside_evaluations(accumulated: int) -> list[Any]:
+    """Evaluations of so many batches, inside windows, too; none in the first run."""
+    found = []
+    for count in range(2 * int(os.environ["WORLD_SIZE"])):
+        engine = make(FullyShardedDataParallel(), GradientAccumulation(accumulated), optimizer=SGD)
+        evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=engine.model)
+        if count:
+            engine.attach(Validation(evaluator, loader(4, 4 * count), every="3it"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the ranks have no equal shares
+            engine.run(loader(4, 44), max_epochs=2)
+        found.append(full(engine))
+    return found
+
+
+@pytest.mark.parametrize("accumulated", quick([1, 2], 2))
+@pytest.mark.parametrize("number", quick([2, 3], 2))
+def test_evaluations_of_any_number_of_batches_leave_no_trace(number: int, accumulated: int) -> None:
+    """Also of fewer than ranks: torch records forwards without gradients, too, and gathers weights for a backward by them."""
+    for alone, *others in together(number, trained_beside_evaluations, accumulated):
+        for weights in others:
+            assert all(torch.equal(weights[key], alone[key]) for key in alone)
+
+
+def normed(kind: type[Handler]) -> Any:
+    """The last round of an epoch has a batch on rank 0 only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+    engine = make(kind(), optimizer=SGD, model=model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the ranks have no equal shares
+        engine.run(loader(4, 4 * (engine.processes.world_size + 1)), max_epochs=3)
+    return {key: whole_tensor(value).clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("number", quick([2, 3], 2))
+def test_batch_norm_may_have_no_batch_on_some_ranks(number: int) -> None:
+    """Weights and statistics are those of DDP, whose ranks make no forward without a batch."""
+    for weights in together(number, normed, FullyShardedDataParallel):
+        for other in together(number, normed, DistributedDataParallel):
+            assert_close(weights, other)
 
 
 def averaged(size: int) -> Any:
