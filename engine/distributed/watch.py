@@ -229,16 +229,19 @@ class Watch:
     def _end(self) -> None:
         """End the thread: if it returned from the store during interpreter shutdown, it would abort the process."""
         if self._thread.is_alive():
-            self._stopped = True
-            self._report_now(2.0)
-            self._thread.join(2.0)
+            with self._condition:
+                self._stopped = True
+                self._requests += 1
+                self._condition.notify_all()
+            self._thread.join(4.0)
 
     def _run(self) -> None:
         found: float | None = None  # when a failure or death was detected
         cut = False
         while True:
             with self._condition:
-                requests = self._requests
+                # Read before the report: one that began before the watch was stopped does not say that this rank has left.
+                requests, stopped = self._requests, self._stopped
             try:
                 self._report()
                 self._read(everything=requests > self._answers)
@@ -250,7 +253,7 @@ class Watch:
             with self._condition:
                 self._answers = requests
                 self._condition.notify_all()
-            if self._stopped:
+            if stopped:
                 return
             if found is None:
                 found = time.monotonic() if self._broken() else None

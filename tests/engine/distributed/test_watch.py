@@ -292,6 +292,25 @@ def test_of_several_that_were_not_there_the_one_behind_is_named(monkeypatch: pyt
     assert [line.endswith("the others waited for this rank") for line in lines] == [True, False, False]
 
 
+def test_one_that_leaves_while_it_reports_is_known_to_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, in threads; the report under way as one of them leaves does not say so, and another has to follow."""
+    store = HashStore()
+    for number in range(50):
+        one, other = (_started(monkeypatch, store, number, rank) for rank in range(2))
+        time.sleep(number % 10 / 10000)
+        other.stop()
+        one.explain()
+        one.stop()
+        assert one.reports[1]["left"], number
+
+
+def _started(monkeypatch: pytest.MonkeyPatch, store: HashStore, number: int, rank: int) -> Watch:
+    monkeypatch.setattr(Watch, "made", 2000 + number)
+    watch = Watch(store, rank, 2, timeout=1.0, interval=0.0, where=lambda: "STARTED")
+    watch.start()
+    return watch
+
+
 def test_a_process_alone_has_nobody_to_watch() -> None:
     watch = Watch(HashStore(), 0, 1, timeout=1.0, where=lambda: "STARTED")
     watch.start()
