@@ -1,6 +1,6 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
-The quick tier runs by default: at most 4 cases of each test, evenly spread, unless it is marked `whole`. `--full` runs all of
+The quick tier runs by default: at most 3 cases of each test, evenly spread, unless it is marked `whole`. `--full` runs all of
 them, and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that
 is named by its id runs whatever its marks are.
 """
@@ -19,7 +19,7 @@ import torch
 torch.set_num_threads(1)
 
 
-MOST_CASES = 4
+MOST_CASES = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -135,6 +135,7 @@ def test_every_order_of_attaching_gives_one_result_kept_files_included(orders: s
         assert outcome(order, folder) == expected, order
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore:C06:signalfire.FindingWarning")

@@ -227,6 +227,7 @@ def test_with_a_schedule_for_each_optimizer() -> None:
     assert_same(trainer, reference)
 
 
+@pytest.mark.slow
 def test_all_at_once_in_any_order() -> None:
     def handlers() -> list[Handler]:
         return [
@@ -285,6 +286,7 @@ def test_each_update_leaves_the_other_networks_gradients_and_weights_untouched(w
     assert bool(compared["gradients held"]) == (window > 1), "inside a window the other network's gradients wait"
 
 
+@pytest.mark.slow
 def test_a_gan_resumes_after_any_iteration() -> None:
     def build() -> Engine:
         return make_trainer(

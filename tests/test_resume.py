@@ -61,6 +61,7 @@ def kept_and_logged(name: str) -> int:
     return tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick([name for name, recipe in RECIPES.items() if recipe.writes], "stopping"))
 def test_a_run_resumed_from_any_checkpoint_keeps_and_logs_the_same(name: str) -> None:
     """Also from an older one, in front of which the stopped run had gone on, and had written others."""

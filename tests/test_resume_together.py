@@ -393,6 +393,7 @@ def differs(difference: Any, part: tuple[str, ...]) -> bool:
     return any(found[: len(part)] == part for found in parts_in(difference))
 
 
+@pytest.mark.slow
 def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
     """Without any of it, rank 1 learns that it has none."""
     setting = Setting(2)
@@ -556,6 +557,7 @@ def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
     assert "could not begin a run together: one of them has ended" in reported
 
 
+@pytest.mark.slow
 def test_the_state_of_rank_1_alone_is_refused_by_rank_0() -> None:
     errors = errors_of(with_a_state_of_rank_1, 2, a_folder())
     assert errors.keys() == {0, 1}

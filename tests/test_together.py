@@ -120,6 +120,7 @@ def different(one: Parts, other: Parts) -> list[str]:
     return sorted(part for part in one.keys() | other.keys() if one.get(part) != other.get(part))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", quick(range(len(GROUPS)), 0), ids=lambda group: ", ".join(GROUPS[group]))
 def test_two_processes_keep_the_promises(group: int) -> None:
     ranks: list[dict[str, dict[str, Parts]]] = run_together(in_every_way, 2, GROUPS[group])
@@ -138,6 +139,7 @@ def test_two_processes_keep_the_promises(group: int) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_check_sees_weights_and_counters_and_metrics() -> None:
     """What is compared as digests: nothing of it is left out."""
     (parts, one), (_, other) = run_together(with_parts, 2)

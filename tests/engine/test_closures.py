@@ -459,6 +459,7 @@ def test_an_error_inside_the_closure_leaves_an_engine_that_can_run() -> None:
 # ---- resume --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", quick([None, weigh], weigh))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_state_inside_an_open_window_resumes_exactly(optimizer: str, weight: Any) -> None:

@@ -211,6 +211,7 @@ def _in_two_processes(kind: str) -> list[str]:
     return [str(found) for found in engine.findings.of_run()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick(["ddp", "fsdp"], "fsdp"))
 def test_two_processes_have_nothing_to_report(kind: str) -> None:
     assert run_together(_in_two_processes, 2, kind) == [[], []]

@@ -140,6 +140,7 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     assert "seed=7 is not used, since the state has seed=0" in said
 
 
+@pytest.mark.slow
 def test_a_resume_of_a_compiled_model_in_the_plain_one_has_the_same_frozen_layers_and_dtypes() -> None:
     def engine_of(compiled: bool, dtype: torch.dtype = torch.float32) -> Engine:
         model: torch.nn.Module = mlp(5, 8, 1).to(dtype)

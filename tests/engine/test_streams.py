@@ -334,6 +334,7 @@ def test_what_the_data_draws_does_not_depend_on_how_often_the_model_draws(data: 
 _NOT_READ_AGAIN = [("shared", "unsized"), ("shared", "sized")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 @pytest.mark.parametrize("epoch_length", quick([None, 3], None))
 @pytest.mark.parametrize(
@@ -362,6 +363,7 @@ HANDLERS: list[list[Callable[[], Handler]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handlers", spread(HANDLERS, 1))
 def test_a_run_with_handlers_that_draw_resumes_exactly(handlers: list[Callable[[], Handler]]) -> None:
     check_resume("separate", shuffled, handlers, None)

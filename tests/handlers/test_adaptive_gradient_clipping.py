@@ -158,6 +158,7 @@ def test_a_pattern_without_a_match_is_an_error_before_the_first_batch() -> None:
     assert same(model, network())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", quick([1, 4], 4))
 def test_together_with_clipping_by_norm_and_fp16_in_every_order(window: int) -> None:
     def change(model: nn.Module) -> None:

@@ -912,6 +912,7 @@ def test_an_error_of_training_waits_too(tmp_path: Path) -> None:
     assert files(tmp_path) == [name for name, _ in handler.kept] == ["checkpoint-epoch0001-iter00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("monitored", [False, True])
 def test_a_state_taken_while_one_is_written_goes_on_to_the_same_files(monitored: bool, tmp_path: Path) -> None:
     scores = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0, 0.5, 7.0]

@@ -675,6 +675,7 @@ def _predicted(folder: Path) -> dict[str, Any]:
             for name, data in to_predict().items()}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_predictions_are_complete_and_in_the_order_of_the_data(size: int, tmp_path: Path) -> None:
     found = assert_alike(run_together(_predicted, size, tmp_path))
@@ -999,6 +1000,7 @@ def _unused() -> tuple[Weights, Weights]:
     return train(data=data, model=Branches(), with_ddp=engine, optimizer=partial(torch.optim.SGD, lr=0.1)), {}
 
 
+@pytest.mark.slow
 def test_parameters_may_be_left_unused() -> None:
     found, _ = assert_alike(run_together(_unused, 2))
     data = joined(batches(4, 4, 3, 3, 4, 4, 5, dtype=DOUBLE), 2)

@@ -114,6 +114,7 @@ def test_afterwards_everything_is_back(tmp_path: Path) -> None:
     assert written >= {"best", "last", "events"}
 
 
+@pytest.mark.slow
 def test_after_an_error_nothing_stays_switched_off(tmp_path: Path) -> None:
     trainer, evaluator = whole(tmp_path, network(), FastDevRun())
 

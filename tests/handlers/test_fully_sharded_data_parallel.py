@@ -783,6 +783,7 @@ def normed(kind: type[Handler]) -> Any:
     return {key: whole_tensor(value).clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", quick([2, 3], 2))
 def test_batch_norm_may_have_no_batch_on_some_ranks(number: int) -> None:
     """Weights and statistics are those of DDP, whose ranks make no forward without a batch."""
@@ -855,6 +856,7 @@ def mixed(reduce_dtype: Any) -> Any:
     return types[0], {p.dtype for p in engine.model.parameters()}, full(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_dtype", quick(["fp32", "bf16", None], "fp32"))
 def test_weights_are_used_in_another_type_than_they_are_kept_in(reduce_dtype: Any) -> None:
     one = make()
@@ -956,6 +958,7 @@ def refusals() -> Any:
     return reported
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reported, other = together(2, refusals)
@@ -999,6 +1002,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
     assert str(caught.value).startswith("FullyShardedDataParallel(")
 
 
+@pytest.mark.slow
 def test_alone_it_does_nothing() -> None:
     engine = make(FullyShardedDataParallel(param_dtype="bf16"), GradientAccumulation(2))
     without = make(GradientAccumulation(2))

@@ -87,6 +87,7 @@ def test_weights_equal_a_plain_loop(eta: float, gamma: float, window: int) -> No
     assert not same(engine.model, plain_loop(None, window=window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", quick([1, 4], 4))
 def test_together_with_clipping_and_fp16_in_every_order(window: int) -> None:
     reference = plain_loop(0.3, window=window, max_norm=0.2, scaled=True)

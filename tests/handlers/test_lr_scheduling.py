@@ -721,6 +721,7 @@ def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str,
         assert LRScheduling(factory, every=every).simulate(len(rates), lr=0.1, epochs=7) == rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", COUNTED)
 def test_a_scheduler_that_gets_the_count_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:

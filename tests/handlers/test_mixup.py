@@ -137,6 +137,7 @@ def test_weights_and_reported_losses_equal_a_plain_loop(alpha: float, window: in
     assert not same(engine.model, plain_loop(None, window=window)[0])
 
 
+@pytest.mark.slow
 def test_with_smoothing_cutout_accumulation_clipping_and_fp16_in_many_orders() -> None:
     reference, _ = plain_loop(0.4, window=4, smoothing=0.1, cutout=3, max_norm=0.5, scaled=True)
     for order in itertools.islice(itertools.permutations(range(6)), 0, None, 31):

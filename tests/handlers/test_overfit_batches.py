@@ -80,6 +80,7 @@ def test_it_equals_a_plain_loop_over_the_same_batches(own_generator: bool, worke
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_model_that_can_learn_overfits() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -175,6 +175,7 @@ def test_chosen_groups_alone_are_scheduled() -> None:
         engine.run(batches(), max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["1st", "2st", "1ep", "2ep"])
 def test_a_saved_run_goes_on_bit_for_bit(every: str) -> None:
     def build() -> Engine:

@@ -154,6 +154,7 @@ def test_a_signal_at_any_event_saves_a_state_from_which_the_run_goes_on(tmp_path
         assert resumed(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Events.STARTED, Events.CHECKPOINT_LOADED, Events.GET_BATCH_STARTED], ids=str)
 def test_stopped_again_as_soon_as_it_goes_on_nothing_is_lost(tmp_path: Path, event: Any) -> None:
     expected = uninterrupted(tmp_path / "whole")
@@ -175,6 +176,7 @@ class _quiet:
 
 
 # Of what was saved as the last epoch ended, nothing is left to do.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:run.*nothing to do:UserWarning")
 @pytest.mark.parametrize("seed", spread(range(8), 1))
 def test_killed_at_random_moments_and_resumed_again_and_again(tmp_path: Path, seed: int) -> None:
@@ -433,6 +435,7 @@ def test_a_run_that_nothing_saves_says_so() -> None:
     assert saved == [2]
 
 
+@pytest.mark.slow
 def test_without_a_signal_it_changes_nothing(tmp_path: Path) -> None:
     expected = uninterrupted(tmp_path / "one")
     engine = build(tmp_path / "two", preemption := Preemption())

@@ -266,6 +266,7 @@ def test_the_rate_before_can_be_scheduled_with_torchs_own_annealing() -> None:
     assert rates[-1] == 0.02
 
 
+@pytest.mark.slow
 def test_a_saved_run_goes_on_bit_for_bit_and_reset_begins_anew() -> None:
     def build() -> Engine:
         model = network()

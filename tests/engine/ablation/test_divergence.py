@@ -98,6 +98,7 @@ def test_runs_that_are_built_alike_never_part() -> None:
     assert found(*everything(), other=tuple(everything()), watch=kinds) is None
 
 
+@pytest.mark.slow
 def test_a_build_that_does_not_seed_begins_in_both_runs_with_the_callers_random_states() -> None:
     def build() -> Engine:
         return Engine(
@@ -121,6 +122,7 @@ def test_handlers_that_change_no_training_do_not_part_the_runs() -> None:
     assert divergence(validated, make_engine, run=train) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_both_may_train_on_one_data_loader(own: bool) -> None:
     generator = torch.Generator().manual_seed(1) if own else None
@@ -211,6 +213,7 @@ def test_an_extra_draw_parts_the_random_states(draw: Callable[[Engine], object],
     )
 
 
+@pytest.mark.slow
 def test_draws_that_change_nothing_else_are_passed_over_where_random_states_are_not_watched() -> None:
     watch = ("parameters", "gradients", "optimizer")
     assert found(After(lambda engine: random.random(), 7), watch=watch) is None
@@ -280,6 +283,7 @@ def test_a_run_that_ends_earlier_parts_there() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", spread([float("nan"), float("inf")], 1))
 @pytest.mark.filterwarnings("ignore:W15")
 def test_what_is_not_finite_parts_the_runs_under_any_tolerance_unless_both_have_it(value: float) -> None:
@@ -315,6 +319,7 @@ def test_models_that_are_built_otherwise_part_by_name_and_by_shape() -> None:
 # ---- around it ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_caller_gets_its_random_states_back_and_no_thread_is_left() -> None:
     threads = threading.active_count()
     before = random_state()

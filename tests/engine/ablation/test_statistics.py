@@ -119,6 +119,7 @@ def test_a_level_that_is_none_is_refused(level: float) -> None:
         compare([0.1, 0.2], level=level)
 
 
+@pytest.mark.slow
 def test_twenty_differences_are_counted_and_above_that_signs_are_drawn() -> None:
     generator = np.random.default_rng(3)
     x = [Fraction(int(one), 1000) for one in generator.integers(-300, 500, 21)]

@@ -618,6 +618,7 @@ def test_without_syncs_a_killed_process_loses_nothing(asynchronous: bool, root: 
     assert check(place, cuts(place), written(place)).bad, "a power cut may take it all: that is what the syncs are for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sequence", spread([name for name in SEQUENCES if not name.startswith(("written twice", "gone back"))], 2)
 )
@@ -831,6 +832,7 @@ def left_by(root: Path, files: Callable[[], Recorded]) -> Found:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("careless", spread(CARELESS, 1))
 def test_the_model_finds_what_a_careless_writer_loses(careless: str, root: Path) -> None:
     found = left_by(root, CARELESS[careless])

@@ -619,6 +619,7 @@ def test_a_state_that_is_put_back_in_the_same_engine_writes_the_same_names_again
     assert visible(folder) == [name for name, _ in handler.kept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", quick([False, True], True))
 def test_two_processes_in_one_folder_at_the_same_time(asynchronous: bool, folder: Path) -> None:
     def run(me: str, other: str) -> None:
@@ -668,6 +669,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
 # ---- resuming -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:C17:signalfire.FindingWarning")
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_kept_after_a_resume_is_what_the_uninterrupted_run_keeps(cut: int, folder: Path) -> None:

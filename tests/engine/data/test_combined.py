@@ -100,6 +100,7 @@ def build() -> Engine:
     return Engine(Update.from_function(loss, partial(torch.optim.Adam, lr=0.01)), model=model, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", quick(["min", "max", "cycle"], "cycle"))
 @pytest.mark.parametrize("generator", quick([False, True], True))
 def test_a_run_resumed_anywhere_goes_on_in_every_part(mode: str, generator: bool) -> None:

@@ -282,6 +282,7 @@ def test_a_run_resumed_anywhere_skips_to_its_place(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick(["shuffled", "augmented", "with replacement", "list"], "augmented"))
 def test_so_does_one_whose_epochs_are_longer_than_its_data(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], epoch_length=8, max_epochs=2)

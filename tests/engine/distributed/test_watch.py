@@ -135,9 +135,10 @@ def process(folder: Path, what: str, culprit: int, rank: int, size: int, port: i
     os._exit(3)
 
 
-def main(root: Path) -> None:
+def main(root: Path, numbers: list[int]) -> None:
     running: dict[int, tuple[Path, int]] = {}
-    for number, (what, culprit, size) in enumerate(CASES.values()):
+    for number in numbers:
+        what, culprit, size = list(CASES.values())[number]
         folder = root / str(number)
         folder.mkdir()
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -163,11 +164,13 @@ def _is_culprit(folder: Path, rank: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes of all cases that this session tests have left what they found."""
     folder = tmp_path_factory.mktemp("watch")
-    subprocess.run(
-        [sys.executable, "-m", "tests.engine.distributed.test_watch", str(folder)], cwd=ROOT, check=True, timeout=400
-    )
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    numbers = [str(number) for number, case in enumerate(CASES) if case in asked]
+    command = [sys.executable, "-m", "tests.engine.distributed.test_watch", str(folder), *numbers]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400)
     return folder
 
 
@@ -191,7 +194,9 @@ class Found:
 
 
 def of(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == what])
+    first, *others = (case for case in CASES if CASES[case][0] == what)
+    slow = (pytest.param(case, marks=pytest.mark.slow) for case in others)
+    return pytest.mark.parametrize("case", [first, *slow])
 
 
 BEFORE = f"FORWARD_STARTED, epoch 1, iteration {BAD}"
@@ -347,4 +352,4 @@ def test_nothing_is_cut_where_there_is_no_group() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [*map(int, sys.argv[2:])])

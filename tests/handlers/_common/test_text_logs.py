@@ -122,6 +122,7 @@ def test_resumed_after_a_kill_at_any_byte_nothing_is_lost_doubled_or_torn(kind: 
     assert not list(tmp_path.glob("log.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["ITERATION_STARTED", "UPDATE_COMPLETED", "ITERATION_COMPLETED", "EVALUATION_COMPLETED"]
 )
