@@ -131,6 +131,8 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
         if not isinstance(every, str | Interval | AnyEvent) or comes_up(it.engine, every) is not False:
             continue
         severity = "warning" if getattr(handler, "interval_matters", False) else "info"
+        if severity == "info" and not it.engine.training:
+            continue  # an evaluation is as long as its data
         yield finding(
             "C17",
             f"{handler.name!r} runs every {every}, which does not come up in this run{_extent(it)}",

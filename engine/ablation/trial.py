@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from signalfire import Engine, Events, Handler, Phase
 from signalfire.acts import Override
+from signalfire.handler import Subscription
 from signalfire.monitor import Monitor
 from signalfire.state import did_you_mean
 
@@ -16,6 +17,8 @@ from .runs import Run, exchange, writes_or_shows
 __all__ = ["candidates", "close_match", "start", "try_out"]
 
 _CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
+_BESIDE_TRAINING = {"metrics", "files", "processes", "signals", "state", "device", "random", "error"}
+"""What receivers may write, as they declare it, without an effect on the training."""
 
 
 class _Started(BaseException):
@@ -105,13 +108,18 @@ def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[
     measuring = set(announced.values())
     found = []
     for name, handler in engine.handlers.items():
-        phases = {subscription.phase for subscription in handler.subscriptions}
+        changes = any(map(_changes_training, handler.subscriptions))
         sets_up = engine.has(name, Events.MODEL_SETUP)
         overrides = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
         omitted = writes_or_shows(handler) or sets_up or name in measuring
-        if handler.enabled and not omitted and (overrides or not phases.isdisjoint(_CHANGING)):
+        if handler.enabled and not omitted and (overrides or changes):
             found.append(name)
     return found
+
+
+def _changes_training(receiver: Subscription) -> bool:
+    """Whether a receiver may affect the training: by what it declares to write, or else by its phase."""
+    return receiver.phase in _CHANGING if receiver.writes is None else bool(receiver.writes - _BESIDE_TRAINING)
 
 
 def _check_attached(engine: Engine, name: str) -> None:

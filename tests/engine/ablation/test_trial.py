@@ -11,7 +11,18 @@ import pytest
 from signalfire import Engine, Events
 from signalfire.ablation import LeaveOneOut, Variant
 from signalfire.ablation.trial import close_match, start, try_out
-from signalfire.handlers import EMA, Average, CSVLogger, GradientClipping, History, Metrics, Preemption, ProgressBar
+from signalfire.handlers import (
+    EMA,
+    Average,
+    CSVLogger,
+    GradientClipping,
+    GradientNorms,
+    Guards,
+    History,
+    Metrics,
+    Preemption,
+    ProgressBar,
+)
 from tests.engine.ablation import builds
 from tests.engine.ablation.builds import make_study
 
@@ -21,7 +32,9 @@ def test_candidates_take_part_in_the_training(tmp_path: Path) -> None:
         engine = builds.composed(seed)
         off = GradientClipping(max_norm=1.0, name="off")
         off.enabled = False
-        engine.attach(History(), ProgressBar(), CSVLogger(tmp_path / "log.csv"), Preemption(), off)
+        engine.attach(
+            History(), ProgressBar(), CSVLogger(tmp_path / "log.csv"), Preemption(), Guards(), GradientNorms(), off
+        )
         return engine, builds.train
 
     variants = make_study(build).plan(LeaveOneOut()).variants
