@@ -10,8 +10,8 @@ import blinker
 
 from .connection import Connection, Phase, Receiver, check_place, report_double
 from .events import AnyEvent, EventEnum, Events, check_receiver, resolve
-from .own_evaluations import look_at_forwards
-from .returned import look_at_return
+from .findings.own_evaluations import look_at_forwards
+from .findings.returned import look_at_return
 from .signals import Around, Signal
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from torch import nn
 from .acts import Overrides
 from .boundary import Boundary
 from .bus import Bus, Decorator
-from .check import check
 from .connection import Phase, Receiver
 from .data.feed import Feed
 from .distributed.processes import Processes
 from .evaluation import evaluate
 from .events import AnyEvent, EventEnum
 from .findings import Findings, Reports
+from .findings.check import check
 from .group import Group
 from .handler import Handler
 from .interval import Interval

@@ -10,8 +10,8 @@ from .acts import Override
 from .connection import Connection, Phase
 from .data.loading import generators_of
 from .data.source import DataError, FirstBatches
-from .evaluation_findings import report_nothing_measured, report_other_weights
 from .events import EventEnum, Events
+from .findings.evaluation_findings import report_nothing_measured, report_other_weights
 from .handler import Handler
 from .randomness import unchanged_random_state
 from .streams import begin_stream

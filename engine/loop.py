@@ -26,17 +26,22 @@ import torch
 
 from .blame import warn
 from .boundary import discard_windows
-from .check import report as report_composition
 from .checks import as_int
 from .data.source import Source
 from .data.streamed import END
-from .data_checks import check_data, check_epoch, check_steps
-from .epoch_checks import EpochChecks
-from .evaluation_findings import report_dropped_samples, report_random_samples, report_raw_weights, report_training_mode
 from .events import Events
-from .first_steps import FirstEvaluation, FirstStep
+from .findings.check import report as report_composition
+from .findings.data_checks import check_data, check_epoch, check_steps
+from .findings.epoch_checks import EpochChecks
+from .findings.evaluation_findings import (
+    report_dropped_samples,
+    report_random_samples,
+    report_raw_weights,
+    report_training_mode,
+)
+from .findings.first_steps import FirstEvaluation, FirstStep
+from .findings.own_schedulers import OwnSchedulers
 from .modules import report_loss_parameters, report_wrapped
-from .own_schedulers import OwnSchedulers
 from .regions import note_problems
 from .restore import Modes
 from .setup import (

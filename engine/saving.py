@@ -17,9 +17,9 @@ from .connection import Phase
 from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
+from .findings.resumption import check_complete, composition
 from .modules import bare_name, differences, unwrapped
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
-from .resumption import check_complete, composition
 
 if TYPE_CHECKING:
     from .engine import Engine

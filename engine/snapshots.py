@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from .acts import Override
 from .distributed.sharded import SHARDS, is_sharded, read_shards
-from .evaluation_findings import report_averages_left_out
 from .events import Events
+from .findings.evaluation_findings import report_averages_left_out
+from .findings.resumption import check_complete, report_resume
 from .modules import differences, unwrapped
 from .part import Part
-from .resumption import check_complete, report_resume
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
 if TYPE_CHECKING:

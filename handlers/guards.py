@@ -22,9 +22,9 @@ from signalfire import (
     on,
 )
 from signalfire.codes import Severity
-from signalfire.dropout import is_compiled
-from signalfire.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
 from signalfire.findings import check_codes
+from signalfire.findings.dropout import is_compiled
+from signalfire.findings.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
 from signalfire.interval import check_every
 
 from ._common.look import LOOKS_AT, Look

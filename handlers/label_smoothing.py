@@ -12,7 +12,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_name, check_number
 from signalfire.findings import Finding, finding
-from signalfire.loss_graph import functions_of
+from signalfire.findings.loss_graph import functions_of
 
 from ._common.ranks import SMOOTH_LOSS
 from ._common.updates import selected_updates

@@ -13,7 +13,7 @@ from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice
-from signalfire.model_rules import half_precision_finding
+from signalfire.findings.model_rules import half_precision_finding
 
 __all__ = ["TruePrecision"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.checks import check_bool, check_int
 from signalfire.evaluation import check_evaluable, sanity_check
-from signalfire.evaluation_findings import watch_weights
+from signalfire.findings.evaluation_findings import watch_weights
 from signalfire.interval import check_every
 
 from ._common.batches import check_data

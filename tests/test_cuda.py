@@ -214,7 +214,7 @@ def _ours(file: str) -> bool:
     return path != Path(__file__) and ROOT in path.resolve().parents and "site-packages" not in file
 
 
-ONCE = ("engine/epoch_checks.py", "engine/model_rules.py")
+ONCE = ("findings/epoch_checks.py", "findings/model_rules.py")
 """What reads values at the start of a run or at the ends of epochs, to find mistakes."""
 
 

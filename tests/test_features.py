@@ -87,7 +87,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_code_can_stop_the_run_or_be_silenced",
             "test_between_its_looks_an_iteration_makes_no_call_more",
         ],
-        "engine/test_epoch_checks.py": [
+        "engine/findings/test_epoch_checks.py": [
             "test_what_changes_a_training_on_purpose_is_no_mistake",
             "test_an_unused_head_is_listed_and_no_warning",
         ],

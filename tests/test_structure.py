@@ -20,10 +20,18 @@ ROOMS = {
     "engine/data": {"engine", "engine/distributed"},
     "engine/distributed": {"engine"},
     "engine/checkpoints": {"engine", "engine/distributed"},
-    "engine/ablation": {"engine", "engine/data"},
-    "engine": {"engine/data", "engine/distributed"},
-    "handlers/_common": {"engine", "engine/data", "engine/distributed", "engine/checkpoints"},
-    "handlers": {"engine", "engine/data", "engine/distributed", "engine/checkpoints", "handlers/_common"},
+    "engine/ablation": {"engine", "engine/data", "engine/findings"},
+    "engine/findings": {"engine", "engine/data", "engine/distributed"},
+    "engine": {"engine/data", "engine/distributed", "engine/findings"},
+    "handlers/_common": {"engine", "engine/data", "engine/distributed", "engine/checkpoints", "engine/findings"},
+    "handlers": {
+        "engine",
+        "engine/data",
+        "engine/distributed",
+        "engine/checkpoints",
+        "engine/findings",
+        "handlers/_common",
+    },
 }
 # What the rooms that know nothing of the loop may import from the top of `engine/`.
 BASE = {"batches", "blame", "checks", "events", "interval", "randomness", "state"}

@@ -13,7 +13,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
-from signalfire.evaluation_findings import watch_averages
+from signalfire.findings.evaluation_findings import watch_averages
 from signalfire.modules import named_like
 
 __all__ = ["AveragedWeights", "Averages"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Phase, UpdateState
 from signalfire.connection import Connection
-from signalfire.dropout import ActiveDropout
+from signalfire.findings.dropout import ActiveDropout
 from signalfire.signals import Signal
 
 from .watching import trained_elsewhere

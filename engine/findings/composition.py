@@ -1,0 +1,259 @@
+"""What a composition consists of, for `check`: its handlers, metrics, evaluations, data and parameters, before it runs.
+
+Handlers are recognised by attributes: ``evaluator`` and ``data_sets`` (evaluates), ``path``, or ``folder`` and ``filename``
+(writes files), ``retention`` (saves states), ``every`` and ``interval_matters`` (does nothing if the interval never comes up),
+``clips_gradients``, ``freezes``, and each attribute that is a `Monitor`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..connection import Connection
+from ..data.loading import generators_of, skippable
+from ..handler import Handler
+from ..monitor import Monitor
+from ..randomness import unchanged_random_state
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["Composition", "Evaluation", "first_batch", "listed", "own_generators", "unchanged_generators"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One data set that a handler evaluates.
+
+    Attributes:
+        handler: the handler, which has the attributes ``evaluator`` and ``data_sets``.
+        evaluator: the engine that evaluates.
+        key: name of the data set, "" if there is only one.
+        data: the data set.
+    """
+
+    handler: Handler
+    evaluator: Engine
+    key: str
+    data: Any
+
+
+class Composition:
+    """What is attached to an engine, and its data. The rules of `check` read it, and change nothing.
+
+    Args:
+        engine: the engine.
+        data: the data of the run; None if it is not known.
+        reads_batch: whether the rules may read one batch of it.
+    """
+
+    def __init__(self, engine: Engine, data: Any, *, reads_batch: bool) -> None:
+        self.engine = engine
+        self.data = data
+        self.reads_batch = reads_batch
+
+    # ---- handlers and receivers -----------------------------------------------------------------------------------
+
+    @cached_property
+    def handlers(self) -> list[Handler]:
+        """The enabled handlers."""
+        return [handler for handler in self.engine.handlers.values() if handler.enabled]
+
+    @cached_property
+    def connections(self) -> list[Connection]:
+        """Every connected receiver."""
+        return [one for signal in self.engine.signals.all() for one in signal.connections]
+
+    @cached_property
+    def functions(self) -> list[Connection]:
+        """Users' functions, of which it is not known what they read and write."""
+        return [one for one in self.connections if one.owner is None]
+
+    def kind_of(self, connection: Connection) -> type[Handler] | None:
+        """The class of the handler that a receiver belongs to; None for a function, and for a handler of another engine."""
+        handler = None if connection.owner is None else self.engine.handlers.get(connection.owner)
+        return None if handler is None else type(handler)
+
+    # ---- metrics --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def monitors(self) -> list[tuple[Handler, Monitor]]:
+        """What handlers decide by: their attributes that are a `Monitor`."""
+        return [(one, value) for one in self.handlers for value in vars(one).values() if isinstance(value, Monitor)]
+
+    @cached_property
+    def produced(self) -> dict[str, str]:
+        """Metrics that handlers write, and which handler does."""
+        metrics = self.engine.state.metrics
+        known = dict.fromkeys(metrics, "") | metrics.owners
+        for handler in self.handlers:
+            known |= dict.fromkeys(handler.metric_names(self.engine), handler.name)
+        return known
+
+    @cached_property
+    def may_write_metrics(self) -> bool:
+        """Whether a receiver, forward or loss of the user's may write metrics that nobody announces."""
+        engines = {id(engine): engine for engine in (self.engine, *(one.evaluator for one in self.evaluations))}
+        for engine in engines.values():
+            connections = [one for signal in engine.signals.all() for one in signal.connections]
+            if any(
+                one.writes is None or ("metrics" in one.writes and not _is_ours(one.receiver)) for one in connections
+            ):
+                return True
+            for update in engine.updates:
+                own = (update.spec.forward, update.spec.loss, update.spec.function)
+                if any(function is not None and not _is_ours(function) for function in own):
+                    return True
+        return False
+
+    # ---- evaluations and data -------------------------------------------------------------------------------------
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """What handlers evaluate, by their attributes ``evaluator`` and ``data_sets``."""
+        found = []
+        for handler in self.handlers:
+            evaluator, data_sets = getattr(handler, "evaluator", None), getattr(handler, "data_sets", None)
+            if isinstance(evaluator, type(self.engine)) and isinstance(data_sets, Mapping):
+                found += [Evaluation(handler, evaluator, key, data) for key, data in data_sets.items()]
+        return found
+
+    @cached_property
+    def first_batch(self) -> Any:
+        """The first batch of the data; None where it cannot be read without a trace."""
+        if not self.reads_batch:
+            return None
+        try:
+            return first_batch(self.data)
+        except Exception as error:
+            error.add_note("check() read the first batch of the data, as a run would")
+            raise
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parameters(self) -> dict[Tensor, str]:
+        """The model's parameters in the order of registration, by name."""
+        found: dict[Tensor, str] = {}
+        for root, module in self.engine.modules.items():
+            prefix = "" if len(self.engine.modules) == 1 else f"{root}."
+            for name, parameter in module.named_parameters():
+                found.setdefault(parameter, prefix + name)
+        return found
+
+    @cached_property
+    def optimized(self) -> dict[Tensor, str]:
+        """Parameters that an optimizer holds, or will hold once its factory is called, and the update's name."""
+        found: dict[Tensor, str] = {}
+        for update in self.engine.updates:
+            if update.optimizer is not None:
+                own: Any = update.parameters
+            elif update.spec.optimizer is None:
+                own = ()
+            elif update.spec.parameters is None:
+                own = self.parameters
+            else:
+                own = _flat(update.spec.parameters(self.engine))
+            found |= dict.fromkeys((one for one in own if isinstance(one, Tensor)), update.name)
+        return found
+
+    @cached_property
+    def modules(self) -> dict[nn.Module, str]:
+        """All submodules by name."""
+        return {part: name for root in self.engine.modules.values() for name, part in root.named_modules()}
+
+
+def first_batch(data: Any) -> Any:
+    """The first batch of data that can be iterated again, read in this process; None of other data.
+
+    The states of random generators are put back, also of those that the dataset holds.
+    """
+    if data is None or isinstance(data, Iterator) or callable(getattr(data, "load_state_dict", None)):
+        return None
+    if isinstance(data, list | tuple):
+        return data[0] if data else None
+    if isinstance(data, DataLoader) and (isinstance(data.dataset, IterableDataset) and data.num_workers > 0):
+        return None
+    with unchanged_random_state(*generators_of(data)), unchanged_generators(own_generators(data)):
+        if not skippable(data):
+            return next(iter(data), None)
+        if data.batch_sampler is None:
+            return data.collate_fn(data.dataset[next(iter(data.sampler))])
+        indices = next(iter(data.batch_sampler), None)
+        if indices is None:
+            return None
+        fetch = getattr(data.dataset, "__getitems__", None)
+        samples = fetch(indices) if callable(fetch) else [data.dataset[index] for index in indices]
+        return data.collate_fn(samples)
+
+
+def own_generators(data: Any, depth: int = 3) -> dict[str, Any]:
+    """Random generators that a dataset, or an object among its attributes, holds by itself, by the path to them."""
+    found: dict[str, Any] = {}
+    todo = [("dataset", getattr(data, "dataset", None), depth)]
+    while todo:
+        path, value, left = todo.pop()
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState | torch.Generator):
+            found[path] = value
+        elif left and not isinstance(value, Tensor | np.ndarray | str | bytes | int | float | None):
+            inner = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+            todo += [(f"{path}.{key}", one, left - 1) for key, one in inner.items()]
+            if isinstance(value, list | tuple) and len(value) <= 32:
+                todo += [(f"{path}[{place}]", one, left - 1) for place, one in enumerate(value)]
+    return found
+
+
+@contextmanager
+def unchanged_generators(generators: Mapping[str, Any]) -> Iterator[None]:
+    """Put the states of these generators back at the end."""
+    put_back: list[Callable[[], object]] = []
+    for one in generators.values():
+        if isinstance(one, random.Random):
+            put_back.append(partial(one.setstate, one.getstate()))
+        elif isinstance(one, np.random.Generator):
+            put_back.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
+        else:
+            put_back.append(partial(one.set_state, one.get_state()))
+    try:
+        yield
+    finally:
+        for act in put_back:
+            act()
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """The first few of some names, and how many more there are.
+
+    Example:
+        >>> listed(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    names = list(names)
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _flat(groups: Any) -> Iterator[Any]:
+    for one in groups:
+        if isinstance(one, Mapping):
+            own = one["params"]
+            yield from [own] if isinstance(own, Tensor) else own
+        elif isinstance(one, tuple):
+            yield one[1]
+        else:
+            yield one
+
+
+def _is_ours(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.startswith("signalfire")

@@ -1,0 +1,242 @@
+"""What looks wrong with the data of a run: looked at once as it begins, and as its epochs end."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ..batches import tensors_in
+from ..data.extent import extent_of
+from ..data.held_generators import draws_in_workers, held_generators
+from ..data.loading import is_plain
+from ..data.source import FirstBatches
+from ..update import NO_GRADIENT
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["check_data", "check_epoch", "check_steps"]
+
+_MOST_BATCHES = 200
+
+
+def check_data(engine: Engine) -> None:
+    """Look at the data of a run before its first epoch.
+
+    Raises:
+        TypeError: for a mapping or a string, of which the keys or letters would be the batches.
+        ValueError: for data that never ends in a run that nothing else ends, and for ranks with data of different lengths.
+    """
+    source = engine.feed.current
+    data = source.data.data if isinstance(source.data, FirstBatches) else source.data
+    if data is None:
+        return
+    _refuse_no_batches(data)
+    _refuse_endless(engine, data)
+    if source.policy == "round_robin":
+        _check_ranks(engine, data)
+    _report_samples(engine, data)
+    _report_workers(engine, data)
+    if engine.training:
+        _report_single_samples(engine, data)
+        engine.feed.versions = _versions(data)
+
+
+def _refuse_no_batches(data: Any) -> None:
+    if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
+        raise TypeError(
+            f"run(): the data is a {type(data).__name__}, whose keys would be the batches; give one of its values, such as "
+            f"data[{next(iter(data), 'train')!r}]"
+        )
+    if isinstance(data, str | bytes):
+        raise TypeError(f"run(): the data is the text {data[:40]!r}; give an iterable of batches, such as a DataLoader")
+
+
+def _refuse_endless(engine: Engine, data: Any) -> None:
+    state = engine.state
+    endless = type(data) in (itertools.cycle, itertools.count) or (
+        type(data) is itertools.repeat and repr(data).count(",") == 0
+    )
+    bounded = state.max_iters or state.max_steps or state.max_seconds
+    if endless and engine.feed.current.epoch_length is None and not bounded:
+        raise ValueError(
+            f"run(): the data (itertools.{type(data).__name__}) never ends, and neither would the first epoch; give "
+            "epoch_length=, max_iters= or max_steps=, or the data itself, which is read anew in each epoch"
+        )
+
+
+def _check_ranks(engine: Engine, data: Any) -> None:
+    """Compare the data that the ranks shard between them; one collective a run."""
+    extent, content = extent_of(data), _fingerprint(data)
+    others = engine.processes.gather((extent, content))
+    way_out = "give all ranks the same data, or let each keep its own with shard_policy='own'"
+    if any(one != extent for one, _ in others):
+        lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
+        raise ValueError(
+            f"the data ({type(data).__name__}) is sharded over the ranks, but differs in length: {lengths}; {way_out}"
+        )
+    if any(one != content for _, one in others):
+        engine.findings.report(
+            "W25",
+            f"the data ({type(data).__name__}) is sharded over {engine.processes.world_size} ranks, but they have different "
+            "data, of which a part is never used",
+            way_out,
+        )
+
+
+def _in_words(extent: Mapping[str, int]) -> str:
+    return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in extent.items()) or "unknown"
+
+
+def _fingerprint(data: Any) -> list[Any]:
+    """Values that are equal for equal data, as far as they can be read without fetching a sample."""
+    if isinstance(data, list | tuple):
+        return [float(one.double().sum()) for one in tensors_in(data[0])[:4] if one.device.type != "meta"]
+    dataset = getattr(data, "dataset", None)
+    if type(dataset) is Subset:
+        return [int(index) for index in list(dataset.indices)[:100]]
+    if type(dataset) is TensorDataset:
+        return [float(one[:1].double().sum()) for one in dataset.tensors]
+    return []
+
+
+def _report_samples(engine: Engine, data: Any) -> None:
+    whole = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
+    samples = isinstance(data, TensorDataset | Subset) or (
+        engine.training and isinstance(data, Tensor) and data.dim() < 3
+    )
+    if whole or samples or (isinstance(data, tuple) and any(isinstance(one, Dataset | DataLoader) for one in data)):
+        what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
+        engine.findings.report(
+            "W23",
+            f"the data is a {type(data).__name__}, of which each {what} is taken for a batch",
+            "give a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
+        )
+
+
+def _report_workers(engine: Engine, data: Any) -> None:
+    if not draws_in_workers(data):
+        return
+    dataset = getattr(data, "dataset", None)
+    if isinstance(dataset, IterableDataset) and data.num_workers > 1 and _reads_all_in_each_worker(data):
+        engine.findings.report(
+            "W26",
+            f"each of {data.num_workers} workers reads all of the data set ({type(dataset).__name__}), so that each sample comes "
+            f"{data.num_workers} times in an epoch",
+            "let __iter__ yield the part of its worker, which torch.utils.data.get_worker_info() names",
+        )
+    if engine.training and (held := held_generators(data, fetching=True)):
+        engine.findings.report(
+            "W24",
+            f"{', '.join(held)}: each worker has a copy of this generator, so that workers and epochs draw the same numbers, and "
+            "a resumed run draws others",
+            "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
+            severity="info" if data.worker_init_fn is not None else None,
+        )
+
+
+def _reads_all_in_each_worker(loader: Any) -> bool:
+    """Whether an iterable data set that the user wrote names no worker or rank, and reads from no other iterable."""
+    dataset = loader.dataset
+    library = type(dataset).__module__.partition(".")[0] in ("torch", "torchdata", "webdataset", "datasets", "litdata")
+    if library or loader.worker_init_fn is not None:
+        return False
+    plain = (str, bytes, list, tuple, dict, set, range, Tensor)
+    if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in vars(dataset).values()):
+        return False
+    named: set[str] = set()
+    for kind in type(dataset).__mro__:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
+            continue
+        own = {name for value in vars(kind).values() for name in _names_in(value)}
+        module = vars(sys.modules.get(kind.__module__, sys))
+        named |= own | {inner for name in own for inner in _names_in(module.get(name))}
+    return not any("worker" in name or "rank" in name for name in named)
+
+
+def _names_in(function: Any) -> set[str]:
+    code = getattr(function, "__code__", None)
+    return set() if code is None else {*code.co_names, *code.co_freevars, *code.co_varnames}
+
+
+def _report_single_samples(engine: Engine, data: Any) -> None:
+    if not isinstance(data, DataLoader) or data.batch_size != 1 or len(engine.updates[0].parameters) == 0:
+        return
+    for name, root in engine.modules.items():
+        for place, module in root.named_modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and any(
+                parameter.requires_grad for parameter in module.parameters()
+            ):
+                engine.findings.report(
+                    "W27",
+                    f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalises over the batch",
+                    "give the DataLoader batch_size=, or replace the layer, for example by GroupNorm",
+                )
+                return
+
+
+# ---- as epochs end ------------------------------------------------------------------------------------------------
+
+
+def _versions(data: Any) -> int | None:
+    """How often the tensors of a list of batches were changed in place; None for other data."""
+    if not is_plain(data) or len(data) > _MOST_BATCHES:
+        return None
+    tensors = tensors_in(data)
+    return None if any(torch.is_inference(one) for one in tensors) else sum(one._version for one in tensors)
+
+
+def check_epoch(engine: Engine, began: int) -> None:
+    """Look at a complete epoch of a run that ``began`` after this iteration, before EPOCH_COMPLETED is emitted."""
+    if not engine.training:
+        return
+    check_steps(engine, began)
+    feed = engine.feed
+    if feed.versions is not None and feed.current.given is feed.current.data:
+        if _versions(feed.current.data) not in (None, feed.versions):
+            engine.findings.report(
+                "W28",
+                "the batches of the data were changed in place, so that the next epoch begins with the changed ones",
+                "copy a batch before you change it: inputs = inputs.clone()",
+            )
+        feed.versions = None
+
+
+def check_steps(engine: Engine, began: int) -> None:
+    """Report an engine that trains, none of whose updates ever made a step, and whose last batch had no loss."""
+    state = engine.state
+    # One batch may be skipped on purpose.
+    if (
+        not engine.training
+        or state.completed - began < 2
+        or any(one.steps or one.last_skip not in (None, NO_GRADIENT) for one in engine.updates)
+    ):
+        return
+    for update in engine.updates:
+        if update.raw_loss is not None or update.window.held or update.omitted_in == state.iteration:
+            return
+    update = engine.updates[0]
+    if state.batch is None and engine.feed.has_data:
+        who, way_out = "the data as its batches", "let the data set or collate_fn return the batch"
+    elif update.function is not None:
+        who, way_out = f"the function {_name(update.function)}", "let it return the loss"
+    elif update.output is None:
+        who, way_out = f"the forward {_name(update.forward)}", "let the model's forward return its output"
+    else:
+        who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
+    engine.findings.report(
+        "W29",
+        f"update {update.name!r} made no step in {state.completed - began} iterations, since no batch gave a loss: None, "
+        f"which skips a batch, was returned by {who}",
+        way_out,
+    )
+
+
+def _name(function: Any) -> str:
+    return repr(getattr(function, "__qualname__", None) or type(function).__name__)

@@ -1,0 +1,380 @@
+"""What the engine compares at the ends of epochs: facts that show that an epoch did not train what it seems to train.
+
+Nothing is done in an iteration. Whether a parameter was updated is read from its version, which torch counts up with every
+change in place; optimizers whose kernels do not count are compared by values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.sharded import is_sharded, local_part
+from ..events import Events
+from ..update import needs_closure
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..update import UpdateState
+
+__all__ = [
+    "EpochChecks",
+    "counts_versions",
+    "has_nan",
+    "held_by_optimizers",
+    "names_of",
+    "rates_of",
+    "shown",
+    "trainable",
+]
+
+_INFINITY = float("inf")
+_SAMPLED = 8  # parameters whose values are compared over the epoch of the first step
+_NORMS = nn.modules.batchnorm._NormBase
+
+
+class EpochChecks:
+    """The checks of one run of an engine that trains.
+
+    Args:
+        engine: the engine, set up: what its modules hold now is what its optimizers were built for.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._known = _parameters(_parts(engine))
+        self._known_ids = [id(p) for p in self._known]
+        self._roots: dict[str, bool] | None = None
+        self._parts: list[nn.Module] = []
+        self._modes: list[bool] = []
+        self._before: list[_Before] = []
+
+    def begin_epoch(self) -> None:
+        """Note how the epoch begins; called after EPOCH_STARTED."""
+        engine = self.engine
+        if not engine.training:
+            return
+        if self._roots is None:
+            self._roots = {name: root.training for name, root in engine.modules.items()}
+        self._parts = _parts(engine)
+        self._modes = [part.training for part in self._parts]
+        self._before = [_Before.of(engine, update) for update in engine.updates]
+
+    def end_epoch(self, *, whole: bool = True) -> None:
+        """Compare how the epoch ends; called before EPOCH_COMPLETED.
+
+        Args:
+            whole: whether the epoch is complete; a run may end within one.
+        """
+        if not self.engine.training or not self._before:
+            return
+        before, self._before = self._before, []
+        stale = [p for one in before for p in self._check_updated(one, whole=whole)]
+        if stale or list(map(id, _parameters(_parts(self.engine)))) != self._known_ids:
+            self._check_held(stale)
+        if [part.training for part in self._parts] != self._modes or not all(self._modes):
+            self._check_modes()
+        for one in before:
+            self._check_loss(one.update)
+            self._check_optimizer(one)
+
+    def finish(self) -> None:
+        """Look at all weights as the run ends: those that the last step has spoilt no loss shows."""
+        for update in self.engine.updates if self.engine.training else ():
+            self._check_finite(update)
+
+    def _check_updated(self, before: _Before, *, whole: bool) -> list[Tensor]:
+        """Which parameters the steps of this epoch left alone; returns those that are in no module."""
+        engine, update = self.engine, before.update
+        steps = update.steps - before.steps
+        left = before.left_alone()
+        if steps >= 1 and not left:
+            self._check_moved(before, steps)
+        if steps < 1 or not left:
+            return []
+        parameters = [p for p in update.parameters if p.requires_grad]
+        if [id(p) for p in parameters] != [id(p) for p in before.parameters]:
+            return []
+        assert update.optimizer is not None
+        if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
+            return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
+        names = names_of(engine)
+        said = f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}"
+        if len(left) == len(parameters):
+            engine.findings.report(
+                "W12",
+                f"{said}, but none of its {counted(len(parameters), 'parameter')} "
+                + ("got a gradient" if before.counts_versions else "changed"),
+                "let the forward use engine.model (not an older model, or a copy), without no_grad() and detach() between the "
+                "parameters and the loss",
+                key=update.name,
+            )
+        elif whole and before.counts_versions:
+            total, missing = (sum(p.numel() for p in several) for several in (parameters, left))
+            engine.findings.report(
+                "W13",
+                f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) got no gradient",
+                "if they are to be trained, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
+                "them (requires_grad_(False), Freezing) or leave them out of the optimizer",
+                key=(update.name, 2 * missing >= total),
+                severity="warning" if 2 * missing >= total else "info",
+            )
+        return [p for p in left if p not in names]
+
+    def _check_moved(self, before: _Before, steps: int) -> None:
+        """Report steps that were all rounded away, in the epoch of the first; what has converged may stay as it is."""
+        engine, update = self.engine, before.update
+        if before.samples and all(before.rates) and all(map(torch.equal, before.samples, _samples(before.sampled))):
+            types = ", ".join(sorted({str(p.dtype) for p in before.sampled}))
+            engine.findings.report(
+                "W84",
+                f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight has changed: "
+                f"the gradients are zero, or the steps smaller than what {types} resolves",
+                "use a larger learning rate, look at the bound of the clipping and at the loss, or keep the weights in float32",
+                key=update.name,
+            )
+
+    def _check_held(self, stale: Sequence[Tensor]) -> None:
+        """Report parameters that appeared in the model after the optimizers were built, or in place of what they hold."""
+        engine, names = self.engine, names_of(self.engine)
+        held = held_by_optimizers(engine)
+        unheld = [p for p in trainable(engine) if p not in held]
+        known = set(self._known)
+        new = unheld if stale else [p for p in unheld if p not in known]
+        if new:
+            engine.findings.report(
+                "W11",
+                f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
+                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: a layer was made or replaced after the "
+                "optimizer was built",
+                "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3); or "
+                "call optimizer.add_param_group() for new ones",
+            )
+
+    def _check_modes(self) -> None:
+        """Report modules that were put into another mode and left in it."""
+        engine = self.engine
+        roots = self._roots or {}
+        off = [name for name, root in engine.modules.items() if roots.get(name) and not root.training]
+        names = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
+        parts = [
+            names.get(part, type(part).__name__)
+            for part, was in zip(self._parts, self._modes, strict=True)
+            if was and not part.training and not _frozen(part) and not isinstance(part, _NORMS)
+        ]
+        if off or parts:
+            what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
+            engine.findings.report(
+                "W14",
+                f"{what} was put into eval mode during training and left in it (seen at the end of epoch "
+                f"{engine.state.epoch}): dropout and batch statistics are off",
+                "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
+            )
+
+    def _check_loss(self, update: UpdateState) -> None:
+        """Look at the weights if the last loss of the epoch is NaN, as it is once they are."""
+        loss = update.raw_loss
+        if isinstance(loss, Tensor) and not loss.is_meta and loss.numel() == 1 and math.isnan(loss.item()):
+            self._check_finite(update)
+
+    def _check_finite(self, update: UpdateState) -> None:
+        """Report NaN in what the optimizer holds, and in the loss."""
+        engine, parameters, loss = self.engine, update.parameters, update.raw_loss
+        guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
+        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded else []
+        if has_nan([*parameters, *losses]):
+            bad = [p for p in parameters if has_nan([p])]
+            what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
+            engine.findings.report(
+                "W15",
+                f"at the end of epoch {engine.state.epoch}, "
+                + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
+                "attach NonFiniteGuard() to skip such steps and name their cause; look for NaN in the data, a logarithm or "
+                "division by zero, or too high a learning rate",
+            )
+
+    def _check_optimizer(self, before: _Before) -> None:
+        """Report steps that the engine did not make, rates of zero, and windows that lost gradients."""
+        engine, update = self.engine, before.update
+        steps = update.steps - before.steps
+        counted_now = _steps_counted(update)
+        if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
+            engine.findings.report(
+                "W17",
+                f"the optimizer of update {update.name!r} made {counted_now - before.counted} steps in epoch "
+                f"{engine.state.epoch}, of which the engine made {steps}",
+                "do not call optimizer.step(): the engine calls it once for each window",
+                key=update.name,
+            )
+        rates = [*before.rates, *rates_of(update)]
+        if steps and rates and not any(rates) and before.is_unchanged():
+            engine.findings.report(
+                "W18",
+                f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
+                "check lr= and the schedule: its warm-up, and in what unit its total is given",
+                key=update.name,
+            )
+        if any(rate < 0 for rate in rates):
+            engine.findings.report(
+                "W18",
+                f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: {min(rates):.3g}, so "
+                "that steps increase the loss",
+                "check the schedule: its factor falls below zero",
+                key=update.name,
+            )
+        # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
+        if update.window.was_cleared and not engine.signal(Events.BACKWARD_COMPLETED).connections:
+            engine.findings.report(
+                "W16",
+                f"gradients of update {update.name!r} were cleared inside an accumulation window of "
+                f"{update.window.length}: only what came after is used",
+                "do not call zero_grad(): the engine clears the gradients after each step",
+                key=update.name,
+            )
+
+
+@dataclass
+class _Before:
+    """An update and its parameters at the start of an epoch."""
+
+    update: UpdateState
+    steps: int
+    parameters: list[Tensor]
+    versions: list[int]
+    values: list[Tensor]
+    counts_versions: bool
+    counted: int | None
+    rates: list[float]
+    sampled: list[Tensor]
+    samples: list[Tensor]
+
+    @classmethod
+    def of(cls, engine: Engine, update: UpdateState) -> _Before:
+        parameters = [p for p in update.parameters if p.requires_grad]
+        counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
+        values = _samples(parameters) if not counts or not any(rates) else []
+        versions = [p._version for p in parameters]
+        dense = [p for p in parameters if p.numel() and not p.is_meta] if counts and not update.steps else []
+        sampled = dense[:: max(1, len(dense) // _SAMPLED)]
+        counted_now = _steps_counted(update)
+        return cls(
+            update, update.steps, parameters, versions, values, counts, counted_now, rates, sampled, _samples(sampled)
+        )
+
+    def left_alone(self) -> list[Tensor]:
+        """The parameters that did not change; by values it is all of them or none."""
+        if self.counts_versions:
+            return [p for p, version in zip(self.parameters, self.versions, strict=True) if p._version == version]
+        return list(self.parameters) if self.is_unchanged() else []
+
+    def is_unchanged(self) -> bool:
+        """Whether all parameters have the values that they had, of which samples are compared."""
+        now = _samples(self.parameters)
+        return all(not a.is_meta and bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
+
+
+def counts_versions(update: UpdateState) -> bool:
+    """Whether the optimizer's step counts up the versions of what it changes: torch's do, but for fused kernels."""
+    optimizer = update.optimizer
+    return (
+        optimizer is not None
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
+        and not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        and not any(is_sharded(p) for p in update.parameters)
+    )
+
+
+def _samples(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of some values, and the norm, of each parameter."""
+    found = []
+    for parameter in parameters:
+        own = local_part(parameter).detach()
+        flat = own.reshape(-1)
+        real = torch.view_as_real(own) if own.is_complex() else own
+        found += [flat[:: max(1, flat.numel() // 16)].clone(), real.double().norm() if own.numel() else own.sum()]
+    return found
+
+
+def _steps_counted(update: UpdateState) -> int | None:
+    """The number of steps that the optimizer itself has counted, as those of Adam's kind do; None for others."""
+    if update.optimizer is None:
+        return None
+    known = [state["step"] for state in update.optimizer.state.values() if isinstance(state, dict) and "step" in state]
+    counts = [
+        int(step) for step in known[:1] if isinstance(step, int) or (isinstance(step, Tensor) and step.numel() == 1)
+    ]
+    return counts[0] if counts else (None if update.optimizer.state or update.steps else 0)
+
+
+def rates_of(update: UpdateState) -> list[float]:
+    """The learning rates of an optimizer's groups; groups without one are omitted."""
+    groups: list[dict[str, Any]] = [] if update.optimizer is None else update.optimizer.param_groups
+    rates = [group["lr"] for group in groups if "lr" in group]
+    return [rate if type(rate) is float else float(rate) for rate in rates if rate is not None]
+
+
+def has_nan(parameters: Sequence[Tensor]) -> bool:
+    """Whether any element is NaN; this rank's part of sharded parameters. It waits for the device once."""
+    own = [p if type(p) is nn.Parameter else local_part(p) for p in parameters]
+    parts = [p for p in own if 0 not in p.shape and p.dtype.is_floating_point and not p.is_meta]
+    if not parts:
+        return False
+    largest = torch._foreach_norm(parts, _INFINITY)  # NaN where an element is
+    if len({(one.device, one.dtype) for one in largest}) > 1:
+        largest = tuple(one.to(largest[0].device, torch.float32) for one in largest)
+    return bool(torch.stack(largest).isnan().any())
+
+
+def _parts(engine: Engine) -> list[nn.Module]:
+    """All modules, in any order; a shared one may come twice."""
+    parts = list(engine.modules.values())
+    for part in parts:  # grows meanwhile
+        parts += [child for child in part._modules.values() if child is not None]
+    return parts
+
+
+def _parameters(parts: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for part in parts for p in part._parameters.values() if p is not None]
+
+
+def trainable(engine: Engine) -> list[Tensor]:
+    """The parameters of the engine's modules that require gradients."""
+    return [p for root in engine.modules.values() for p in root.parameters() if p.requires_grad]
+
+
+def held_by_optimizers(engine: Engine) -> set[Tensor]:
+    """The parameters of all updates' optimizers."""
+    return {p for update in engine.updates for p in update.parameters}
+
+
+def names_of(engine: Engine) -> dict[Tensor, str]:
+    """The name of each parameter; several modules prefix the names with their own."""
+    several = len(engine.modules) > 1
+    return {
+        parameter: name
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters(prefix=root if several else "")
+    }
+
+
+def shown(parameters: Sequence[Tensor], names: dict[Tensor, str], most: int = 3) -> str:
+    """The names of a few parameters."""
+    listed = [
+        repr(names[p]) if p in names else f"one of shape {tuple(p.shape)} outside of the model" for p in parameters
+    ]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _frozen(part: nn.Module) -> bool:
+    parameters: list[Any] = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)

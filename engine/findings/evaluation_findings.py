@@ -1,0 +1,202 @@
+"""What looks wrong about an evaluation: other weights than those that are trained, modes of training, nothing measured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..data.loading import draws_at_random
+from ..distributed.sharded import is_sharded, local_part
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = [
+    "Averaging", "report_averages_left_out", "report_dropped_samples", "report_nothing_measured", "report_other_weights",
+    "report_raw_weights", "report_training_mode", "watch_averages", "watch_weights",
+]  # fmt: skip
+
+
+class _Weights(NamedTuple):
+    """A sum of each parameter of an evaluator, and the iteration of the trainer in which they were made."""
+
+    sums: tuple[float, ...]
+    iteration: int
+
+
+_seen: weakref.WeakKeyDictionary[Engine, _Weights] = weakref.WeakKeyDictionary()
+
+
+def watch_weights(engine: Engine, evaluator: Engine) -> None:
+    """Note the weights of an evaluator that shares none with the engine, so that its evaluations see whether they change."""
+    _seen.pop(evaluator, None)
+    if engine.training and _shares_nothing(engine, evaluator):
+        _seen[evaluator] = _weights_of(engine, evaluator)
+
+
+def report_other_weights(engine: Engine, evaluator: Engine) -> None:
+    """Report an evaluator whose weights are neither those of the trainer, nor copied from them, nor changed meanwhile."""
+    if not engine.training or not _shares_nothing(engine, evaluator):
+        return
+    before = _seen.get(evaluator)
+    now = _seen[evaluator] = _weights_of(engine, evaluator)
+    own, others = _parameters(evaluator), _parameters(engine)
+    if len(own) == len(others) and all(map(_are_equal, own, others)):
+        return
+    if not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration:
+        engine.findings.report(
+            "W51",
+            f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not change: its "
+            "metrics are not those of the model that is trained",
+            "build it over the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
+            "EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
+            key=id(evaluator),
+        )
+
+
+def _parameters(engine: Engine) -> list[Tensor]:
+    return [parameter for root in engine.modules.values() for parameter in root.parameters()]
+
+
+def _shares_nothing(engine: Engine, evaluator: Engine) -> bool:
+    own, others = _parameters(evaluator), _parameters(engine)
+    return bool(own) and bool(others) and set(map(id, own)).isdisjoint(map(id, others))
+
+
+def _weights_of(engine: Engine, evaluator: Engine) -> _Weights:
+    with torch.no_grad():
+        own = [local_part(parameter.detach()) for parameter in _parameters(evaluator)]
+        sums = tuple(0.0 if part.device.type == "meta" else float(part.double().sum()) for part in own)
+    return _Weights(sums, engine.state.iteration)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if is_sharded(one) or is_sharded(other) or one.shape != other.shape or one.device != other.device:
+        return False
+    return torch.equal(one, other)
+
+
+def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[str, Any]) -> None:
+    """Report an evaluation without any metric, of an evaluator in which nothing listens either."""
+    if measured or any(getattr(one.forward, "__module__", "") != type(one).__module__ for one in evaluator.updates):
+        return  # a forward of the user's own may store what it computes
+    if not any(signal.connections for signal in evaluator.signals.all()):
+        engine.findings.report(
+            "W53",
+            f"the evaluator {evaluator!r} measures nothing: it has neither handlers nor receivers",
+            "attach Metrics to the evaluator, such as Metrics(loss=Average()); on the trainer, they measure the training",
+            key=id(evaluator),
+        )
+
+
+def report_training_mode(engine: Engine) -> None:
+    """Report modules in training mode at the end of an evaluation: dropout was active, or running statistics moved."""
+    if engine.training:
+        return
+    training = [
+        f"{root}.{path}" if path else root
+        for root, module in engine.modules.items()
+        for path, part in module.named_modules()
+        if part.training
+    ]
+    if training:
+        more = f" and {len(training) - 1} more" if len(training) > 1 else ""
+        engine.findings.report(
+            "W57",
+            f"the module {training[0]!r}{more} was in training mode at the end of an evaluation: something called train() in it, "
+            "so that dropout was active and batch statistics were used",
+            "leave the modes to the engine, which sets and restores them",
+        )
+
+
+def report_dropped_samples(engine: Engine) -> None:
+    """Report a DataLoader that leaves out the last samples of an evaluation."""
+    data = engine.feed.current.data
+    if engine.training or not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+        return
+    try:
+        dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return
+    if dropped:
+        engine.findings.report(
+            "W59",
+            f"the evaluation leaves out the last {dropped} of {len(data.sampler)} samples: "  # type: ignore[arg-type]
+            "its DataLoader has drop_last=True",
+            "give it drop_last=False; metrics weight a smaller last batch by its size",
+            key=id(data),
+        )
+
+
+def report_random_samples(engine: Engine) -> None:
+    """Report the data of an evaluation whose samples are drawn at random, as those of a training are augmented."""
+    data = engine.feed.current.data
+    if not engine.training and draws_at_random(data):
+        engine.findings.report(
+            "W50",
+            f"the samples of an evaluation ({type(data.dataset).__name__}) depend on random numbers, as if they were augmented",
+            "give the data of evaluations no random transform: two splits of one data set share theirs",
+            key=id(data),
+        )
+
+
+def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Report a whole state of which an evaluator takes the weights, though it holds averages of them, too."""
+    for name, part in state.get("handlers", {}).items() if not engine.training else ():
+        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+            engine.findings.report(
+                "W56",
+                f"the state holds averages of the weights, of its handler {name!r}, but its weights of the last step are loaded",
+                "load what trainer.weights() gives; or load the state into a trainer with this handler, and evaluate with "
+                "trainer.evaluate(evaluator, data)",
+                name,
+            )
+
+
+class Averaging(Protocol):
+    """A handler that keeps averages of weights, which evaluations put in place."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> Engine | None: ...
+    @property
+    def enabled(self) -> bool: ...
+    def differs(self) -> bool:
+        """Whether there are averages that are not in place of the weights now, though an evaluation would put them there."""
+
+
+_averaging: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_averages(handler: Averaging) -> None:
+    """Have runs of evaluators reported that measure weights in place of the averages that this handler keeps of them."""
+    _averaging.add(handler)
+
+
+def report_raw_weights(engine: Engine) -> None:
+    """Report a run of an evaluator by itself, of weights of which a handler keeps averages."""
+    if engine.training or engine.findings.is_within or not _averaging:
+        return
+    own = set(map(id, _parameters(engine)))
+    for handler in sorted(_averaging, key=lambda one: str(one.name)):
+        trainer = handler.engine
+        if (
+            trainer is None
+            or not handler.enabled
+            or own.isdisjoint(map(id, _parameters(trainer)))
+            or not handler.differs()
+        ):
+            continue
+        engine.findings.report(
+            "W56",
+            f"run() of an evaluator measures the weights of the last step, not the averages that {handler.name!r} keeps of them",
+            "let the trainer run it: trainer.evaluate(evaluator, data); or make the averages the weights: "
+            "trainer.load_weights(trainer.weights())",
+            handler.name,
+        )

@@ -1,0 +1,184 @@
+"""The first steps of a run, in which the engine looks at what is the same in all later ones: how the losses are made."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..batches import tensors_in
+from ..distributed.sharded import local_part
+from ..step import Step
+from ..update import UpdateState
+from ..window import ONE
+from .dropout import ActiveDropout, is_compiled
+from .layouts import looking_for_mixed_up_layouts
+from .loss_graph import problems_of, problems_of_divergence
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["FirstEvaluation", "FirstStep"]
+
+_ITERATIONS = 4
+
+
+class FirstStep(Step):
+    """A `Step` that looks at the losses of the first iterations, and then becomes a plain one, which costs nothing more."""
+
+    __slots__ = ()
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.look = _Look(engine)
+
+    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
+        """As `Step` does it."""
+        look = self.look
+        assert look is not None
+        if look.begins(update):
+            with looking_for_mixed_up_layouts(self.engine, self.state.batch):
+                loss = super().compute_loss(update, batch, iteration, listened)
+        else:
+            loss = super().compute_loss(update, batch, iteration, listened)
+        if iteration > look.last:
+            self.look = None
+            self.__class__ = Step  # type: ignore[assignment]
+        elif update.evaluation == 0 and isinstance(loss, Tensor):
+            look.at(update, loss)
+        return loss
+
+
+class FirstEvaluation(Step):
+    """A `Step` that looks at the first batch of an evaluation, whose forward should compute no dropout; then a plain one."""
+
+    __slots__ = ()
+
+    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
+        """As `Step` does it."""
+        self.__class__ = Step  # type: ignore[assignment]
+        if is_compiled(self.engine):  # a mode around it would have it compiled again
+            return self.compute_loss(update, batch, iteration, listened)
+        with ActiveDropout() as dropout:
+            loss = self.compute_loss(update, batch, iteration, listened)
+        modules = (part for root in self.engine.modules.values() for part in root.modules())
+        if dropout.seen and not any(part.training for part in modules):  # these are reported when the evaluation ends
+            self.engine.findings.report(
+                "W57",
+                f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
+                "know of the mode",
+                "give it the mode: F.dropout(x, training=self.training); allow W57 where the randomness is meant",
+                key=update.name,
+            )
+        return loss
+
+
+class _Node:
+    """Lives as long as the node of the graph that it is attached to."""
+
+
+class _Look:
+    """What was seen of the losses of a run.
+
+    Attributes:
+        last: the last iteration that is looked at.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.last = engine.state.iteration + _ITERATIONS
+        self._seen: set[str] = set()
+        self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
+        self._streams: dict[str, list[Tensor]] = {}
+
+    def begins(self, update: UpdateState) -> bool:
+        """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
+        engine = self.engine()
+        return update.name not in self._seen and engine is not None and not is_compiled(engine)
+
+    def at(self, update: UpdateState, loss: Tensor) -> None:
+        """Look at a loss before its backward."""
+        engine = self.engine()
+        assert engine is not None
+        if update.name not in self._seen:
+            self._seen.add(update.name)
+            changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []
+            output = next(iter(tensors_in(update.output)), None)
+            counts = output is not None and output.dim() > 0 and update.weight is ONE
+            samples = len(output) if output is not None and counts else None
+            window, adversarial = update.window.length, len(engine.updates) > 1
+            problems = [
+                problems_of(one, window, samples, adversarial=adversarial) for one in (loss, *changed)
+            ]  # a receiver may divide
+            for several in (*problems, problems_of_divergence(update.spec.loss, output)):
+                for code, sentence, way_out in several:
+                    engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
+            if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
+                self._report_reported_loss(engine, update)
+        self._look_for_gradients(engine, update)
+        self._look_for_kept_graphs(engine, update, loss)
+        self._look_for_seeds(engine, update)
+
+    @staticmethod
+    def _report_reported_loss(engine: Engine, update: UpdateState) -> None:
+        if update.raw_loss is not None and update.raw_loss.requires_grad:
+            engine.findings.report(
+                "W80",
+                f"a receiver has set the loss of update {update.name!r}, which is only what is reported: the backward starts "
+                "from the loss as it was",
+                "set engine.state.update.backward_loss as well, or instead",
+                key=update.name,
+            )
+
+    def _look_for_gradients(self, engine: Engine, update: UpdateState) -> None:
+        """Gradients that are there as a window begins are not those of its batches."""
+        if update.window.held or engine.overrides.gradients is not None:
+            return
+        several = [local_part(p.grad) for p in update.parameters if p.grad is not None]
+        if any(grad.is_sparse or bool(grad.any()) for grad in several):
+            engine.findings.report(
+                "W75",
+                f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients before the "
+                "backward of the window's first batch, to which its gradients are added",
+                "leave backward() to the engine: call it neither in the forward, in the loss nor in a receiver; and clear "
+                "gradients that were there before the run",
+                key=update.name,
+            )
+
+    def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
+        """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""
+        origin = next((one.grad_fn for one in tensors_in(update.output) if one.grad_fn is not None), loss.grad_fn)
+        if origin is None or update.window.held:
+            return
+        node = _Node()
+        origin.metadata["signalfire"] = node  # type: ignore[index]
+        nodes = self._nodes.setdefault(update.name, [])
+        if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
+            engine.findings.report(
+                "W76",
+                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still held with "
+                "their graphs, so that memory grows with each iteration",
+                "keep what has no graph: loss.item(), or output.detach(); also in sums over batches",
+                key=update.name,
+            )
+        nodes.append(weakref.ref(node))
+
+    def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
+        """Dropout moves the global generator, unless it is seeded anew each time."""
+        parts = [part for root in engine.modules.values() for part in root.modules()]
+        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and 0 < part.p < 1]
+        if not drops or engine.streams != "shared" or engine.device.type != "cpu":
+            return
+        streams = self._streams.setdefault(update.name, [])
+        streams.append(torch.get_rng_state())
+        if len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
+            engine.findings.report(
+                "W78",
+                f"after each of the first {len(streams)} iterations, the global generator is where it was, though the model has "
+                "dropout: it seems to be seeded in each iteration, so that each one draws the same masks",
+                "seed once, before the run: Engine(seed=), Seeding or seed_everything",
+                key=update.name,
+            )

@@ -1,0 +1,84 @@
+"""The rules of `check` about functions that users connect, by the names that their code uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..events import Events
+from .composition import Composition
+from .reports import Finding, finding
+
+__all__ = ["OF_FUNCTIONS"]
+
+_CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
+
+
+def two_clips(it: Composition) -> Iterator[Finding]:
+    clipping = [handler for handler in it.handlers if getattr(handler, "clips_gradients", False)]
+    for one in it.functions:
+        if clipping and _CLIPS & _names_in(one.receiver):
+            yield finding(
+                "C04",
+                f"the function {one!r} clips gradients, and {clipping[0].name!r} clips them, too",
+                "remove one of the two",
+                [clipping[0].name],
+            )
+    for place, handler in enumerate(clipping):
+        for other in clipping[place + 1 :]:
+            names = getattr(handler, "update", None), getattr(other, "update", None)
+            if None in names or names[0] == names[1]:
+                yield finding(
+                    "C04",
+                    f"{handler.name!r} and {other.name!r} clip the same gradients, one after the other",
+                    "detach one of the two, unless both bounds are meant",
+                    [handler.name, other.name],
+                    "info",
+                )
+
+
+def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
+    ready = it.engine.signal(Events.GRADIENTS_READY).connections
+    for unscale in (one for one in ready if "scale" in (one.writes or ())):
+        before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
+        for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
+            if one.owner is None and _CLIPS & _names_in(one.receiver):
+                what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
+                way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
+                yield finding("C25", what, way_out, [str(unscale.owner)])
+
+
+def _names_in(function: Any) -> set[str]:
+    """The names that a function uses, also in functions inside it."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    names: set[str] = set()
+    todo = [] if code is None else [code]
+    while todo:
+        code = todo.pop()
+        names |= set(code.co_names)
+        todo += [one for one in code.co_consts if hasattr(one, "co_names")]
+    return names
+
+
+_WITH_GRADIENTS = {Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED}
+
+
+def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
+    lengths = [1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates]
+    way_out = "clip at GRADIENTS_READY, where those of a whole window are averaged, or attach GradientClipping"
+    for signal in it.engine.signals.all():
+        for one in signal.connections:
+            if one.owner is not None or not it.engine.training or not _CLIPS & _names_in(one.receiver):
+                continue
+            if signal.event not in _WITH_GRADIENTS:
+                yield finding("C26", f"the function {one!r} clips gradients where there are none, or not all", way_out)
+            elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
+                what = f"the function {one!r} clips the gradients of each part of a window of {max(lengths)} batches"
+                yield finding("C26", f"{what}, and not those of the step", way_out)
+
+
+OF_FUNCTIONS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
+    two_clips,
+    clips_of_scaled_gradients,
+    clips_of_no_gradients,
+)

@@ -1,0 +1,57 @@
+"""Whether layers take the dimension of the samples for that of time: recurrent layers and attention do, unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..batches import tensors_in
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["looking_for_mixed_up_layouts"]
+
+
+@contextmanager
+def looking_for_mixed_up_layouts(engine: Engine, batch: Any) -> Iterator[None]:
+    """Report layers without ``batch_first`` that get the samples of a batch as steps of time inside the ``with`` block."""
+    samples = _samples(engine, batch)
+    layers = {
+        part: f"{root}.{path}" if path else root
+        for root, module in engine.modules.items()
+        for path, part in module.named_modules()
+        if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first
+    }
+
+    def look(layer: Any, args: tuple[Any, ...]) -> None:
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dim() == 3 and len(first) == samples != first.shape[1]:
+            engine.findings.report(
+                "W88",
+                f"the layer {layers[layer]!r} ({type(layer).__name__}) takes inputs of shape {list(first.shape)} as "
+                f"{samples} steps of time of {first.shape[1]} samples, but the batch has {samples} samples",
+                "build the layer with batch_first=True, or transpose its inputs",
+                key=layers[layer],
+            )
+
+    with ExitStack() as stack:
+        for layer in layers if samples is not None else ():
+            stack.callback(layer.register_forward_pre_hook(look).remove)
+        yield
+
+
+def _samples(engine: Engine, batch: Any) -> int | None:
+    """The number of samples of a batch, where no other dimension can be meant; None if it is not known."""
+    tensors = list(tensors_in(batch))
+    lengths = {len(one) for one in tensors if one.dim() > 0}
+    if len(lengths) != 1:
+        return None
+    (length,) = lengths
+    data = engine.feed.current.data
+    listed = any(one.dim() == 1 for one in tensors)  # one value for each sample
+    return length if listed or (isinstance(data, DataLoader) and data.batch_size == length) else None

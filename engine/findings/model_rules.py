@@ -1,0 +1,176 @@
+"""The rules of `check` about what a model holds without registering it, and about options of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..update import UpdateState
+from .composition import Composition
+from .reports import Finding, finding
+
+__all__ = ["OF_MODELS", "half_precision_finding"]
+
+
+def unregistered_parts(it: Composition) -> Iterator[Finding]:
+    """Trainable tensors and layers in attributes where PyTorch does not find them."""
+    if not it.engine.training:
+        return
+    for root, module in it.engine.modules.items():
+        for path, part in module.named_modules():
+            for name, value in vars(part).items():
+                if name.startswith("_"):
+                    continue
+                place = ".".join(filter(None, (root, path, name)))
+                hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
+                if hidden and isinstance(value, Tensor):
+                    yield finding(
+                        "C27",
+                        f"{place} is a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved",
+                        "make it a parameter: nn.Parameter(...)",
+                    )
+                elif hidden:
+                    yield finding(
+                        "C27",
+                        f"{place} is a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no "
+                        "part of the model: they are neither trained, moved nor saved",
+                        "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
+                    )
+
+
+def _trainable_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad and value.is_leaf else []
+    if type(value) is dict:
+        value = list(value.values())
+    if type(value) not in (list, tuple, set) or len(value) > _MOST_LAYERS:
+        return []
+    layers: Iterable[nn.Module] = [one for one in value if isinstance(one, nn.Module)]
+    return [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
+
+
+_MOST_LAYERS = 10_000
+
+
+def unusual_options(it: Composition) -> Iterator[Finding]:
+    """Options with which no optimizer converges."""
+    for update in it.engine.updates:
+        for kind, group in _groups(update):
+            lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
+            lr = _number(group.get("initial_lr", lr))  # before a schedule has changed it
+            if 0 < lr < _LEAST_RATE:
+                yield _option(
+                    update.name,
+                    f"lr={lr:g} hardly changes any weight",
+                    "use a rate such as 0.1 for SGD or 1e-3 for Adam",
+                )
+            if momentum >= 1:
+                what = f"momentum={momentum:g} does not forget: the steps grow without bounds"
+                yield _option(update.name, what, "use a momentum below 1, such as 0.9")
+            if lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"):
+                what = f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step"
+                yield _option(update.name, what, "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW")
+
+
+def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
+    """The name of the optimizer's class and the options of each group; before it is built, those of its `partial`."""
+    factory = update.spec.optimizer
+    if update.optimizer is None:
+        return [(factory.func.__name__, factory.keywords)] if isinstance(factory, partial) else []
+    return [(type(update.optimizer).__name__, group) for group in update.optimizer.param_groups]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+_MOST_DECAY = 0.05
+_LEAST_RATE = 1e-7
+
+
+def _option(update: str, what: str, way_out: str) -> Finding:
+    return finding("C28", f"the optimizer of update {update!r}: {what}", way_out)
+
+
+def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
+    """Weights that round small steps away, with gradients that become zero."""
+    half = [name for one, name in it.parameters.items() if one.requires_grad and one.dtype is torch.float16]
+    if half and it.engine.training:
+        yield half_precision_finding(f"{len(half)} trained parameters are float16, such as {half[0]!r}")
+
+
+def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
+    """The finding about weights that are trained in float16."""
+    return finding(
+        "C32",
+        f"{what}: gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and Adam's eps is 0",
+        "keep the weights in float32, and attach MixedPrecision('fp16') or MixedPrecision('bf16')",
+        handlers,
+    )
+
+
+def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
+    """Normalisation layers whose momentum is that of the other convention, the share of the old statistics."""
+    if not it.engine.training:
+        return
+    for part, name in it.modules.items():
+        if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
+            continue
+        if part.momentum <= 0 or part.momentum >= 0.9:
+            keeps = "those that it began with" if part.momentum <= 0 else "almost only those of the last batch"
+            yield finding(
+                "C34",
+                f"the statistics that the layer {name!r} evaluates with are {keeps}: momentum={part.momentum:g}",
+                "in PyTorch, momentum is the share of the new batch: 0.1, or 0.01 where other libraries say 0.99; to keep "
+                "statistics as they are, put the layer in eval mode",
+            )
+
+
+def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
+    """Dropout of everything, and units that begin alike and get the same gradients for ever."""
+    if not it.engine.training:
+        return
+    for part, name in it.modules.items():
+        if isinstance(part, _DropoutNd) and part.p >= 1 and part.training:
+            yield finding(
+                "C33",
+                f"the layer {name!r} drops everything: p={part.p:g}",
+                "p is the share that is dropped, such as 0.1",
+            )
+    weights = {name: part.weight for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
+    hidden = {name: one for name, one in list(weights.items())[:-1] if _is_compared(one)}
+    alike = [name for name, one in hidden.items() if _has_units_alike(one)]
+    constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
+    if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
+        yield finding(
+            "C33",
+            f"all units of the layer {(constant or alike)[0]!r} begin with the same weights: they get the same gradients, and "
+            "stay alike",
+            "initialise weights at random; constants are for biases",
+        )
+
+
+def _is_compared(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
+
+
+def _has_units_alike(weight: Tensor) -> bool:
+    units = weight.detach()[:8].flatten(1)[:, :64]
+    return bool((units == units[:1]).all())
+
+
+OF_MODELS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
+    unregistered_parts,
+    unusual_options,
+    weights_in_half_precision,
+    layers_that_cannot_learn,
+    statistics_that_do_not_average,
+)

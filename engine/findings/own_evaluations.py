@@ -1,0 +1,79 @@
+"""Evaluations that functions make between the iterations: a model that is left in training mode is reported."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..connection import Connection, guarded
+from ..events import Events
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..signals import Signal
+
+__all__ = ["look_at_forwards"]
+
+_BETWEEN_ITERATIONS = (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED)
+
+
+def look_at_forwards(signal: Signal, connection: Connection) -> None:
+    """Look at how a function calls the model in its first call; later calls cost nothing more."""
+    if signal.event not in _BETWEEN_ITERATIONS:
+        return
+    receiver, plain, called = connection.receiver, connection.call, False
+    own, of = weakref.ref(connection), weakref.ref(signal)  # they hold what follows
+
+    def call(engine: Engine, **kwargs: Any) -> Any:
+        nonlocal called
+        connection, signal = own(), of()
+        if called or connection is None or signal is None:
+            return receiver(engine, **kwargs)
+        called = True
+        with _looking(engine, f"{connection!r} at {signal.event}"):
+            returned = receiver(engine, **kwargs)
+        connection.call = plain
+        if connection.filter is None:  # a filtered one is called seldom
+            signal.replan()
+        return returned
+
+    connection.call = call if connection.when is None else guarded(call, connection.when)
+
+
+@contextmanager
+def _looking(engine: Engine, who: str) -> Iterator[None]:
+    roots = engine.modules.values() if engine.training else ()
+    hooks = [root.register_forward_pre_hook(partial(_look, engine, who)) for root in roots]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(engine: Engine, who: str, module: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled() or not module.training:
+        return
+    if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
+        engine.findings.report(
+            "W91",
+            f"{who} calls the model without gradients, as an evaluation does, but in training mode, in which {found!r} does "
+            "something else",
+            "attach Validation(evaluator, data); or call engine.model.eval() before it, and engine.model.train() after it",
+            key=who,
+        )
+
+
+def _differs_in_training(part: nn.Module) -> bool:
+    """Whether it drops something, or averages over the batch; not where ``update_bn`` makes new statistics."""
+    if isinstance(part, _DropoutNd):
+        return part.training and part.p > 0
+    return isinstance(part, _NormBase) and part.training and part.momentum is not None

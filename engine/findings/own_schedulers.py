@@ -1,0 +1,80 @@
+"""Schedulers that a script builds for an optimizer by itself: nobody may step them, and no state holds their position."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..events import Events
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["OwnSchedulers"]
+
+
+class OwnSchedulers:
+    """What was built for the optimizers of an engine before its run, and is driven by no handler.
+
+    Args:
+        engine: the engine, whose handlers have built theirs.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._steps = {update.name: update.steps for update in engine.updates}
+        self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
+        self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
+        wrapped = {
+            update.name: update.optimizer
+            for update in engine.updates
+            if update.optimizer is not None and _is_wrapped(update.optimizer)
+        }
+        # A scheduler knows its optimizer, but not the other way round.
+        held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
+        # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
+        built = (
+            [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in held]
+            if wrapped
+            else []
+        )
+        for name, optimizer in wrapped.items():
+            own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
+            self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
+
+    def report(self) -> None:
+        """Report schedulers that were not stepped in the run that ends, and those whose position its checkpoints lack."""
+        engine = self.engine
+        for update in engine.updates:
+            found = [(one, before) for ref, before in self._found.get(update.name, []) if (one := ref()) is not None]
+            ended = engine.state.epoch - engine.state.epoch_open > self._epoch
+            if not found or update.steps == self._steps[update.name] or not ended:
+                continue
+            names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
+            way_out = (
+                "attach LRScheduling with a factory in its place, such as LRScheduling(partial(StepLR, step_size=30))"
+            )
+            if all(one.last_epoch == before for one, before in found):
+                engine.findings.report(
+                    "W86",
+                    f"the optimizer of update {update.name!r} was given a scheduler ({names}) before the run, which nobody has "
+                    "stepped: the learning rate is that of its start",
+                    way_out,
+                    key=update.name,
+                )
+            elif engine.signal(Events.CHECKPOINT_SAVED).fired:
+                engine.findings.report(
+                    "W87",
+                    f"the optimizer of update {update.name!r} has a scheduler ({names}) that a function steps: checkpoints lack "
+                    "its position, and a resumed run would begin it again",
+                    way_out,
+                    key=update.name,
+                )
+
+
+def _is_wrapped(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,0 +1,133 @@
+"""The rules of `check` about what optimizers hold, and what is trained together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..distributed import expected_processes
+from ..modules import frozen_copies
+from .composition import Composition, listed
+from .reports import Finding, finding
+
+__all__ = ["OF_PARAMETERS"]
+
+
+def foreign_parameters(it: Composition) -> Iterator[Finding]:
+    # With parameters of the model that no optimizer holds, a layer was probably replaced after the optimizer was built.
+    replaced = any(one.requires_grad and one not in it.optimized for one in it.parameters)
+    for update in it.engine.updates if it.parameters and it.engine.training else ():
+        foreign = [one for one, name in it.optimized.items() if name == update.name and one not in it.parameters]
+        if foreign:
+            yield finding(
+                "C07",
+                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that are not the model's, of shape "
+                f"{listed(str(tuple(one.shape)) for one in foreign)}: they are neither moved nor averaged with the model",
+                "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
+                severity="warning" if replaced and update.spec.parameters is None else "info",
+            )
+
+
+def untrained_parameters(it: Composition) -> Iterator[Finding]:
+    if not it.engine.training:
+        return
+    left = [name for one, name in it.parameters.items() if one.requires_grad and one not in it.optimized]
+    if left:
+        chosen = any(update.spec.parameters is not None for update in it.engine.updates)
+        yield finding(
+            "C08",
+            f"{len(left)} trainable parameters are held by no optimizer: {listed(left)}",
+            "give them to an optimizer, or freeze them with requires_grad_(False), which also saves their gradients",
+            severity="info" if chosen else None,
+        )
+
+
+def frozen_parameters(it: Composition) -> Iterator[Finding]:
+    if not it.engine.training:
+        return
+    frozen = [name for one, name in it.parameters.items() if not one.requires_grad]
+    if not frozen:
+        return
+    meant = any(getattr(handler, "freezes", False) for handler in it.handlers) or any(
+        update.spec.parameters is not None for update in it.engine.updates
+    )
+    last = any(_ends_frozen(module) for module in it.engine.modules.values())
+    yield finding(
+        "C09",
+        f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
+        + (", and nothing after them is trained" if last else ""),
+        "unfreeze what is to be trained with requires_grad_(True); usually the last layers are trained",
+        severity="warning" if last and not meant else "info",
+    )
+
+
+def _ends_frozen(module: nn.Module) -> bool:
+    """Whether only the first parameters are trained; not for a module that is frozen as a whole, such as a teacher.
+
+    Adapters lie between frozen layers: only one block of trained parameters, with nothing trained behind it, is suspicious.
+    """
+    if isinstance(module, nn.ModuleDict):  # of which no part comes after another
+        return any(_ends_frozen(part) for part in module.values())
+    copies = frozen_copies(module)
+    trained = [one.requires_grad for one in module.parameters() if one not in copies]
+    count = sum(trained)
+    return 0 < count < len(trained) and all(trained[:count])
+
+
+def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
+    data = it.data
+    if not it.engine.training or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return
+    size = data.batch_size
+    if size is None or size < 2 or data.drop_last:
+        return
+    try:
+        samples = len(data.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return
+    norms = [name for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training]
+    if norms and samples % size == 1 and not it.engine.processes.distributed:
+        yield finding(
+            "C21",
+            f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), for which BatchNorm "
+            f"({listed(norms)}) has no variance",
+            "use DataLoader(drop_last=True), or another batch size",
+        )
+
+
+def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
+    launched = expected_processes()
+    if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
+        yield finding(
+            "C30",
+            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone on all of "
+            "the data, and all write the same files",
+            "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch one process, without torchrun",
+        )
+
+
+def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
+    length, epochs = it.engine.state.epoch_length, range(1, 1 + min(it.engine.state.max_epochs or 1, 100))
+    for update in it.engine.updates if it.engine.training and length else ():
+        window = update.window.length_of
+        longest = 1 if window is None else max(window(epoch) for epoch in epochs)
+        if length is not None and longest > length:
+            yield finding(
+                "C22",
+                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: windows end with "
+                "the epoch, so that each step uses fewer",
+                "accumulate at most an epoch, or run over the data several times an epoch with run(epoch_length=)",
+            )
+
+
+OF_PARAMETERS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
+    foreign_parameters,
+    untrained_parameters,
+    frozen_parameters,
+    last_batches_of_one_sample,
+    processes_that_nothing_connects,
+    windows_longer_than_an_epoch,
+)

@@ -1,0 +1,245 @@
+"""What a run resumes from, and how its composition differs from the one that saved the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..acts import Override
+from ..connection import Phase
+from ..data.extent import extent_of
+from ..data.streamed import inner
+from ..modules import bare_name
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..handler import Handler
+
+__all__ = ["check_complete", "composition", "report_resume"]
+
+_POSITION = (
+    *("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason", "seed", "fired", "metrics"),
+    *("stops", "epoch_stop", "stopped_bounds"),
+)
+_UPDATE = ("steps", "optimizer", "kind", "parameters", "own_parameters", "window")
+# What a receiver writes if the weights depend on it.
+_OF_TRAINING = frozenset(
+    (
+        "batch",
+        "precision",
+        "output",
+        "loss",
+        "loss_weight",
+        "gradients",
+        "trainable",
+        "weights",
+        "rates",
+        "groups",
+        "step",
+        "plan",
+        "window",
+    )
+)
+_PARTS = ("engine", "modules", "updates", "handlers", "data", "random")
+
+
+def check_complete(saved: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a state that lacks a part, or a key of its position, before anything is changed."""
+    missing = [part for part in _PARTS if part not in saved]
+    mappings = {"engine": _POSITION} | {"modules": (), "updates": (), "handlers": ()}
+    for part, keys in mappings.items():
+        if part not in missing and not isinstance(saved[part], Mapping):
+            raise ValueError(f"{where}: this is no state of an engine: {part!r} is a {type(saved[part]).__name__}")
+        missing += [f"{part}[{key!r}]" for key in keys if part not in missing and key not in saved[part]]
+    if "updates" not in missing:
+        for name, update in saved["updates"].items():
+            missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]
+    if not missing and not {"values", "serials", "serial"} <= saved["engine"]["metrics"].keys():
+        missing += ["engine['metrics']"]
+    if missing:
+        raise ValueError(
+            f"{where}: the loaded state is incomplete: it has no {', '.join(missing)}; load what Engine.state_dict() returned, "
+            "or give its weights to load_weights()"
+        )
+
+
+def composition(engine: Engine) -> dict[str, Any]:
+    """What a resumed run should have alike, apart from what has a state.
+
+    These are the optimizers' options, the training handlers with their settings, and which parameters are frozen.
+    """
+    return {
+        "options": {update.name: update.options for update in engine.updates},
+        **_of_handlers(engine),
+        "frozen": _frozen(engine),
+    }
+
+
+def _of_handlers(engine: Engine) -> dict[str, Any]:
+    training = {name: one for name, one in sorted(engine.handlers.items()) if _changes_training(engine, one)}
+    return {
+        "handlers": {name: type(handler).__name__ for name, handler in training.items()},
+        "settings": {name: dict(settings) for name, handler in training.items() if (settings := handler.settings())},
+    }
+
+
+def _frozen(engine: Engine) -> list[str] | None:
+    """Names of the parameters that are not trained; None if a handler freezes some of them itself."""
+    if any("trainable" in (one.writes or ()) for handler in engine.handlers.values() for one in handler.subscriptions):
+        return None
+    return [
+        f"{root}.{bare_name(name)}"
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    ]
+
+
+def _changes_training(engine: Engine, handler: Handler) -> bool:
+    """Whether the weights depend on a handler, by what it declares to write, or else by its class and phases."""
+    owned = engine.overrides.owned_by(handler)
+    if handler.writes or Override.TRIAL in owned:
+        return False
+    if any(isinstance(one, Override) and one.is_function for one in owned):
+        return True
+    return any(
+        handler.trains and one.phase in (Phase.CHANGE, Phase.FINALIZE)
+        if one.writes is None
+        else one.writes & _OF_TRAINING
+        for one in handler.subscriptions
+    )
+
+
+def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], seed: int) -> None:
+    """Report where a run resumes, and what differs from the run that saved the state.
+
+    Args:
+        engine: with the state in place.
+        saved: the state.
+        allowed: names of handlers that may differ.
+        seed: the engine's own, before the state's took its place.
+    """
+    position, origin = saved["engine"], saved.get("origin")
+    source = "a loaded state" if origin is None else f"the checkpoint {origin['path']!r}"
+    engine.findings.report(
+        "W31",
+        f"the run resumes from {source}: epoch {position['epoch']}, iteration {position['iteration']}",
+        "to begin anew with its weights, give them to load_weights()",
+    )
+    before = saved.get("composition", {})
+    differences = [
+        *_different_options(engine, before.get("options", {})),
+        *_different_handlers(engine, before.get("handlers"), allowed),
+        *_different_settings(engine, before.get("settings", {}), allowed),
+        *_different_weights(engine, saved["modules"], before.get("frozen")),
+        *_different_data(engine, saved),
+    ]
+    if engine.seed_given and seed != engine.seed:
+        differences.append(f"seed={seed} is not used, since the state has seed={engine.seed}")
+    for update in engine.updates:  # what was saved is what applies from now on
+        update.options = before.get("options", {}).get(update.name, update.options)
+    if differences:
+        engine.findings.report(
+            "W32",
+            f"the run that saved the state was composed differently: {'; '.join(differences)}",
+            "compose the run as it was; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED, or begin "
+            "anew with the weights: load_weights()",
+        )
+
+
+def _different_options(engine: Engine, options: Mapping[str, Any]) -> list[str]:
+    found = []
+    for update in engine.updates:
+        before, now = options.get(update.name) or [], update.options or []
+        if len(before) != len(now):
+            continue
+        for number, (then, here) in enumerate(zip(before, now, strict=True)):
+            where = f" of group {number}" if len(now) > 1 else ""
+            found += [
+                f"{key}={here[key]!r}{where} is not used, since the state has {key}={then[key]!r}"
+                for key in here
+                if key in then and then[key] != here[key]
+            ]
+    return found
+
+
+def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowed: frozenset[str]) -> list[str]:
+    now = composition(engine)["handlers"]
+    if before is None:
+        return []
+    left_out = [f"{name!r} ({kind})" for name, kind in before.items() if name not in now and name not in allowed]
+    added = [f"{name!r} ({kind})" for name, kind in now.items() if name not in before and name not in allowed]
+    other = [
+        f"{name!r} is a {kind} and was a {before[name]}" for name, kind in now.items() if before.get(name, kind) != kind
+    ]
+    return [
+        *([f"this run lacks {', '.join(left_out)}"] if left_out else []),
+        *([f"{', '.join(added)} is new"] if added else []),
+        *other,
+    ]
+
+
+def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: frozenset[str]) -> list[str]:
+    found = []
+    for name, now in composition(engine)["settings"].items():
+        then = before.get(name, {}) if name not in allowed else {}
+        found += [
+            f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
+            for key in now
+            if key in then and now[key] != then[key]
+        ]
+    return found
+
+
+def _shown(setting: Any) -> str:
+    """A setting as it was written, a partial included."""
+    if not isinstance(setting, dict) or "function" not in setting:
+        return repr(setting)
+    arguments = [repr(one) for one in setting.get("args", ())]
+    arguments += [f"{key}={value!r}" for key, value in setting.items() if key not in ("function", "args")]
+    return f"partial({', '.join([setting['function'], *arguments])})"
+
+
+def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[str] | None) -> list[str]:
+    found = []
+    values = {
+        (root, bare_name(name)): value
+        for root, tensors in saved.items()
+        if isinstance(tensors, Mapping)
+        for name, value in tensors.items()
+        if isinstance(value, Tensor)
+    }
+    types = {
+        (parameter.dtype, before.dtype)
+        for root, module in engine.modules.items()
+        for name, parameter in module.named_parameters()
+        if (before := values.get((root, bare_name(name)))) is not None and before.dtype != parameter.dtype
+    }
+    found += [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
+    now = _frozen(engine)
+    if frozen is not None and now is not None and frozen != now:
+        for word, names in (
+            ("frozen", [one for one in now if one not in frozen]),
+            ("trained", [one for one in frozen if one not in now]),
+        ):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            found += [f"now {word}: {', '.join(names[:3])}{more}"] if names else []
+    return found
+
+
+def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
+    source, data = engine.feed.source, saved["data"]
+    reloaded = source is not None and callable(getattr(source.given, "of_epoch", None))
+    if source is None or reloaded or not data or saved.get("processes", 1) != engine.processes.world_size:
+        return []
+    before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
+    found = [
+        f"the data has {now[key]} {key}, and had {before[key]}"
+        for key in ("samples", "batches")
+        if key in now and key in before and now[key] != before[key]
+    ][:1]
+    if before.get("sampler", now.get("sampler")) != now.get("sampler"):
+        found.append(f"the data is drawn by a {now.get('sampler')}, and was by a {before['sampler']}")
+    return found

@@ -1,0 +1,56 @@
+"""What receivers return: nothing is done with it, which is reported where it seems meant to replace something."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..batches import tensors_in
+from ..connection import Connection
+from ..events import Events
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..signals import Signal
+
+__all__ = ["look_at_return"]
+
+
+def look_at_return(signal: Signal, connection: Connection) -> None:
+    """Look at what a function returns in its first call; later calls cost nothing more."""
+    if signal.event not in (Events.GET_BATCH_COMPLETED, Events.LOSS_COMPUTED) or connection.when is not None:
+        return
+    receiver = connection.receiver
+    own, of = weakref.ref(connection), weakref.ref(signal)  # they hold what follows
+
+    def first_call(engine: Engine, **kwargs: Any) -> Any:
+        returned = receiver(engine, **kwargs)
+        connection, signal = own(), of()
+        if connection is not None and signal is not None:
+            connection.call = receiver
+            signal.replan()
+            if returned is not None:
+                _report(engine, signal, connection, returned)
+        return returned
+
+    connection.call = first_call
+
+
+def _report(engine: Engine, signal: Signal, connection: Connection, returned: Any) -> None:
+    batch = signal.event is Events.GET_BATCH_COMPLETED
+    if batch:
+        what, own, meant = "a batch", engine.state.batch, type(returned) is type(engine.state.batch)
+    else:
+        update = engine.state.update
+        what, own = "a loss", (update.loss, update.raw_loss, update.backward_loss)
+        meant = isinstance(returned, Tensor) and returned.requires_grad and returned.dim() == 0
+    tensors = list(tensors_in(returned))
+    if meant and tensors and not {id(one) for one in tensors} <= {id(one) for one in tensors_in(own)}:
+        engine.findings.report(
+            "W85",
+            f"{connection!r} returns {what} at {signal.event}, which nobody uses",
+            f"assign it: {'engine.state.batch' if batch else 'engine.state.update.backward_loss'} = ...",
+            key=repr(connection),
+        )

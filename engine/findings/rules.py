@@ -1,0 +1,206 @@
+"""The rules of `check`: each is a function of a `Composition` that yields findings."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..connection import Connection
+from ..events import AnyEvent
+from ..interval import Interval
+from ..planning import comes_up
+from .composition import Composition, listed
+from .data_rules import OF_BATCHES, OF_DATA
+from .function_rules import OF_FUNCTIONS
+from .model_rules import OF_MODELS
+from .parameter_rules import OF_PARAMETERS
+from .reports import Finding, finding
+
+__all__ = ["OF_BATCHES", "OF_COMPOSITIONS"]
+
+Rule = Callable[[Composition], Iterator[Finding]]
+
+
+# ---- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
+    for handler, monitor in it.monitors:
+        if monitor.metric in it.produced:
+            continue
+        there = ", ".join(sorted(it.produced)) or "none"
+        if it.may_write_metrics:
+            yield finding(
+                "C01",
+                f"{handler.name!r} monitors {monitor.metric!r}, which no handler announces (announced: {there})",
+                f"if your own function writes it, announce it: engine.state.metrics.announce('user', [{monitor.metric!r}])",
+                [handler.name],
+                "info",
+            )
+        else:
+            yield finding(
+                "C01",
+                f"{handler.name!r} monitors {monitor.metric!r}, which nobody produces; there are: {there}",
+                "attach Metrics or Validation with this metric, or monitor one of those",
+                [handler.name],
+            )
+
+
+def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
+    monitored = {monitor.metric for _, monitor in it.monitors}
+    if not it.engine.training or any(one.reads is None or "metrics" in one.reads for one in it.connections):
+        return  # a logger, a display, or a function that may read them
+    for name in sorted({owner for owner in it.produced.values() if owner}):
+        unread = [metric for metric, owner in it.produced.items() if owner == name and metric not in monitored]
+        if unread:
+            yield finding(
+                "C02",
+                f"{name!r} produces {listed(unread)}, but no handler monitors, logs or shows it during the run",
+                "attach a logger, ProgressBar or History to see every value; the last is in engine.state.metrics",
+                [name],
+            )
+
+
+# ---- receivers --------------------------------------------------------------------------------------------------------
+
+
+def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
+    for signal in it.engine.signals.all():
+        at_once: dict[tuple[int, int], list[Connection]] = defaultdict(list)
+        for one in signal.connections:
+            at_once[int(one.phase), one.rank].append(one)
+        for several in at_once.values():
+            for place, one in enumerate(several):
+                for other in several[place + 1 :]:
+                    # Of one class, or a method of one base: they exclude each other, take turns, or commute.
+                    alike = it.kind_of(one) is it.kind_of(other) or _function_of(one) is _function_of(other)
+                    thing = None if alike else _conflict(one, other)
+                    if thing is not None:
+                        yield finding(
+                            "C03",
+                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in {one.phase.name} and with "
+                            f"rank {one.rank}; one of them writes it, so that their order of attaching decides",
+                            "give one of the two another phase or rank: @on(..., phase=, rank=)",
+                            [str(one.owner), str(other.owner)],
+                        )
+
+
+def _function_of(one: Connection) -> Any:
+    return getattr(one.receiver, "__func__", one.receiver)
+
+
+# Two receivers may write these in either order: each writes entries, files or requests of its own.
+_OWN = frozenset({"metrics", "files", "stop", "step", "flags", "processes", "signals", "state", "position", "error"})
+
+
+def _conflict(one: Connection, other: Connection) -> str | None:
+    """A thing that one of two receivers writes and the other one uses; None if there is none, or they declare nothing."""
+    if one.reads is None or one.writes is None or other.reads is None or other.writes is None:
+        return None
+    used = (one.writes & (other.reads | other.writes)) | (other.writes & one.reads)
+    return min(used - _OWN, default=None)
+
+
+def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
+    for handler in it.handlers:
+        every = getattr(handler, "every", None)
+        if not isinstance(every, str | Interval | AnyEvent) or comes_up(it.engine, every) is not False:
+            continue
+        severity = "warning" if getattr(handler, "interval_matters", False) else "info"
+        if severity == "info" and not it.engine.training:
+            continue  # an evaluation is as long as its data
+        yield finding(
+            "C17",
+            f"{handler.name!r} runs every {every}, which does not come up in this run{_extent(it)}",
+            "choose a shorter interval, or a longer run",
+            [handler.name],
+            severity,  # type: ignore[arg-type]
+        )
+    for signal in it.engine.signals.all():
+        for one in signal.connections:
+            if (
+                one.owner is None
+                and one.filter is not None
+                and comes_up(it.engine, signal.event(**_arguments(one))) is False
+            ):
+                yield finding(
+                    "C17",
+                    f"the function {one!r} is connected to {signal.event}({one.filter}), which does not come up in this "
+                    f"run{_extent(it)}",
+                    "choose another filter, or a longer run",
+                    severity="info",
+                )
+
+
+def _arguments(one: Connection) -> dict[str, Any]:
+    chosen = one.filter
+    assert chosen is not None
+    names = ("every", "once", "after", "before", "when")
+    return {name: value for name in names if (value := getattr(chosen, name)) is not None}
+
+
+def _extent(it: Composition) -> str:
+    state = it.engine.state
+    bounds = ((state.max_epochs, "epochs"), (state.max_iters, "iterations"), (state.max_steps, "optimizer steps"))
+    return "".join(f" of {number} {unit}" for number, unit in bounds if number is not None)
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+
+def one_file_for_two(it: Composition) -> Iterator[Finding]:
+    writers: dict[str, list[str]] = defaultdict(list)
+    engines = {id(engine): engine for engine in (it.engine, *(one.evaluator for one in it.evaluations))}
+    for number, engine in enumerate(engines.values()):
+        for handler in engine.handlers.values():
+            place = _place(handler) if handler.enabled and handler.writes else None
+            if place is not None:
+                writers[place].append(handler.name if number == 0 else f"{handler.name} of the evaluator")
+    for place, names in writers.items():
+        if len(names) > 1:
+            yield finding(
+                "C10",
+                f"{' and '.join(map(repr, names))} write to {place!r}",
+                "give each a file, or a folder, of its own",
+                names,
+            )
+
+
+def _place(handler: Any) -> str | None:
+    """What a handler alone should write: a file, or the names of its files in a folder."""
+    if (path := getattr(handler, "path", None)) is not None:
+        return str(os.path.abspath(path))
+    if (folder := getattr(handler, "folder", None)) is None:
+        return None
+    template = str(getattr(getattr(handler, "filename", None), "text", "{name}"))
+    return os.path.join(os.path.abspath(folder), template.replace("{name}", handler.name))
+
+
+def best_of_nothing(it: Composition) -> Iterator[Finding]:
+    monitored = {handler.name for handler, _ in it.monitors}
+    for handler in it.handlers:
+        filename = str(getattr(getattr(handler, "filename", None), "text", ""))
+        if filename and handler.name not in monitored and ("best" in handler.name or "best" in filename):
+            yield finding(
+                "C11",
+                f"{handler.name!r} is called the best, but keeps the last versions, since it monitors no metric",
+                "give it the metric that decides: Checkpoint(..., monitor='accuracy')",
+                [handler.name],
+            )
+
+
+OF_COMPOSITIONS: Sequence[Rule] = (
+    monitored_by_nobody_produced,
+    produced_and_read_by_nobody,
+    receivers_without_an_order,
+    *OF_FUNCTIONS,
+    *OF_MODELS,
+    intervals_that_never_come_up,
+    *OF_PARAMETERS,
+    one_file_for_two,
+    best_of_nothing,
+    *OF_DATA,
+)
+"""Rules that need no batch: they are also checked when a run starts."""

@@ -1,0 +1,233 @@
+"""What is compared at the ends of epochs: what is trained as it is meant raises no alarm. The mistakes are in tests/mistakes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from signalfire import Engine, Events, FindingWarning, Handler, Update, allow
+from signalfire.findings.epoch_checks import has_nan, shown
+from signalfire.handlers import (
+    EMA,
+    DistributedDataParallel,
+    Freezing,
+    FullyShardedDataParallel,
+    GradientAccumulation,
+    LRScheduling,
+    MicroBatching,
+    MixedPrecision,
+    NonFiniteGuard,
+    SharpnessAwareMinimization,
+    cosine_with_warmup,
+)
+from tests.kit import SGD, batches, build, linear, mlp, quick
+from tests.processes import run_together
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def no_finding_is_reported() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FindingWarning)
+        yield
+
+
+class TwoHeads(nn.Module):
+    """A body with a head that is used, and a small one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(5, 8), nn.Linear(8, 1), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def test_an_unused_head_is_listed_and_no_warning() -> None:
+    engine = build(TwoHeads())
+    engine.run(batches(), max_epochs=2)
+    [found] = engine.findings.of_run().of("W13")
+    assert found.severity == "info"
+    assert "'unused.weight', 'unused.bias'" in found.sentence
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Freezing("0"),
+    lambda: Freezing({"0": 2}),
+    lambda: GradientAccumulation(4),
+    lambda: MicroBatching(2),
+    lambda: SharpnessAwareMinimization(0.05),
+    lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3),
+    lambda: EMA(0.5),
+    lambda: LRScheduling(cosine_with_warmup(warmup=2)),
+])  # fmt: skip
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, partial(torch.optim.Adam, lr=0.01, fused=True)])
+def test_what_changes_a_training_on_purpose_is_no_mistake(make: Callable[[], Handler], optimizer: Any) -> None:
+    engine = build(mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.1)), make(), optimizer=optimizer)
+    engine.run(batches(), max_epochs=3)
+    assert not engine.findings.of_run().at_least("warning")
+
+
+class DataSGD(torch.optim.Optimizer):
+    """An optimizer of the old style, whose writes torch does not count."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [DataSGD, partial(torch.optim.LBFGS, max_iter=2), torch.optim.Adagrad, torch.optim.Rprop]
+)
+def test_every_kind_of_optimizer_is_seen_to_train(optimizer: Any) -> None:
+    build(mlp(5, 8, 1), optimizer=optimizer).run(batches(), max_epochs=2)
+
+
+def test_an_optimizer_of_ones_own_that_changes_nothing_is_reported() -> None:
+    old = mlp(5, 8, 1)
+    update = Update(
+        lambda engine, batch: old(batch[0]), lambda engine, output, batch: mse_loss(output, batch[1]), DataSGD
+    )
+    with pytest.warns(FindingWarning, match="W12"):
+        Engine(update, model=copy.deepcopy(old)).run(batches(), max_epochs=1)
+
+
+def test_an_optimizer_of_the_head_alone_is_no_mistake() -> None:
+    update = Update.supervised(mse_loss, SGD, parameters=lambda engine: engine.model[1].parameters())
+    Engine(update, model=mlp(5, 8, 1)).run(batches(), max_epochs=2)
+
+
+def test_parameters_of_a_loss_are_no_leftovers() -> None:
+    scale = nn.Parameter(torch.ones(()))
+    model = mlp(5, 8, 1)
+    update = Update.supervised(
+        lambda output, target: mse_loss(output * scale, target),
+        SGD,
+        parameters=lambda engine: [*model[1].parameters(), scale],
+    )
+    Engine(update, model=model).run(batches(), max_epochs=2)
+
+
+def test_a_layer_that_is_added_to_the_optimizer_as_well_is_no_mistake() -> None:
+    engine = build(mlp(5, 8, 1))
+
+    def grow(engine: Engine) -> None:
+        new = nn.Linear(1, 1)
+        engine.model.append(new)
+        engine.updates[0].optimizer.add_param_group({"params": list(new.parameters())})  # type: ignore[union-attr]
+
+    engine.connect(Events.EPOCH_STARTED(once=2), grow)
+    engine.run(batches(), max_epochs=3)
+
+
+def test_a_discriminator_with_an_update_of_its_own_is_no_mistake() -> None:
+    models = {"generator": linear(5, 3), "critic": linear(3, 1)}
+
+    def critic(engine: Engine, batch: Any) -> Tensor:
+        return engine.modules["critic"](engine.modules["generator"](batch[0]).detach()).mean()  # type: ignore[no-any-return]
+
+    def generator(engine: Engine, batch: Any) -> Tensor:
+        return -engine.modules["critic"](engine.modules["generator"](batch[0])).mean()  # type: ignore[no-any-return]
+
+    def own(name: str) -> Callable[[Engine], Any]:
+        return lambda engine: engine.modules[name].parameters()
+
+    updates = [Update.from_function(critic, SGD, name="c", parameters=own("critic")),
+               Update.from_function(generator, SGD, name="g", parameters=own("generator"))]  # fmt: skip
+    Engine(updates, model=models).run(batches(), max_epochs=2)
+
+
+def test_statistics_frozen_within_an_epoch_are_no_mistake() -> None:
+    engine = build(mlp(5, 8, 1, nn.BatchNorm1d(8)))
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: engine.modules["model"].get_submodule("1").eval())
+    engine.run(batches(), max_epochs=2)
+
+
+def test_a_model_put_into_eval_mode_as_the_run_starts_is_no_mistake() -> None:
+    engine = build(mlp(5, 8, 1, nn.Dropout(0.1)))
+    engine.connect(Events.STARTED, lambda engine: engine.model.eval())
+    engine.run(batches(), max_epochs=2)
+
+
+def test_a_window_that_is_resumed_in_its_middle_is_not_taken_for_a_cleared_one() -> None:
+    saved = io.BytesIO()
+
+    def save(engine: Engine) -> None:
+        torch.save(engine.state_dict(), saved)
+
+    def fresh() -> Engine:
+        return build(mlp(5, 8, 1), GradientAccumulation(4))
+
+    engine = fresh()
+    engine.connect(Events.ITERATION_COMPLETED(once=3), save)
+    engine.run(batches(), max_epochs=1)
+    resumed = fresh()
+    saved.seek(0)
+    resumed.load_state_dict(torch.load(saved, weights_only=True))
+    resumed.run(batches(), max_epochs=2)
+
+
+def test_gradients_replaced_by_masked_ones_are_not_taken_for_cleared_ones() -> None:
+    model = mlp(5, 8, 1)
+    engine = build(model, GradientAccumulation(3))
+
+    @engine.on(Events.BACKWARD_COMPLETED)
+    def mask(engine: Engine) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * (parameter.grad > 0)
+
+    engine.run(batches(), max_epochs=1)
+
+
+def test_steps_that_the_guard_skipped_leave_nothing_more_to_report() -> None:
+    data = batches()
+    data[1][0][0, 0] = float("nan")
+    engine = build(mlp(5, 8, 1), NonFiniteGuard(), optimizer=ADAM)
+    with allow("W19"):
+        engine.run(data, max_epochs=2)
+    assert engine.updates[0].steps == 10  # of 12
+
+
+def _in_two_processes(kind: str) -> list[str]:
+    handler = DistributedDataParallel() if kind == "ddp" else FullyShardedDataParallel()
+    engine = build(mlp(5, 8, 1), handler, GradientAccumulation(2), optimizer=ADAM)
+    engine.run(batches(8), max_epochs=2)
+    return [str(found) for found in engine.findings.of_run()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", quick(["ddp", "fsdp"], "fsdp"))
+def test_two_processes_have_nothing_to_report(kind: str) -> None:
+    assert run_together(_in_two_processes, 2, kind) == [[], []]
+
+
+def test_evaluation_is_not_checked() -> None:
+    model = mlp(5, 8, 1)
+    with torch.no_grad():
+        model.get_parameter("0.weight").fill_(float("nan"))
+    Engine(Update.supervised(mse_loss), model=model).run(batches(), max_epochs=1)
+
+
+def test_nan_is_found_in_any_dtype_and_names_are_cut_short() -> None:
+    good = [torch.ones(3, dtype=torch.float16), torch.ones(2), torch.arange(3), torch.empty(0)]
+    assert not has_nan(good)
+    assert has_nan([*good, torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)])
+    assert not has_nan([torch.tensor([float("inf")])])
+    names = {p: f"p{i}" for i, p in enumerate(good)}
+    assert shown(good, names) == "'p0', 'p1', 'p2' and 1 more"

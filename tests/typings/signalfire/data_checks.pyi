@@ -1,1 +1,0 @@
-from engine.data_checks import *

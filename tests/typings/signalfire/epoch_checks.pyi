@@ -1,1 +1,0 @@
-from engine.epoch_checks import *

@@ -1,1 +1,0 @@
-from engine.evaluation_findings import *

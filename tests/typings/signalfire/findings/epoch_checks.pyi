@@ -1,0 +1,1 @@
+from engine.findings.epoch_checks import *

@@ -1,1 +1,0 @@
-from engine.first_steps import *

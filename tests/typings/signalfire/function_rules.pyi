@@ -1,1 +1,0 @@
-from engine.function_rules import *

@@ -1,1 +1,0 @@
-from engine.loss_graph import *

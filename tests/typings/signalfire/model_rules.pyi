@@ -1,1 +1,0 @@
-from engine.model_rules import *

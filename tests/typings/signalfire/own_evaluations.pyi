@@ -1,1 +1,0 @@
-from engine.own_evaluations import *
