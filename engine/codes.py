@@ -104,6 +104,17 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W89": ("warning", "something else than its schedule changes a learning rate"),
     "W90": ("warning", "a loss is the negative of a distance, so that training makes it larger"),
     "W91": ("warning", "a function evaluates the model in training mode"),
+    "W92": ("warning", "the loss depends on trainable tensors that no optimizer holds"),
+    "W93": (
+        "warning",
+        "values of other samples or places are mixed: a reshape in place of a transpose, a softmax over the samples",
+    ),
+    "W94": ("warning", "a step of a recurrent layer is used that has seen one step only, or padding"),
+    "W95": ("warning", "the loss is computed over padding"),
+    "W96": ("warning", "batches with different numbers of targets count alike in a mean over targets"),
+    "W97": ("warning", "the first loss is far above that of guessing"),
+    "W98": ("warning", "the targets are among the inputs"),
+    "W99": ("warning", "a term of the loss has no gradient"),
     # C: what `Engine.check` finds before a run
     "C01": ("warning", "a metric is monitored that nobody produces"),
     "C02": ("info", "metrics are produced that nobody reads"),
@@ -142,6 +153,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C32": ("warning", "weights are trained in float16"),
     "C33": ("warning", "a layer lets nothing through, or begins with units that stay alike"),
     "C34": ("warning", "a normalisation layer keeps the statistics of almost no batch, or of the last one only"),
+    "C35": ("warning", "an attribute was set on a module that PyTorch does not read there"),
+    "C36": ("warning", "one layer stands at several places, which share its weights"),
+    "C37": ("warning", "linear layers follow each other without an activation between them"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),
@@ -172,10 +186,11 @@ CODES: dict[str, tuple[Severity, str]] = {
 
 REPEATS: dict[str, tuple[str, ...]] = {
     "W11": ("C08", "G05"),
-    "W12": ("G01", "G03"),
+    "W12": ("G01", "G03", "W92"),
     "W14": ("G06",),
     "W15": ("G14",),
     "W53": ("C20",),
     "W57": ("G07", "G08"),
+    "W92": ("W42", "C27"),
 }
 """What a code repeats: after one of these in the same run, it is listed as information, and does not warn again."""

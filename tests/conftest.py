@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,6 +51,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         out = set(left_out)
         items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Forget what a test has compiled: where anything is, some checks of later ones would be off."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo.cached_backends:
+        torch._dynamo.reset()
 
 
 def pytest_collection_finish() -> None:

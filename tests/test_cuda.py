@@ -214,7 +214,7 @@ def _ours(file: str) -> bool:
     return path != Path(__file__) and ROOT in path.resolve().parents and "site-packages" not in file
 
 
-ONCE = ("findings/epoch_checks.py", "findings/model_rules.py")
+ONCE = ("findings/calls.py", "findings/epoch_checks.py", "findings/model_rules.py")
 """What reads values at the start of a run or at the ends of epochs, to find mistakes."""
 
 
@@ -429,7 +429,6 @@ class Compilations:
     """How many graphs were compiled up to the end of each iteration."""
 
     def __init__(self, engine: Engine) -> None:
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         self.graphs: list[int] = []
         engine.connect(Events.ITERATION_COMPLETED, self.note, phase=Phase.PERSIST, rank=AFTER_ALL)

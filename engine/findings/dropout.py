@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -37,7 +38,11 @@ class ActiveDropout(TorchFunctionMode):
 
 
 def is_compiled(engine: Engine) -> bool:
-    """Whether a part of the model is compiled, which a mode around it would have compiled again."""
+    """Whether a part of the model, or any function of this process, is compiled: a mode around it has it compiled again."""
+    # torch.compile notes each backend that it was given, of which only `torch._dynamo.reset` knows otherwise.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if any(backend is not None for backend in getattr(dynamo, "cached_backends", {}).values()):
+        return True
     roots = [*engine.modules.values(), *([engine.model] if isinstance(engine.model, nn.Module) else [])]
     return any(
         type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None

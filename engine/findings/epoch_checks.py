@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EpochChecks",
+    "counted",
     "counts_versions",
     "has_nan",
     "held_by_optimizers",
@@ -372,6 +373,7 @@ def shown(parameters: Sequence[Tensor], names: dict[Tensor, str], most: int = 3)
 
 
 def counted(number: int, what: str) -> str:
+    """A number of things, such as "1 step" or "2 steps"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..batches import tensors_in
-from ..distributed.sharded import local_part
+from ..distributed.sharded import is_sharded, local_part
 from ..step import Step
 from ..update import UpdateState
 from ..window import ONE
+from .calls import FirstCalls
+from .composition import listed
 from .dropout import ActiveDropout, is_compiled
-from .layouts import looking_for_mixed_up_layouts
-from .loss_graph import problems_of, problems_of_divergence
+from .epoch_checks import counted, held_by_optimizers, names_of
+from .layouts import looking_for_mixed_up_layouts, samples_of
+from .loss_graph import Problem, leaves_of, problems_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -40,8 +44,10 @@ class FirstStep(Step):
         look = self.look
         assert look is not None
         if look.begins(update):
-            with looking_for_mixed_up_layouts(self.engine, self.state.batch):
+            samples = samples_of(self.engine, self.state.batch)
+            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, update, samples) as calls:
                 loss = super().compute_loss(update, batch, iteration, listened)
+            report_problems(self.engine, update, calls.found())
         else:
             loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
@@ -76,6 +82,12 @@ class FirstEvaluation(Step):
         return loss
 
 
+def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Problem]) -> None:
+    """Report what looks wrong about an update's first loss."""
+    for code, sentence, way_out in problems:
+        engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
+
+
 class _Node:
     """Lives as long as the node of the graph that it is attached to."""
 
@@ -93,6 +105,7 @@ class _Look:
         self._seen: set[str] = set()
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
+        self._leaves: dict[str, list[weakref.ref[Tensor]]] = {}
 
     def begins(self, update: UpdateState) -> bool:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
@@ -110,14 +123,11 @@ class _Look:
             counts = output is not None and output.dim() > 0 and update.weight is ONE
             samples = len(output) if output is not None and counts else None
             window, adversarial = update.window.length, len(engine.updates) > 1
-            problems = [
-                problems_of(one, window, samples, adversarial=adversarial) for one in (loss, *changed)
-            ]  # a receiver may divide
-            for several in (*problems, problems_of_divergence(update.spec.loss, output)):
-                for code, sentence, way_out in several:
-                    engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
+            for one in (loss, *changed):  # a receiver may divide
+                report_problems(engine, update, problems_of(one, window, samples, adversarial=adversarial))
             if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
                 self._report_reported_loss(engine, update)
+        self._look_for_foreign_leaves(engine, update, loss)
         self._look_for_gradients(engine, update)
         self._look_for_kept_graphs(engine, update, loss)
         self._look_for_seeds(engine, update)
@@ -130,6 +140,29 @@ class _Look:
                 f"a receiver has set the loss of update {update.name!r}, which is only what is reported: the backward starts "
                 "from the loss as it was",
                 "set engine.state.update.backward_loss as well, or instead",
+                key=update.name,
+            )
+
+    def _look_for_foreign_leaves(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
+        """Trainable tensors of the loss that nobody trains; what is made for one batch is not meant to be."""
+        found = self._leaves.get(update.name)
+        if (found is not None and not found) or any(map(is_sharded, update.parameters)):
+            return  # of sharded parameters, whole ones are made for each forward
+        held = held_by_optimizers(engine) | set(names_of(engine))
+        given = tensors_in(engine.state.batch)
+        leaves = [one for one in leaves_of(loss) if one not in held and not any(one is other for other in given)]
+        lasting = [
+            one for one in leaves if isinstance(one, nn.Parameter) or (found and any(one is ref() for ref in found))
+        ]
+        self._leaves[update.name] = [] if lasting or found is not None else [weakref.ref(one) for one in leaves]
+        if lasting:
+            shapes = listed(str(list(one.shape)) for one in lasting)
+            engine.findings.report(
+                "W92",
+                f"the loss of update {update.name!r} depends on {counted(len(lasting), 'trainable tensor')} of shape {shapes}, "
+                f"which {'is' if len(lasting) == 1 else 'are'} in no optimizer and in no model of the engine",
+                "if they are those of an older model, let the forward use engine.model; to train them, make them parameters of "
+                "the model, or of a module given to the Engine: model={'model': ..., 'loss': ...}; or freeze them",
                 key=update.name,
             )
 

@@ -14,13 +14,12 @@ from ..batches import tensors_in
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["looking_for_mixed_up_layouts"]
+__all__ = ["looking_for_mixed_up_layouts", "samples_of"]
 
 
 @contextmanager
-def looking_for_mixed_up_layouts(engine: Engine, batch: Any) -> Iterator[None]:
+def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterator[None]:
     """Report layers without ``batch_first`` that get the samples of a batch as steps of time inside the ``with`` block."""
-    samples = _samples(engine, batch)
     layers = {
         part: f"{root}.{path}" if path else root
         for root, module in engine.modules.items()
@@ -45,7 +44,7 @@ def looking_for_mixed_up_layouts(engine: Engine, batch: Any) -> Iterator[None]:
         yield
 
 
-def _samples(engine: Engine, batch: Any) -> int | None:
+def samples_of(engine: Engine, batch: Any) -> int | None:
     """The number of samples of a batch, where no other dimension can be meant; None if it is not known."""
     tensors = list(tensors_in(batch))
     lengths = {len(one) for one in tensors if one.dim() > 0}

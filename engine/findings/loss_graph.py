@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-__all__ = ["Problem", "functions_of", "problems_of", "problems_of_divergence"]
+__all__ = ["Problem", "functions_of", "leaves_of", "problems_of"]
 
 Problem = tuple[str, str, str]
 """The code of a finding, its sentence, and the way out."""
@@ -85,36 +84,39 @@ def problems_of(
             yield from _broadcast(node)
 
 
-def problems_of_divergence(loss: Any, output: Tensor | None) -> Iterator[Problem]:
-    """What looks wrong about the output that a Kullback-Leibler divergence gets, of which its graph shows nothing.
-
-    Args:
-        loss: the loss of an `Update`.
-        output: of the first batch.
-    """
-    given = getattr(loss, "loss", loss)
-    given = given.func if isinstance(given, partial) else given
-    if output is None or not (given is F.kl_div or isinstance(given, nn.KLDivLoss)):
-        return
-    largest = float(output[:_SAMPLES].detach().float().max())
-    if largest > 1e-3:
-        yield (
-            "W72",
-            f"kl_div expects the logarithms of probabilities, which are 0 at most, but its input reaches {largest:.3g}",
-            "give it log_softmax(logits, dim=1)",
-        )
-
-
 def functions_of(loss: Tensor) -> set[str]:
     """The functions of torch nearest to a loss, by the names of their nodes, such as "MseLoss" and "LogSoftmax".
 
     Example:
-        >>> sorted(functions_of(F.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))))
+        >>> sorted(functions_of(torch.nn.functional.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))))
         ['MseLoss', 'torch::autograd::AccumulateGrad']
     """
     return (
         set() if loss.grad_fn is None else {re.sub(r"Backward\d+$", "", node.name()) for node in _nodes(loss.grad_fn)}
     )
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors that the backward of a loss gives gradients to; of a very large graph, those nearest to the loss.
+
+    Example:
+        >>> one = torch.ones(1, requires_grad=True)
+        >>> leaves_of((one * one).sum()) == [one]
+        True
+    """
+    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen, leaves = set(queue), []
+    for node in islice(queue, _LARGEST_GRAPH):  # grows meanwhile
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                queue.append(child)
+    return leaves
+
+
+_LARGEST_GRAPH = 20_000
 
 
 def _nodes(root: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def unregistered_parts(it: Composition) -> Iterator[Finding]:
                 if name.startswith("_"):
                     continue
                 place = ".".join(filter(None, (root, path, name)))
+                if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
+                    yield finding(
+                        "C27",
+                        f"{place} is computed from a parameter of shape {made_of}, which is no part of the model: it is neither "
+                        "trained, moved nor saved, and its graph is freed by the first backward",
+                        f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
+                    )
                 hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
                 if hidden and isinstance(value, Tensor):
                     yield finding(
@@ -45,6 +53,20 @@ def unregistered_parts(it: Composition) -> Iterator[Finding]:
                     )
 
 
+def _made_of(value: Tensor, it: Composition) -> list[int] | None:
+    """The shape of a parameter that a tensor was computed from and that the model does not hold; None if there is none."""
+    nodes: list[Any] = [] if value.is_leaf else [value.grad_fn]
+    for node in islice(nodes, _MOST_NODES):  # grows meanwhile
+        own = getattr(node, "variable", None)
+        if isinstance(own, nn.Parameter) and own not in it.parameters and own not in it.optimized:
+            return list(own.shape)
+        nodes += [child for child, _ in node.next_functions if child is not None]
+    return None
+
+
+_MOST_NODES = 16
+
+
 def _trainable_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.requires_grad and value.is_leaf else []
@@ -59,6 +81,57 @@ def _trainable_in(value: Any) -> list[Tensor]:
 _MOST_LAYERS = 10_000
 
 
+def attributes_without_effect(it: Composition) -> Iterator[Finding]:
+    """Attributes that were set on a module and that PyTorch reads of parameters only."""
+    for part, name in it.modules.items() if it.engine.training else ():
+        if "requires_grad" in vars(part):
+            yield finding(
+                "C35",
+                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect: a module has no such attribute",
+                "call requires_grad_(False) of the module, which sets it for all of its parameters; or attach Freezing",
+            )
+
+
+def layers_without_effect(it: Composition) -> Iterator[Finding]:
+    """Layers of a `Sequential` that add nothing to the one before: another linear map, or the same object once more."""
+    for part, name in it.modules.items() if it.engine.training else ():
+        if not isinstance(part, nn.Sequential | nn.ModuleList):
+            continue
+        layers = list(part._modules.values())
+        held = [id(one) for one in layers if one is not None and any(True for _ in one.parameters())]
+        if len(set(held)) < len(held):
+            yield finding(
+                "C36",
+                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {max(map(held.count, held))} places, which "
+                "share its weights",
+                "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
+            )
+        if isinstance(part, nn.Sequential) and (chain := _longest_chain(layers)) > 2:
+            yield finding(
+                "C37",
+                f"in {name or 'the model'}, {chain} Linear layers follow each other without an activation between them: together "
+                "they are one linear map",
+                "put an activation between them, such as nn.ReLU()",
+            )
+
+
+def _longest_chain(layers: Iterable[nn.Module | None]) -> int:
+    """How many Linear layers follow each other, each of which could be multiplied into the next; a bottleneck could not."""
+    longest = length = 0
+    before: nn.Linear | None = None
+    for one in layers:
+        if type(one) is nn.Linear:
+            joins = before is not None and before.out_features >= min(before.in_features, one.out_features)
+            length, before = length + 1 if joins else 1, one
+            longest = max(longest, length)
+        elif not isinstance(one, _WITHOUT_EFFECT):
+            length, before = 0, None
+    return longest
+
+
+_WITHOUT_EFFECT = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
+
+
 def unusual_options(it: Composition) -> Iterator[Finding]:
     """Options with which no optimizer converges."""
     for update in it.engine.updates:
@@ -71,6 +144,15 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
                     f"lr={lr:g} hardly changes any weight",
                     "use a rate such as 0.1 for SGD or 1e-3 for Adam",
                 )
+            if lr >= 1 and kind in _ADAPTIVE:
+                yield _option(
+                    update.name,
+                    f"lr={lr:g} moves each weight by about {lr:g} in every step",
+                    "use a rate such as 1e-3",
+                )
+            if decay >= 0.1 and kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay"):
+                what = f"weight_decay={decay:g} is added to the gradients, where it outweighs them"
+                yield _option(update.name, what, "use AdamW, which takes it off the weights themselves, or 1e-4")
             if momentum >= 1:
                 what = f"momentum={momentum:g} does not forget: the steps grow without bounds"
                 yield _option(update.name, what, "use a momentum below 1, such as 0.9")
@@ -91,6 +173,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
+_ADAPTIVE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"}
 _MOST_DECAY = 0.05
 _LEAST_RATE = 1e-7
 
@@ -138,11 +221,11 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
     if not it.engine.training:
         return
     for part, name in it.modules.items():
-        if isinstance(part, _DropoutNd) and part.p >= 1 and part.training:
+        if isinstance(part, _DropoutNd) and part.p > _MOST_DROPPED and part.training:
             yield finding(
                 "C33",
-                f"the layer {name!r} drops everything: p={part.p:g}",
-                "p is the share that is dropped, such as 0.1",
+                f"the layer {name!r} drops {part.p:.0%} of its inputs",
+                "p is the share that is dropped, such as 0.1, and not the one that is kept",
             )
     weights = {name: part.weight for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
@@ -158,6 +241,9 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
         )
 
 
+_MOST_DROPPED = 0.8
+
+
 def _is_compared(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
 
@@ -169,6 +255,8 @@ def _has_units_alike(weight: Tensor) -> bool:
 
 OF_MODELS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     unregistered_parts,
+    attributes_without_effect,
+    layers_without_effect,
     unusual_options,
     weights_in_half_precision,
     layers_that_cannot_learn,

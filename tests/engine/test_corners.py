@@ -517,7 +517,7 @@ def test_fp16_scaling_bears_a_window_in_which_no_parameter_had_a_gradient() -> N
         return (part * batch[0].sum()).sum()
 
     update = Update.from_function(function, partial(torch.optim.SGD, lr=0.1), parameters=lambda engine: [free])
-    engine = Engine(update)
+    engine = Engine(update, allow=["W92"])
     engine.attach(MixedPrecision("fp16"))
     engine.run(make_data(3), max_epochs=1)
     assert free.item() != 0

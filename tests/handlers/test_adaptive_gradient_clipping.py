@@ -140,7 +140,7 @@ def test_what_is_excluded_is_left_alone(exclude: Any) -> None:
 
 def test_a_shared_weight_is_excluded_by_either_of_its_names() -> None:
     def tied() -> nn.Sequential:
-        model = nn.Sequential(*network(), nn.Linear(2, 2))
+        model = nn.Sequential(*network(), nn.Linear(2, 2), nn.Tanh())
         model.add_module("shared", nn.Linear(2, 2))
         model.get_submodule("shared").weight = model.get_submodule("5").weight
         return model

@@ -327,7 +327,9 @@ def _count_reductions() -> tuple[list[int], int]:
     process_group(timeout=TIMEOUT)
     world = dist.group.WORLD
     assert world is not None
-    large = nn.Sequential(nn.Linear(3, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 2))
+    large = nn.Sequential(
+        nn.Linear(3, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600), nn.Linear(600, 2)
+    )
 
     def hook(reported, bucket):  # type: ignore[no-untyped-def]  # torch refuses an annotation that is a string
         reported.append(bucket.index())

@@ -88,7 +88,7 @@ def a_run_over_unsized_data_that_ends_within_an_epoch_with_a_late_layer(right: b
     build(LateLayer(right)).run(iter(batches()), max_iters=3)
 
 
-@mistake("W12")
+@mistake("W92")
 def a_forward_that_closes_over_an_older_model(right: bool) -> None:
     model = old = mlp(5, 8, 1)
     if not right:
@@ -112,7 +112,7 @@ def one_of_two_updates_uses_the_wrong_network(right: bool) -> None:
     Engine([update("one", "one"), update("two", "two" if right else "one")], model=models).run(batches(), max_epochs=1)
 
 
-@mistake("W12")
+@mistake("W92")
 def a_fused_optimizer_over_an_older_model(right: bool) -> None:
     model = old = mlp(5, 8, 1)
     if not right:

@@ -78,7 +78,9 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
     [
         (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 does not forget"),
         (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% off each weight in every step"),
-        (partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1), "take 10% off each weight"),
+        (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "take 10% off each weight"),
+        (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),
+        (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "where it outweighs them"),
     ],
 )
 def test_options_with_which_nothing_converges_are_reported(optimizer: Any, words: str) -> None:
@@ -91,7 +93,7 @@ def test_options_with_which_nothing_converges_are_reported(optimizer: Any, words
     [
         partial(torch.optim.SGD, lr=0.1, momentum=0.99, weight_decay=1e-2),
         partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.3),
-        partial(torch.optim.Adam, lr=0.1, weight_decay=1.0),
+        partial(torch.optim.Adam, lr=0.1, weight_decay=0.01),
         partial(torch.optim.Adagrad, lr=0.1),
         partial(torch.optim.Adafactor, lr=None),  # type: ignore[arg-type]
         partial(torch.optim.AdamW, lr=torch.tensor(0.1), weight_decay=0.1),

@@ -35,7 +35,7 @@ def test_a_batch_sampler_of_ones_own_shuffles_as_it_likes() -> None:
 
 
 def test_adapters_between_frozen_layers_are_only_listed() -> None:
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 1))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.ReLU()) for _ in range(4)), nn.Linear(5, 1))
     for place in (0, 2, 4):
         model[place].requires_grad_(False)
     assert codes(build(model)) == {"C09": "info"}

@@ -1,0 +1,262 @@
+"""What the first forward and loss of an update call: some arguments of torch's functions are hardly ever meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..batches import tensors_in
+from ..window import ONE
+from .loss_graph import Problem
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..update import UpdateState
+
+__all__ = ["FirstCalls"]
+
+_SAMPLES = 64  # of a batch whose values are looked at
+_PADDED = 0.05  # share of targets from which on they are padding, and not a class
+_ABOVE_GUESSING = 5.0
+_PADDING = "the end of the longest one, which is padding in others"
+
+
+class FirstCalls(TorchFunctionMode):
+    """Looks at the calls of torch's functions inside the ``with`` block.
+
+    Args:
+        engine: the engine.
+        update: the update whose first forward and loss are computed.
+        samples: the number of samples of the batch; None if it is not known.
+
+    Attributes:
+        problems: what looked wrong.
+    """
+
+    def __init__(self, engine: Engine, update: UpdateState, samples: int | None) -> None:
+        super().__init__()
+        self.problems: list[Problem] = []
+        self._engine = engine
+        self._update = update
+        self._samples = samples
+        self._recurrent: list[tuple[Tensor, bool, str]] = []  # outputs, whether samples come first, and what they are
+        self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
+        self._means: Problem | None = None
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> FirstCalls:
+        for root in self._engine.modules.values():
+            for part in root.modules():
+                if isinstance(part, nn.RNNBase):
+                    self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        result = func(*args, **named)
+        if torch.compiler.is_compiling():
+            return result
+        name = getattr(func, "__name__", "")
+        if not all(_has_values(one) for one in tensors_in((args, named, result))):
+            return result
+        if (look := _LOOKS.get(name)) is not None:
+            self.problems += look(self, args, named, result)
+        elif name == "_pad_packed_sequence" and len(set(result[1].tolist())) > 1:
+            self._recurrent.append((result[0], bool(args[2]), _PADDING))
+        elif name == "index_select":  # as pad_packed_sequence puts sequences back in their order
+            self._recurrent += [(result, first, kind) for one, first, kind in self._recurrent if one is args[0]]
+        self._follow(args, named, result)
+        return result
+
+    def _follow(self, args: Any, named: Any, result: Any) -> None:
+        """Note what is cut off from the parameters: by detach, data, no_grad, or a gradient without its graph."""
+        if not any(one.requires_grad or id(one) in self._cut_off for one in tensors_in((args, named))):
+            return
+        for one in tensors_in(result):
+            if one.is_floating_point() and not one.requires_grad:
+                self._cut_off[id(one)] = one
+
+    def found(self) -> list[Problem]:
+        """What looked wrong, once the receivers of LOSS_COMPUTED have weighted the loss."""
+        weighted = self._update.weight is not ONE
+        return self.problems + ([] if self._means is None or weighted else [self._means])
+
+    # ---- losses ---------------------------------------------------------------------------------------------------
+
+    def _divergence(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        """A Kullback-Leibler divergence, whose graph shows nothing of its input."""
+        given = _argument(args, named, 0, "input")
+        largest = float(given[:_SAMPLES].detach().float().max()) if given.numel() and given.dim() else 0.0
+        if largest > 1e-3:
+            yield (
+                "W72",
+                f"kl_div expects the logarithms of probabilities, which are 0 at most, but its input reaches {largest:.3g}",
+                "give it log_softmax(logits, dim=1)",
+            )
+
+    def _cross_entropy(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        scores, target = _argument(args, named, 0, "input"), _argument(args, named, 1, "target")
+        if target.is_floating_point() or scores.dim() < 2 or target.numel() == 0:
+            return
+        ignored = int(named.get("ignore_index", -100))
+        mean = named.get("reduction", "mean") == "mean"
+        yield from self._padding(target, ignored)
+        if mean and bool((target == ignored).any()):
+            self._means = self._means_of_tokens(ignored)
+        classes = scores.shape[1]
+        guessing = math.log(max(classes, 2))
+        value = float(result.detach()) if mean and result.dim() == 0 else 0.0
+        if value > _ABOVE_GUESSING * guessing and self._engine.state.iteration == 1:
+            yield (
+                "W97",
+                f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
+                "outputs are far too large",
+                "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller",
+            )
+        given = tensors_in(self._engine.state.batch)
+        inputs = [one for one in given if one is not target and one.shape == target.shape and one.dtype == target.dtype]
+        repeated = sum(one is target for one in given) > 1 or any(torch.equal(one, target) for one in inputs)
+        if repeated and target.dim() > 1:
+            yield (
+                "W98",
+                "the targets are equal to an input of the same batch: a model that copies it has no loss",
+                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]",
+            )
+
+    def _padding(self, target: Tensor, ignored: int) -> Iterator[Problem]:
+        parts = (part for root in self._engine.modules.values() for part in root.modules())
+        padding = {
+            part.padding_idx for part in parts if isinstance(part, nn.Embedding) and part.padding_idx is not None
+        }
+        for index in padding - {ignored}:
+            share = int(torch.eq(target, index).sum()) / target.numel()
+            if share > _PADDED and target.numel() > 1:
+                yield (
+                    "W95",
+                    f"{share:.0%} of the targets are {index}, the padding_idx of the model's embedding: the loss trains the "
+                    "padding",
+                    f"leave it out of the loss: ignore_index={index}",
+                )
+
+    def _means_of_tokens(self, ignored: int) -> Problem | None:
+        window, ranks = self._update.window.length, self._engine.processes.world_size
+        if window == ranks == 1:
+            return None
+        what = f"{window} batches of a window" if window > 1 else f"batches of {ranks} ranks"
+        return (
+            "W96",
+            f"the loss is a mean over the targets that are not {ignored}, and the {what} count alike, though they have "
+            "different numbers of such targets",
+            "weight them by that number: GradientAccumulation(n, weight=lambda engine: (targets != ignored).sum())",
+        )
+
+    def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        """A term without a gradient that is added to a loss."""
+        terms = [one for one in args[:2] if isinstance(one, Tensor) and one.dim() == 0]
+        constant = [one for one in terms if not one.requires_grad]
+        if len(terms) == 2 and len(constant) == 1 and id(constant[0]) in self._cut_off and float(constant[0]) != 0:
+            yield (
+                "W99",
+                f"a term of the loss ({float(constant[0]):.3g}) has no gradient, so that it changes nothing in training",
+                "compute it from the parameters without .data, .detach(), .item() and no_grad(); gradients of gradients need "
+                "create_graph=True",
+            )
+
+    # ---- what is mixed up -----------------------------------------------------------------------------------------
+
+    def _softmax(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        dimension = named.get("dim", args[1] if len(args) > 1 else None)
+        shape = list(result.shape)
+        if (
+            dimension == 0
+            and len(shape) > 1
+            and shape[0] == self._samples
+            and shape[0] > 1
+            and shape[0] not in shape[1:]
+        ):
+            yield (
+                "W93",
+                f"a softmax is over dimension 0 of shape {shape}, so that the samples of a batch compete with each other",
+                "apply it to the classes, or to the positions of each sample: dim=-1",
+            )
+
+    def _reshape(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        before, after = list(args[0].shape), list(result.shape)
+        if len(before) > 2 and before != after and sorted(before) == sorted(after) and before[0] == after[0]:
+            yield (
+                "W93",
+                f"a tensor of shape {before} is reshaped to {after}, which keeps the order of its values: they belong to other "
+                "places then",
+                "swap dimensions with transpose or permute",
+            )
+
+    def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
+        if isinstance(output := returned[0], Tensor) and output.dim() == 3:
+            self._recurrent.append((output, layer.batch_first, "both" if layer.bidirectional else "forward"))
+
+    def _step(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        """One step of what a recurrent layer returned."""
+        for output, samples_first, kind in self._recurrent:
+            if output is not args[0] or (place := _place(args, samples_first)) is None:
+                continue
+            length = output.shape[int(samples_first)]
+            last = place in (-1, length - 1)
+            if kind == "forward" and place == 0 and length > 1:
+                what = "the first step of a recurrent layer is used, which has seen no other step"
+                yield "W94", what, "use the last step, output[:, -1], or the hidden state that the layer returns"
+            elif kind == "both" and last and length > 1:
+                what = "the last step of a bidirectional layer is used, whose backward direction has seen no other step"
+                yield (
+                    "W94",
+                    what,
+                    "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)",
+                )
+            elif kind not in ("forward", "both") and last:
+                yield (
+                    "W94",
+                    f"one step of padded sequences is used: {kind}",
+                    "use the hidden state that the layer returns",
+                )
+
+
+_LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
+    "kl_div": FirstCalls._divergence,
+    "cross_entropy": FirstCalls._cross_entropy,
+    **dict.fromkeys(("softmax", "log_softmax"), FirstCalls._softmax),
+    **dict.fromkeys(("view", "reshape"), FirstCalls._reshape),
+    **dict.fromkeys(("__getitem__", "select"), FirstCalls._step),
+    **dict.fromkeys(("add", "__add__", "__radd__"), FirstCalls._sum),
+}
+"""What looks at a call, by the name of torch's function."""
+
+
+def _has_values(one: Tensor) -> bool:
+    """Whether a tensor can be read: not one that stands for others, as those of the meta device and of vmap do."""
+    return type(one) in _PLAIN and not one.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _argument(args: Any, named: Any, place: int, name: str) -> Any:
+    return args[place] if len(args) > place else named[name]
+
+
+def _place(args: Any, samples_first: bool) -> int | None:
+    """The step of time that an index selects for all samples; None if it selects something else."""
+    if len(args) > 2:  # select(dimension, index)
+        return args[2] if args[1] == int(samples_first) and isinstance(args[2], int) else None
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    wanted = index[1:2] if samples_first and index[0] == slice(None) else () if samples_first else index[:1]
+    return wanted[0] if wanted and type(wanted[0]) is int else None
