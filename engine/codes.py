@@ -38,6 +38,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W18": ("warning", "the learning rate is 0 for an epoch, or negative"),
     "W19": ("warning", "steps are left out, because their gradients or losses are not finite"),
     # W2x: data
+    "W20": ("warning", "the samples of an evaluation are drawn with replacement, so that some are missing"),
     "W21": ("warning", "the data gives more batches than its length"),
     "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
     "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
@@ -53,6 +54,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W33": ("warning", "entries of the checkpoint folder cannot be read"),
     "W34": ("warning", "a log is not the one that the loaded state continues, so that rows may be missing"),
     "W35": ("warning", "weights that were changed between load_state_dict and run are replaced by those of the state"),
+    "W36": ("warning", "a run begins anew although the folder holds the state in which it was preempted"),
+    "W37": ("warning", "a run ended, and a checkpoint that should save it wrote nothing"),
+    "W38": ("warning", "another process writes to the same log, or has removed it"),
+    "W39": ("warning", "a handler that writes files was made and never attached"),
     # W4x: how things are attached and connected
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
@@ -74,10 +79,21 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W57": ("warning", "modules are in training mode in an evaluation, or dropout is computed"),
     "W58": ("info", "a handler limits the data of this run"),
     "W59": ("info", "an evaluation leaves out the last samples of its data"),
-    # W6x: logs and progress
+    "W60": ("warning", "the inputs of an evaluation are on another scale than those of the training"),
+    # W6x: logs and progress, and more about runs
     "W61": ("warning", "a metric that should be shown is produced by nobody"),
     "W62": ("warning", "a logger on an evaluator starts its log again with each evaluation"),
     "W63": ("info", "the interval of a logger is longer than the run"),
+    "W64": ("warning", "an accuracy has never exceeded that of always answering the most frequent class"),
+    "W65": (
+        "warning",
+        "a loss depends on the position of the engine that computes it, and an evaluator computes it, too",
+    ),
+    "W66": ("warning", "a signal handler was replaced, so that a preemption is not noticed"),
+    "W67": ("warning", "weights are loaded that are the model's own, and were not copied"),
+    "W68": ("warning", "a function changes the weights as a run continues"),
+    "W69": ("warning", "the hidden state is never carried over between chunks of time"),
+    "W70": ("warning", "ranks that bring their own data have the same"),
     # W7x: what training changes: gradients, rates, averages
     "W71": ("warning", "two updates train the same parameters"),
     "W72": (
@@ -191,6 +207,7 @@ REPEATS: dict[str, tuple[str, ...]] = {
     "W15": ("G14",),
     "W53": ("C20",),
     "W57": ("G07", "G08"),
+    "W37": ("C01", "C17"),
     "W92": ("W42", "C27"),
 }
 """What a code repeats: after one of these in the same run, it is listed as information, and does not warn again."""

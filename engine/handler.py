@@ -49,6 +49,7 @@ import torch
 from .connection import Phase, check_place
 from .declarations import Things, check_things
 from .events import AnyEvent, Events, resolve
+from .findings.unattached import note_attached, note_made
 from .randomness import derived_seed
 from .settings import plain_arguments
 
@@ -167,6 +168,8 @@ class Handler:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         handler = super().__new__(cls)
         handler._arguments = plain_arguments(cls, args, kwargs)
+        if cls.writes:
+            note_made(handler)
         return handler
 
     def __init__(self, *, name: str | None = None) -> None:
@@ -312,6 +315,8 @@ class Handler:
 def bind(handler: Handler, engine: Engine | None) -> None:
     """Set the engine that a handler is attached to; for the engine's registry."""
     handler._engine = None if engine is None else weakref.ref(engine)
+    if engine is not None and handler.writes:
+        note_attached(handler)
 
 
 def begin_with(handler: Handler, engine: Engine) -> dict[str, Any]:

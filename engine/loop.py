@@ -34,6 +34,7 @@ from .findings.check import report as report_composition
 from .findings.data_checks import check_data, check_epoch, check_steps
 from .findings.epoch_checks import EpochChecks
 from .findings.evaluation_findings import (
+    report_drawn_samples,
     report_dropped_samples,
     report_random_samples,
     report_raw_weights,
@@ -41,6 +42,8 @@ from .findings.evaluation_findings import (
 )
 from .findings.first_steps import FirstEvaluation, FirstStep
 from .findings.own_schedulers import OwnSchedulers
+from .findings.own_weights import OwnLoads, watching_starts
+from .findings.unattached import note_run
 from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
 from .restore import Modes
@@ -92,6 +95,7 @@ class Loop:
         )
         self.running = False
         self.over = False
+        self.loads: OwnLoads | None = None
         self._check = check
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
@@ -255,6 +259,7 @@ class Loop:
         report_shared_parameters(engine)
         report_raw_weights(engine)
         report_dropped_samples(engine)
+        report_drawn_samples(engine)
         report_never_emitted(engine)
         report_loss_parameters(engine)
         report_wrapped(engine)
@@ -262,7 +267,8 @@ class Loop:
             update.omitted_in = 0
             if update.window.filled == 0:
                 update.discard()
-        engine.signals.emit(engine, Events.STARTED)
+        with watching_starts(engine):
+            engine.signals.emit(engine, Events.STARTED)
         was_loaded = engine.snapshots.apply_loaded()
         check_data(engine)
         engine.handlers.give_held_states()
@@ -279,7 +285,7 @@ class Loop:
             report_composition(engine)
         self._attend(together=engine.training and not state.epoch_open)
         self.checks = EpochChecks(engine)
-        self.schedulers = OwnSchedulers(engine)
+        self.schedulers, self.loads = OwnSchedulers(engine), OwnLoads(engine)
         self.began = state.completed
 
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
@@ -402,6 +408,8 @@ class Loop:
             check_steps(engine, self.began)
         self.schedulers.report()
         engine.signals.emit(engine, Events.COMPLETED)
+        if engine.training:
+            note_run()
 
     def report(self, error: BaseException) -> None:
         """Emit EXCEPTION_RAISED or INTERRUPTED to all of its receivers, also if one of them fails."""
@@ -419,6 +427,8 @@ class Loop:
         engine, state = self.engine, self.engine.state
         problems = engine.signal(Events.ENDED).emit_to_all(engine)
         modes.put_back()
+        if self.loads is not None:
+            self.loads.stop()
         self.running = False
         engine.feed.end_run(last=engine.training)
         for act in (partial(engine.regions.close_all, error), engine.handlers.settle):

@@ -150,6 +150,7 @@ def set_modes(engine: Engine) -> None:
                 f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
                 "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
                 key=what,
+                severity="info" if parts is kept else "warning",
             )
 
 

@@ -135,6 +135,7 @@ class Checkpoint(Handler):
         )  # fmt: skip
         self._failures = checkpoints.ResumeFailures(self.folder, self.name)
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
+        self._began = 0  # the iteration after which the run began
         completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.select_event = None if monitor is None else completed
         self.monitor_event = None if monitor is None else Events.STARTED
@@ -262,6 +263,7 @@ class Checkpoint(Handler):
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
             self._report_folder(engine)
+        self._began = engine.state.iteration
 
     def _report_hyperparameters(self, engine: Engine) -> None:
         """Warn if the run resumes from a checkpoint with other hyperparameters, such as that of another experiment."""
@@ -287,6 +289,15 @@ class Checkpoint(Handler):
                 "remove it if it is a link that leads nowhere, correct its permissions, or give checkpoints their own folder",
                 self.name,
                 key=str(problem.filename),
+            )
+        anew = engine.state.iteration == 0 and not engine.snapshots.has_loaded_state
+        if anew and (stopped := checkpoints.preempted(self.folder, self.name, self.files)) is not None:
+            engine.findings.report(
+                "W36",
+                f"{self.name!r}: the run begins anew, although {stopped!r} holds the state in which an earlier one was preempted",
+                "resume it: Checkpoint(..., resume=True), or load_state_dict(Checkpoint.load(folder)); for another run, give "
+                "another folder",
+                self.name,
             )
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
@@ -395,6 +406,23 @@ class Checkpoint(Handler):
         if self._saver.pending is not None:
             # After an error the other ranks may be at any point, so nothing collective is possible.
             self._collect_write(engine, rank_local=engine.state.exception is not None)
+
+    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["step", "files"], writes=[])
+    def check_saved(self, engine: Engine) -> None:
+        """Report a run that ends with nothing saved."""
+        nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
+        if nothing and engine.state.completed > self._began and engine.processes.is_rank_zero:
+            engine.findings.report(
+                "W37",
+                f"{self.name!r} has saved nothing: "
+                + (
+                    f"its interval, {self.every}, did not come up before the run ended"
+                    if self.monitor is None
+                    else f"{self.monitor.metric!r} had no value that could be compared"
+                ),
+                "choose a shorter interval, or a metric that is measured in this run",
+                self.name,
+            )
 
     @on("hold_event", phase=Phase.PERSIST, rank=HOLD, reads=["state"], writes=[])
     def hold_state(self, engine: Engine) -> None:

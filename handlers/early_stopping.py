@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -83,6 +84,7 @@ class EarlyStopping(Handler):
         self.restore_event = Events.COMPLETED if restore_best else None
         self.best: float | None = None
         self.waited = 0
+        self._reason: str | None = None  # for which the run is to stop
         self._weights: dict[str, Any] | None = None  # of the best value
         self._is_new_best = False  # whether the current event reported the best value
 
@@ -145,6 +147,7 @@ class EarlyStopping(Handler):
             self.waited += 1
         engine.boundary.withdraw(by=self.name)
         reason = self._stop_reason(value, non_finite)
+        self._reason = reason
         if reason is not None:
             self._report_min_delta(engine, value)
             engine.terminate(reason, by=self.name)
@@ -182,6 +185,19 @@ class EarlyStopping(Handler):
 
     def _worse(self, value: float, than: float) -> bool:
         return value > than if self.monitor.mode == "min" else value < than
+
+    @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop", "processes"], writes=["files"])
+    def print_reason(self, engine: Engine) -> None:
+        """Print why the run was stopped, and which weights it leaves."""
+        reason = engine.state.stop_reason
+        if reason is None or reason != self._reason:
+            return
+        best = "" if self.best is None else f", not those of the best value, {self.best:.4g} (restore_best=True)"
+        weights = "the best value" if self.restore_event is not None else f"the last iteration{best}"
+        engine.processes.print(
+            f"{self.name}: stopped in epoch {engine.state.epoch}: {reason}; the weights are those of {weights}",
+            file=sys.stderr,
+        )
 
     @on("best_weights_event", phase=Phase.PERSIST, rank=KEEP_BEST, reads=["weights", "buffers"], writes=[])
     def keep_best(self, engine: Engine) -> None:

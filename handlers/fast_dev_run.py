@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
@@ -76,7 +77,7 @@ class FastDevRun(Handler):
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["processes"], writes=["files"])
     def report(self, engine: Engine) -> None:
         """List that this run is a trial, in case that the handler was forgotten."""
         engine.findings.report(
@@ -85,6 +86,8 @@ class FastDevRun(Handler):
             f"detach {self.name!r}, and call engine.reset(), for the actual training",
             self.name,
         )
+        what = f"one epoch of at most {self.batches} batch{'es' if self.batches > 1 else ''}; nothing is written"
+        engine.processes.print(f"{self.name}: {what}", file=sys.stderr)
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["bounds"], writes=["stop"])
     def end_epoch(self, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -84,6 +85,11 @@ class LRScheduling(Handler):
                 f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
                 "because the optimizer may not exist yet"
             )
+        if inspect.isfunction(base := base_of(scheduler)) and base.__module__ == "signalfire.handlers.schedules":
+            given = ", ".join(f"{name}={value!r}" for name, value in getattr(scheduler, "keywords", {}).items())
+            raise TypeError(
+                f"LRScheduling({scheduler!r}): {base.__name__} returns the factory; call it: {base.__name__}({given or '...'})"
+            )
         plateau = base_of(scheduler) is ReduceLROnPlateau
         if plateau and monitor is None:
             raise ValueError("LRScheduling(ReduceLROnPlateau): the scheduler needs a metric; give its name as monitor=")
@@ -102,9 +108,9 @@ class LRScheduling(Handler):
         self.warmup_scheduler: LRScheduler | None = None
         self.warmup_event = None if warmup is None else Events.OPTIMIZER_STEP_COMPLETED
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
-        given = given_argument(scheduler, "mode") if plateau else None
-        self._finds_mode = plateau and given is None
-        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, given)
+        mode = given_argument(scheduler, "mode") if plateau else None
+        self._finds_mode = plateau and mode is None
+        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, mode)
         self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self._optimizer: Any = None
@@ -176,6 +182,11 @@ class LRScheduling(Handler):
         scheduler = self.factory(optimizer, **({} if missing is None or total is None else {missing: max(total, 1)}))
         if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
             raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is not a scheduler")
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError(
+                f"{self.name!r}: the factory schedules another optimizer than the one that it is called with, so that no rate of "
+                "this run would change; build the scheduler for its argument: lambda optimizer: StepLR(optimizer, ...)"
+            )
         kind = type(scheduler).__name__
         if isinstance(scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ValueError(f"{self.name!r}: the factory returned a {kind}; give the name of its metric as monitor=")

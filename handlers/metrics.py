@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
@@ -15,6 +17,8 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
 from signalfire.checks import check_name
 from signalfire.findings import Finding, finding
+from signalfire.findings.calls import MetricCalls
+from signalfire.findings.dropout import is_compiled
 from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage
@@ -106,6 +110,8 @@ class Metrics(Handler):
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device
         self._counted = False  # whether the samples of a batch were found to be countable
+        self._chances: dict[str, _Chance] = {}  # by metric
+        self._looked: set[Average] = set()  # whose functions were looked at
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
@@ -251,9 +257,26 @@ class Metrics(Handler):
             size = samples_in(given or named) if update.spec.samples is None else update.samples_in(engine.state.batch)
             for metric in self._of_output:
                 if isinstance(metric, Average):
-                    metric.measure(given, named, size)
+                    with self._looking_at(engine, metric):
+                        metric.measure(given, named, size)
                 else:
                     metric.update(*given, **named)
+
+    def _looking_at(self, engine: Engine, metric: Average) -> AbstractContextManager[Any]:
+        """Look at the first call of a function that computes a metric."""
+        if metric in self._looked or is_compiled(engine):
+            return nullcontext()
+        self._looked.add(metric)
+        return self._look(engine, metric)
+
+    @contextmanager
+    def _look(self, engine: Engine, metric: Average) -> Iterator[None]:
+        with MetricCalls() as calls:
+            yield
+        calls.see(metric.function, metric.latest)
+        (key,) = (key for key, one in self.metrics.items() if one is metric)
+        for code, sentence, way_out in calls.problems:
+            engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
 
     def _place(self, inputs: Any) -> None:
         """Move torchmetrics metrics, with their states, to the device of the output."""
@@ -266,9 +289,12 @@ class Metrics(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
+        if engine.processes.distributed:
+            merged = {key: metric for key, metric in self.metrics.items() if not _torchmetrics(metric)}
+            states = engine.processes.gather([metric.state_dict() for metric in merged.values()]) if merged else []
+            for place, metric in enumerate(merged.values()):
+                metric.merge([several[place] for several in states])
         for key, metric in self.metrics.items():
-            if engine.processes.distributed and not _torchmetrics(metric):
-                metric.merge(engine.processes.gather(metric.state_dict()))
             value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
@@ -279,6 +305,8 @@ class Metrics(Handler):
 
     def _check_value(self, engine: Engine, key: str, metric: Any, value: Any) -> None:
         """Report values that the metric cannot have."""
+        if isinstance(metric, Accuracy) and (trainer := engine.findings.parent) is not None:
+            self._check_chance(engine, trainer, key, metric)
         found = metric.doubt() if isinstance(metric, Average | Accuracy) else None
         if (
             found is None
@@ -295,6 +323,30 @@ class Metrics(Handler):
             code, sentence, way_out = found
             engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
 
+    def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
+        """Report an accuracy that training has never lifted above that of a constant answer."""
+        found, planned = metric.most_frequent, trainer.state.max_epochs or 0
+        if found is None or not trainer.training:
+            return
+        share, count = found
+        chance = self._chances.get(key)
+        if chance is None or chance.run != trainer.snapshots.run_id:
+            chance = self._chances[key] = _Chance(trainer.snapshots.run_id)
+        chance.evaluations += 1
+        value, deviation = metric.compute(), (share * (1 - share) / count) ** 0.5
+        chance.exceeded = chance.exceeded or value > share + deviation
+        late = trainer.state.epoch >= max(3, planned / 2) and chance.evaluations >= 3
+        if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
+            engine.findings.report(
+                "W64",
+                f"in {chance.evaluations} evaluations, {key!r} has never exceeded {share:.3g}, which always answering the most "
+                f"frequent class reaches (now: {value:.3g})",
+                "check that inputs and labels belong together and that both data sets number the classes alike; then the rates "
+                "of learning, weight decay and clipping",
+                self.name,
+                key=key,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         return {key: _state_of(metric) for key, metric in self.metrics.items()}
 
@@ -305,6 +357,18 @@ class Metrics(Handler):
         for key, metric in self.metrics.items():
             _load_state_of(metric, state[key])
 
+
+@dataclass
+class _Chance:
+    """What was seen of an accuracy in the evaluations of one run."""
+
+    run: str
+    evaluations: int = 0
+    exceeded: bool = False
+
+
+_ENOUGH_SAMPLES = 200
+_MOST_BALANCED = 0.8  # share of the most frequent class, above which an accuracy says little
 
 _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 """The handlers of running engines by the ids of their metrics."""

@@ -117,6 +117,20 @@ class Preemption(Handler):
             self._previous[one] = signal.getsignal(one)
             signal.signal(one, self._receive)
 
+    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
+    def check_installed(self, engine: Engine) -> None:
+        """Report a signal handler that something else has put in place since the run began."""
+        for one in self.signals:
+            if signal.getsignal(one) != self._receive:
+                engine.findings.report(
+                    "W66",
+                    f"{self.name!r}: the handler of {one.name} was replaced during the run, so that this signal stops the run "
+                    "without saving it",
+                    "install other handlers before run(), which are called at a second signal; or leave this one out of signals=",
+                    self.name,
+                    key=one.name,
+                )
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Record the signal and request the stop; no more, since it runs between any two bytecodes."""
         received = signal.Signals(number)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
@@ -219,12 +219,26 @@ class TruncatedBPTT(Handler):
             update.hidden = None
             self._skipped = update.skipped
         else:
+            if update.hidden is None and self._index == 1:
+                self._report_no_hidden(engine, update)
             update.skipped = self._skipped  # drop the reason of an earlier chunk
             continuing = self._continuing[self._index] if self._index < len(self._continuing) else None
             update.hidden = _detached(update.hidden, continuing)
         self._left[update.name] -= 1
         update.more = self._left[update.name] > 0
         state.batch = self._chunks[self._index]
+
+    def _report_no_hidden(self, engine: Engine, update: UpdateState) -> None:
+        """Report a recurrent model that begins each chunk anew."""
+        parts = (part for root in engine.modules.values() for part in root.modules())
+        if update.raw_loss is not None and any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts):
+            engine.findings.report(
+                "W69",
+                f"{self.name!r}: the forward of update {update.name!r} leaves no hidden state, so that the recurrent layers "
+                "begin each chunk anew",
+                "begin with engine.state.update.hidden in the forward, and set it to the new one",
+                self.name,
+            )
 
     @on(
         Events.UPDATE_COMPLETED,

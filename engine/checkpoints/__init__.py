@@ -13,7 +13,7 @@ from .names import DEFAULT_FILENAME, NameTemplate
 from .ownership import Ownership
 from .retention import Entry, Retention
 from .saver import Saver, SavingRun
-from .store import Taken, clean, commit, find, find_unreadable, open_version
+from .store import Taken, clean, commit, find, find_unreadable, open_version, preempted
 
 __all__ = [
     "DEFAULT_FILENAME",
@@ -35,6 +35,7 @@ __all__ = [
     "find_unreadable",
     "make_folders",
     "open_version",
+    "preempted",
     "read_manifest",
     "warn_if_environment_changed",
 ]

@@ -57,6 +57,7 @@ class Saver:
 
     Attributes:
         pending: Write that was started and not yet collected.
+        written: Number of versions that were written.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Saver:
         self.sync = sync
         self.retention = retention
         self.pending: Write | None = None
+        self.written = 0
         self._ownership: Ownership | None = None
         self._shard_files: ShardFiles | None = None
 
@@ -176,6 +178,7 @@ class Saver:
             self.retention.saved(write.entry, write.name, write.planned, write.left)
         if write.error is not None:
             raise write.error
+        self.written += 1
         return write
 
 

@@ -26,7 +26,7 @@ from .manifest import (
 )
 from .names import hidden_name, match_hidden, visible_name
 
-__all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "prune", "set_aside"]
+__all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "preempted", "prune", "set_aside"]
 
 _STALE = 24 * 3600.0  # seconds after which an unfinished write of another machine counts as abandoned
 _ATTEMPTS = 100  # to read a version that is replaced or removed meanwhile
@@ -266,6 +266,16 @@ def find_unreadable(folder: Path, files: Files) -> list[OSError]:
     unreadable: list[OSError] = []
     find(folder, files, unreadable)
     return unreadable
+
+
+def preempted(folder: Path, handler: str, files: Files) -> str | None:
+    """The name of the version that a preempted run has left, if no run of this handler has come further since."""
+    found = {name: read_manifest_or_none(path, files) for name, path in find(folder, files)}
+    own = {name: one for name, one in found.items() if one is not None and one["handler"] == handler}
+    if not own:
+        return None
+    furthest = max(own, key=lambda name: (own[name]["iteration"], name.endswith("-preempted")))
+    return furthest if furthest.endswith("-preempted") else None
 
 
 def _is_version(path: Path, files: Files) -> bool:

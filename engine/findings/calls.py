@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..batches import tensors_in
 from ..window import ONE
+from .function_rules import names_in
 from .loss_graph import Problem
 
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..update import UpdateState
 
-__all__ = ["FirstCalls"]
+__all__ = ["FirstCalls", "MetricCalls"]
 
 _SAMPLES = 64  # of a batch whose values are looked at
 _PADDED = 0.05  # share of targets from which on they are padding, and not a class
@@ -90,7 +91,8 @@ class FirstCalls(TorchFunctionMode):
     def found(self) -> list[Problem]:
         """What looked wrong, once the receivers of LOSS_COMPUTED have weighted the loss."""
         weighted = self._update.weight is not ONE
-        return self.problems + ([] if self._means is None or weighted else [self._means])
+        means = [] if self._means is None or weighted else [self._means]
+        return [*self.problems, *means, *_targets_among_inputs(self._engine.state.batch)]
 
     # ---- losses ---------------------------------------------------------------------------------------------------
 
@@ -239,6 +241,80 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), FirstCalls._sum),
 }
 """What looks at a call, by the name of torch's function."""
+
+
+def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
+    """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
+    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
+    if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
+        return
+    inputs, targets = tensors[0].detach(), tensors[1].detach().reshape(-1, 1).to(tensors[0].dtype)
+    same = (inputs == targets).all(0)
+    if len(inputs) >= _ENOUGH and inputs.shape[1] > 1 and len(targets.unique()) > 2 and bool(same.any()):
+        yield (
+            "W98",
+            f"the targets are equal to column {int(same.nonzero()[0])} of the inputs: a model that copies it has no loss",
+            "leave this column out of the inputs",
+        )
+
+
+_ENOUGH = 8  # samples whose values are not equal by chance
+
+
+class MetricCalls(TorchFunctionMode):
+    """Looks at how a function computes a metric of one batch inside the ``with`` block.
+
+    Attributes:
+        problems: what looked wrong.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[Problem] = []
+        self._last: tuple[str, Any] = ("", None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [one for one in args[:2] if isinstance(one, Tensor)]
+        if (name := getattr(func, "__name__", "")) not in _SAME:
+            self._last = name, result
+        if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
+            shapes = sorted(tuple(one.shape) for one in given)
+            if shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result):
+                self.problems.append(
+                    (
+                        "W73",
+                        f"an output and targets of shapes {list(shapes[1])} and {list(shapes[0])} are broadcast to "
+                        f"{list(result.shape)}: every sample is compared with the targets of all",
+                        "give output and targets the same shape, for example with squeeze(-1)",
+                    )
+                )
+        return result
+
+    def see(self, function: Any, value: Any) -> None:
+        """Look at what the function returned."""
+        name, result = self._last
+        over_samples = names_in(function) & _OVER_SAMPLES
+        of_mean = name in _OF_MEANS and isinstance(result, Tensor) and result.dim() == 0
+        if over_samples or (of_mean and value is not None and float(result) == float(value)):
+            what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
+            self.problems.append(
+                (
+                    "W04",
+                    f"its values are averaged over batches, but {what} of all samples is no mean of its values in batches",
+                    "use a metric of torchmetrics, which is updated with each batch and computed at the end",
+                )
+            )
+
+
+_SAME = {"detach", "item", "__float__", "float", "double", "cpu"}
+_OF_MEANS = {"sqrt", "exp", "pow", "__pow__", "log"}
+_OVER_SAMPLES = {
+    "f1_score", "fbeta_score", "precision_score", "recall_score", "roc_auc_score", "average_precision_score", "r2_score",
+    "matthews_corrcoef", "cohen_kappa_score", "balanced_accuracy_score", "jaccard_score", "pearsonr", "spearmanr", "corrcoef",
+    "root_mean_squared_error", "explained_variance_score",
+}  # fmt: skip
+"""Functions of all samples whose values in batches have another mean."""
 
 
 def _has_values(one: Tensor) -> bool:

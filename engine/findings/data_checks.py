@@ -17,6 +17,7 @@ from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
 from ..data.source import FirstBatches
 from ..update import NO_GRADIENT
+from .composition import first_batch
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -41,6 +42,8 @@ def check_data(engine: Engine) -> None:
     _refuse_endless(engine, data)
     if source.policy == "round_robin":
         _check_ranks(engine, data)
+    elif source.policy == "own" and engine.processes.distributed and engine.training:
+        _check_own(engine, data)
     _report_samples(engine, data)
     _report_workers(engine, data)
     if engine.training:
@@ -87,6 +90,20 @@ def _check_ranks(engine: Engine, data: Any) -> None:
             f"the data ({type(data).__name__}) is sharded over {engine.processes.world_size} ranks, but they have different "
             "data, of which a part is never used",
             way_out,
+        )
+
+
+def _check_own(engine: Engine, data: Any) -> None:
+    """Compare the first batches of ranks that bring their own data; one collective a run."""
+    first = tensors_in(first_batch(data))
+    content = [float(one.double().sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
+    others = engine.processes.gather(content)
+    if content and all(one == others[0] for one in others):
+        engine.findings.report(
+            "W70",
+            f"with shard_policy='own', each of {engine.processes.world_size} ranks begins with the same batch: all seem to train "
+            "on the same samples",
+            "give each rank its own part of the data, or leave that to shard_policy='auto'",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from ..batches import tensors_in
 from .composition import Composition, first_batch, own_generators
@@ -47,7 +47,30 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
     if not it.engine.training or type(data) is not DataLoader or type(data.sampler) is not SequentialSampler:
         return
     if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
-        yield finding("C13", "the training data is not shuffled", "use DataLoader(..., shuffle=True)")
+        labels = _labels(data.dataset)
+        by_class = labels is not None and _is_sorted_by_class(labels)
+        yield finding(
+            "C13",
+            "the training data is not shuffled" + (", and sorted by class" if by_class else ""),
+            "use DataLoader(..., shuffle=True)",
+            severity="warning" if by_class else "info",
+        )
+
+
+def _labels(data: Any) -> Tensor | None:
+    """The classes of all samples, where they can be read without fetching a sample."""
+    if isinstance(data, Subset):
+        whole = _labels(data.dataset)
+        return None if whole is None else whole[list(data.indices)]
+    labels: Any = data.tensors[-1] if type(data) is TensorDataset else getattr(data, "targets", None)
+    labels = torch.tensor(labels) if isinstance(labels, list) and labels and type(labels[0]) is int else labels
+    return labels if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point() else None
+
+
+def _is_sorted_by_class(labels: Tensor) -> bool:
+    changes = int((labels[1:] != labels[:-1]).sum())
+    classes = len(labels.unique())
+    return 1 < classes == changes + 1 and len(labels) >= 4 * classes
 
 
 def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
@@ -75,6 +98,45 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
         shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
         if shared and other is not own:
             yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data", None)
+
+
+def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
+    """Equal samples of two data sets in memory, such as those that were oversampled before the split."""
+    own = _samples_of(it.data) if it.engine.training else None
+    for one in it.evaluations if own is not None else ():
+        if _whole(_dataset(one.data)) is _whole(_dataset(it.data)) or (other := _samples_of(one.data)) is None:
+            continue
+        assert own is not None
+        if own.shape[1] != other.shape[1] or len(other.unique(dim=0)) < 0.9 * len(other):
+            continue  # few different samples, which are equal by chance
+        shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
+        if shared > 0.1 * len(other):
+            yield _training_data(
+                one.handler.name, f"has {shared} samples that are equal to samples of the training data", None
+            )
+
+
+def _fingerprints(rows: Tensor) -> Tensor:
+    """A number for each row, equal for equal ones: whole numbers, whose sum does not depend on its order."""
+    weights = torch.randint(2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
+    parts = rows.float().contiguous().view(torch.int32).split(1 << 12)
+    return torch.cat([(part * weights).sum(1) for part in parts])
+
+
+_LARGEST = 20_000_000  # numbers in a data set whose samples are compared
+
+
+def _samples_of(data: Any) -> Tensor | None:
+    """The inputs of a data set in memory, one in a row; None for others, and for inputs that are no real numbers."""
+    data = _dataset(data)
+    whole = _whole(data)
+    if type(whole) is not TensorDataset:
+        return None
+    inputs, places = whole.tensors[0], _places(data)
+    if not inputs.is_floating_point() or inputs.device.type != "cpu" or inputs.numel() > _LARGEST or inputs.dim() < 2:
+        return None
+    rows = inputs.flatten(1) if places is None else inputs[sorted(places)].flatten(1)
+    return rows if rows.shape[1] > 1 and bool((rows != rows.round()).any()) else None
 
 
 def _whole(data: Any) -> Any:
@@ -175,6 +237,7 @@ OF_DATA: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     data_read_once,
     unshuffled,
     evaluated_on_training_data,
+    samples_that_are_in_both,
 )
 
 OF_BATCHES: Sequence[Callable[[Composition], Iterator[Finding]]] = (

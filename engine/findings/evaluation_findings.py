@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from ..batches import tensors_in
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Averaging", "report_averages_left_out", "report_dropped_samples", "report_nothing_measured", "report_other_weights",
-    "report_raw_weights", "report_training_mode", "watch_averages", "watch_weights",
+    "Averaging", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
+    "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
+    "watch_averages", "watch_weights",
 ]  # fmt: skip
 
 
@@ -123,14 +125,78 @@ def report_dropped_samples(engine: Engine) -> None:
         dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return
+    samples = len(data.sampler)  # type: ignore[arg-type]
     if dropped:
         engine.findings.report(
             "W59",
-            f"the evaluation leaves out the last {dropped} of {len(data.sampler)} samples: "  # type: ignore[arg-type]
-            "its DataLoader has drop_last=True",
+            f"the evaluation leaves out the last {dropped} of {samples} samples: its DataLoader has drop_last=True",
             "give it drop_last=False; metrics weight a smaller last batch by its size",
             key=id(data),
+            severity="warning" if dropped > _MANY * samples else "info",
         )
+
+
+_MANY = 0.02  # of the samples: what makes a difference that is seen
+
+
+def report_drawn_samples(engine: Engine) -> None:
+    """Report an evaluation of samples that are drawn with replacement: some come twice, and others not at all."""
+    data = engine.feed.current.data
+    sampler = getattr(data, "sampler", None)
+    if engine.training or not isinstance(data, DataLoader):
+        return
+    if isinstance(sampler, WeightedRandomSampler | RandomSampler) and sampler.replacement:
+        engine.findings.report(
+            "W20",
+            f"the evaluation draws its samples with replacement ({type(sampler).__name__}): some come twice, and others not at "
+            "all",
+            "evaluate each sample once: DataLoader(dataset, batch_size) without a sampler",
+            key=id(data),
+        )
+
+
+class _Scale(NamedTuple):
+    """Mean, standard deviation and shape of the first inputs of a training."""
+
+    mean: float
+    spread: float
+    shape: tuple[int, ...]
+
+
+_scales: weakref.WeakKeyDictionary[Engine, _Scale] = weakref.WeakKeyDictionary()
+_OTHER_SCALE = 5.0
+
+
+def note_scale(engine: Engine, batch: Any) -> None:
+    """Note the scale of a training's first inputs, for `report_other_scale`."""
+    if (scale := _scale_of(batch)) is not None:
+        _scales[engine] = scale
+
+
+def report_other_scale(evaluator: Engine, batch: Any) -> None:
+    """Report inputs of an evaluation that are on another scale than those of the training that runs it."""
+    engine = evaluator.findings.parent
+    trained = None if engine is None else _scales.get(engine)
+    found = None if trained is None else _scale_of(batch)
+    if trained is None or found is None or found.shape != trained.shape:
+        return
+    ratio = found.spread / trained.spread
+    distance = abs(found.mean - trained.mean) / max(found.spread, trained.spread)
+    if ratio > _OTHER_SCALE or ratio < 1 / _OTHER_SCALE or distance > _OTHER_SCALE:
+        evaluator.findings.report(
+            "W60",
+            f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of {found.spread:.3g}, "
+            f"those of the training {trained.mean:.3g} and {trained.spread:.3g}",
+            "prepare them alike, with the mean and the standard deviation of the training's inputs",
+        )
+
+
+def _scale_of(batch: Any) -> _Scale | None:
+    first = next(iter(tensors_in(batch)), None)
+    if first is None or first.is_meta or not first.is_floating_point() or first.dim() < 2 or first.numel() < 64:
+        return None
+    spread, mean = torch.std_mean(first.detach().float())
+    return _Scale(float(mean), float(spread), tuple(first.shape[1:])) if float(spread) > 0 else None
 
 
 def report_random_samples(engine: Engine) -> None:

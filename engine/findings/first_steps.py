@@ -19,6 +19,7 @@ from .calls import FirstCalls
 from .composition import listed
 from .dropout import ActiveDropout, is_compiled
 from .epoch_checks import counted, held_by_optimizers, names_of
+from .evaluation_findings import note_scale, report_other_scale
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
 
@@ -66,6 +67,7 @@ class FirstEvaluation(Step):
     def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
         """As `Step` does it."""
         self.__class__ = Step  # type: ignore[assignment]
+        report_other_scale(self.engine, self.state.batch)
         if is_compiled(self.engine):  # a mode around it would have it compiled again
             return self.compute_loss(update, batch, iteration, listened)
         with ActiveDropout() as dropout:
@@ -116,6 +118,8 @@ class _Look:
         """Look at a loss before its backward."""
         engine = self.engine()
         assert engine is not None
+        if not self._seen:
+            note_scale(engine, engine.state.batch)
         if update.name not in self._seen:
             self._seen.add(update.name)
             changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []

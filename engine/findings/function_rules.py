@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..connection import Connection
 from ..events import Events
 from .composition import Composition
 from .reports import Finding, finding
 
-__all__ = ["OF_FUNCTIONS"]
+__all__ = ["OF_FUNCTIONS", "is_users", "names_in"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
@@ -17,7 +19,7 @@ _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 def two_clips(it: Composition) -> Iterator[Finding]:
     clipping = [handler for handler in it.handlers if getattr(handler, "clips_gradients", False)]
     for one in it.functions:
-        if clipping and _CLIPS & _names_in(one.receiver):
+        if clipping and _CLIPS & names_in(one.receiver):
             yield finding(
                 "C04",
                 f"the function {one!r} clips gradients, and {clipping[0].name!r} clips them, too",
@@ -42,13 +44,13 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
     for unscale in (one for one in ready if "scale" in (one.writes or ())):
         before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
         for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
-            if one.owner is None and _CLIPS & _names_in(one.receiver):
+            if one.owner is None and _CLIPS & names_in(one.receiver):
                 what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
                 way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
                 yield finding("C25", what, way_out, [str(unscale.owner)])
 
 
-def _names_in(function: Any) -> set[str]:
+def names_in(function: Any) -> set[str]:
     """The names that a function uses, also in functions inside it."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     names: set[str] = set()
@@ -68,7 +70,7 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     way_out = "clip at GRADIENTS_READY, where those of a whole window are averaged, or attach GradientClipping"
     for signal in it.engine.signals.all():
         for one in signal.connections:
-            if one.owner is not None or not it.engine.training or not _CLIPS & _names_in(one.receiver):
+            if not is_users(one) or not it.engine.training or not _CLIPS & names_in(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
                 yield finding("C26", f"the function {one!r} clips gradients where there are none, or not all", way_out)
@@ -77,8 +79,46 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
                 yield finding("C26", f"{what}, and not those of the step", way_out)
 
 
+def is_users(connection: Connection) -> bool:
+    """Whether a receiver is a function of the user's, or a method of a handler of the user's."""
+    receiver = getattr(connection.receiver, "func", connection.receiver)
+    return not str(getattr(receiver, "__module__", "")).startswith("signalfire.")
+
+
+def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
+    """Losses that read the position of the engine that they are called with, where an evaluator shares them."""
+    for one in it.evaluations:
+        for update in one.evaluator.updates:
+            for function in (update.spec.loss, update.spec.forward, update.spec.function):
+                if (position := _position_read_by(function)) is not None:
+                    yield finding(
+                        "W65",
+                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine that calls "
+                        "it: in an evaluation, which begins at 1 each time, it computes something else than in training",
+                        "read the position of the trainer: trainer.state in place of the argument's",
+                        [one.handler.name],
+                    )
+
+
+def _position_read_by(function: Any) -> str | None:
+    """Which counter of ``engine.state`` a function reads of its first argument; None if it reads none."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None or not code.co_varnames:
+        return None
+    first = code.co_varnames[0]
+    steps = [(one.opname, one.argval) for one in dis.get_instructions(code) if not one.opname.startswith("CACHE")]
+    for (load, name), (_, state), (_, counter) in zip(steps, steps[1:], steps[2:], strict=False):
+        if load.startswith("LOAD_FAST") and (name, state) == (first, "state") and counter in _COUNTERS:
+            return str(counter)
+    return None
+
+
+_COUNTERS = {"iteration", "epoch", "epoch_iteration", "completed"}
+
+
 OF_FUNCTIONS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     two_clips,
     clips_of_scaled_gradients,
     clips_of_no_gradients,
+    losses_that_count_iterations,
 )

@@ -201,6 +201,11 @@ class Reports(Part):
         """Whether another engine runs this one inside its own run."""
         return self._parent is not None
 
+    @property
+    def parent(self) -> Engine | None:
+        """The engine that runs this one inside its own run; None without one."""
+        return None if self._parent is None else self._parent.engine
+
     def report(
         self,
         code: str,

@@ -120,6 +120,11 @@ class Average:
         else:
             self.add(value, weight)
 
+    @property
+    def latest(self) -> Any:
+        """The value of the latest batch, where it was not added up yet; None otherwise."""
+        return self._values[-1] if self._values else None
+
     def _part(self, key: str) -> Average:
         if key not in self._parts:
             self._parts[key] = Average(higher_is_better=self.higher_is_better)
@@ -240,6 +245,9 @@ class MovingAverage(Average):
         self._sum, self._weight = self._sum / len(states), self._weight / len(states)
 
 
+_MOST_CLASSES = 1000  # of which the frequencies are counted
+
+
 class Accuracy:
     """The fraction of samples whose predicted class is the target.
 
@@ -265,6 +273,7 @@ class Accuracy:
         self._correct: list[Tensor] = []
         self._hits = 0
         self._count = 0
+        self._classes: Tensor | None = None  # how often each class is the target
 
     def update(self, output: Tensor, target: Tensor) -> None:
         predicted = output
@@ -274,6 +283,7 @@ class Accuracy:
                 self._range = output.detach().min(), output.detach().max()
         elif output.dim() == target.dim() + 1 and output.shape[1] > 1:
             predicted = output.argmax(1)
+            self._count_classes(target, output.shape[1])
         elif output.is_floating_point():
             raise ValueError(
                 f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
@@ -289,6 +299,21 @@ class Accuracy:
         self._count += target.numel()
         if len(self._correct) >= Average._FOLD_AT:
             self._fold()
+
+    def _count_classes(self, target: Tensor, classes: int) -> None:
+        if target.is_floating_point() or classes > _MOST_CLASSES:
+            return
+        if self._classes is None or len(self._classes) != classes:
+            self._classes = torch.zeros(classes, dtype=torch.int64, device=target.device)
+        flat = target.flatten().long()
+        inside = (flat >= 0) & (flat < classes)  # others, such as padding, are no class
+        self._classes.scatter_add_(0, flat.where(inside, 0), inside.long())
+
+    @property
+    def most_frequent(self) -> tuple[float, int] | None:
+        """The share of the most frequent class among the targets, and the number of targets; None if it is not known."""
+        counts = None if self._classes is None else self._classes.tolist()
+        return None if not counts or sum(counts) == 0 else (max(counts) / sum(counts), sum(counts))
 
     def compute(self) -> float:
         """The fraction of correct samples so far; NaN without any sample."""
@@ -320,11 +345,16 @@ class Accuracy:
         self._range = seen
         self._hits = sum(state["hits"] for state in states)
         self._count = sum(state["count"] for state in states)
+        several = [state["classes"] for state in states if state.get("classes")]
+        if several and len(set(map(len, several))) == 1:
+            self._classes = torch.tensor([sum(counts) for counts in zip(*several, strict=True)])
 
     def state_dict(self) -> dict[str, Any]:
         self._fold()
-        return {"hits": self._hits, "count": self._count}
+        classes = None if self._classes is None else self._classes.tolist()
+        return {"hits": self._hits, "count": self._count, "classes": classes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
         self._hits, self._count = state["hits"], state["count"]
+        self._classes = torch.tensor(state["classes"]) if state.get("classes") else None

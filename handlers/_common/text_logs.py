@@ -149,7 +149,19 @@ class TextLogger(ScalarLogger):
     def close(self, engine: Engine) -> None:
         """Flush the file to disk and close it."""
         super().close(engine)
+        self._check_place()
         self._close()
+
+    def _check_place(self) -> None:
+        """Report a file that is no longer the one at its path, so that what is written is lost."""
+        if self._file is not None and (engine := self.engine) is not None and not self._file.is_at(self.path):
+            engine.findings.report(
+                "W38",
+                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed while this run writes to it, so that its "
+                "rows are lost; another process seems to write to the same path",
+                "give each run its own folder",
+                self.name,
+            )
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -186,6 +198,7 @@ class TextLogger(ScalarLogger):
 
     def sync_written(self) -> None:
         """Flush all records to disk, before a checkpoint with this state refers to them."""
+        self._check_place()
         if self._file is not None:
             with self._path_in_errors():
                 self._file.sync()
@@ -268,6 +281,13 @@ class _LineFile:
         self._content.update(data)
         self.length += len(data)
         self._synced = False
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this is the file at a path."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
+        except FileNotFoundError:
+            return False
 
     def sync(self) -> None:
         if not self._synced:
