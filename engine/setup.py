@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from .connection import Connection
@@ -150,7 +152,7 @@ def set_modes(engine: Engine) -> None:
                 f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
                 "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
                 key=what,
-                severity="info" if parts is kept else "warning",
+                severity="warning" if parts is trained and any(map(_knows_modes, parts.values())) else "info",
             )
 
 
@@ -160,6 +162,11 @@ def _in_eval_alone(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
             yield from _in_eval_alone(child, f"{path}.{name}")
         else:
             yield f"{path}.{name}", child
+
+
+def _knows_modes(module: nn.Module) -> bool:
+    """Whether a module does something else in training."""
+    return any(isinstance(part, _DropoutNd | _NormBase) for part in module.modules())
 
 
 def _is_frozen(module: nn.Module) -> bool:

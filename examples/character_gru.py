@@ -146,8 +146,7 @@ def main() -> None:
     trainer.run(train_data, max_steps=arguments.steps)
     seconds = time.perf_counter() - began
 
-    history = trainer.handlers["history"]
-    assert isinstance(history, History)
+    history = trainer.find(History)
     print(f"\n{trainer.updates[0].steps} optimizer steps in {seconds:.0f} s")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if "bits" in history.names:

@@ -133,8 +133,7 @@ def main() -> None:
             model.load_state_dict(old.state_dict() | {f"head.{key}": p for key, p in model.head.state_dict().items()})
         trainer = build(model, data["new_test"], seed=seed, every=every, way=way, epochs=epochs)
         trainer.run(data["new"], max_steps=steps)
-        history = trainer.handlers["history"]
-        assert isinstance(history, History)
+        history = trainer.find(History)
         histories[way] = history
     report(histories, arguments.samples, arguments.folder, time.perf_counter() - began)
 

@@ -227,8 +227,7 @@ def main() -> None:
 
 def report(trainer: Engine, test: Digits, accuracy: float, folder: Path, seconds: float) -> None:
     """Print the fraction of recognised digits and the spread, and save plots."""
-    history = trainer.handlers["history"]
-    assert isinstance(history, History)
+    history = trainer.find(History)
     made = ", ".join(f"{update.steps} steps of the {update.name}" for update in trainer.updates)
     print(f"\n{made} in {seconds:.0f} s")
     print(f"recognised by a classifier trained on real digits: real {100 * accuracy:.1f} %, "

@@ -160,10 +160,8 @@ def main() -> None:
         began = time.perf_counter()
         trainer.run(loader, max_epochs=arguments.epochs)
         seconds = time.perf_counter() - began
-        convergence = trainer.handlers["convergence"]
-        assert isinstance(convergence, Convergence)
-        curves[kind] = convergence.curve
-        passes, loss, norm = convergence.curve[-1]
+        curves[kind] = trainer.find(Convergence).curve
+        passes, loss, norm = curves[kind][-1]
         with torch.no_grad():
             accuracy = 100 * (trainer.model(x_test).argmax(1) == y_test).double().mean().item()
         steps = trainer.updates[0].steps

@@ -175,8 +175,7 @@ def main() -> None:
 
 def report(trainer: Engine, kind: str, folder: Path, seconds: float) -> None:
     """Print the accuracy next to the paper's, and plot the learning curve."""
-    history = trainer.handlers["history"]
-    assert isinstance(history, History)
+    history = trainer.find(History)
     steps = trainer.updates[0].steps
     print(f"\n{steps} optimizer steps in {seconds:.0f} s ({trainer.state.stop_reason or 'ran to the end'})")
     if "accuracy" in history.names:

@@ -14,7 +14,9 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.distributed import SHARDS, is_sharded, lost_another
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
+from signalfire.planning import comes_up
 
+from ._common.checkpoint_findings import report_folder, report_hyperparameters, report_nothing_saved
 from ._common.folders import check_folder, open_folder
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
 
@@ -136,6 +138,7 @@ class Checkpoint(Handler):
         self._failures = checkpoints.ResumeFailures(self.folder, self.name)
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
         self._began = 0  # the iteration after which the run began
+        self._may_save = True
         completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         self.select_event = None if monitor is None else completed
         self.monitor_event = None if monitor is None else Events.STARTED
@@ -244,7 +247,7 @@ class Checkpoint(Handler):
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules", "processes"], writes=["files"])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules", "processes", "bounds", "step", "window"], writes=["files"])
     def open(self, engine: Engine) -> None:
         """Create the folder, so that missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
@@ -262,43 +265,10 @@ class Checkpoint(Handler):
             checkpoints.make_folders(self.folder, self.files)
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
-            self._report_folder(engine)
+            report_folder(engine, self.name, self.folder, self.files)
         self._began = engine.state.iteration
-
-    def _report_hyperparameters(self, engine: Engine) -> None:
-        """Warn if the run resumes from a checkpoint with other hyperparameters, such as that of another experiment."""
-        origin, now = engine.snapshots.origin, self._saver.constants["hyperparameters"]
-        before = None if origin is None else origin["manifest"]["hyperparameters"]
-        if not before or not now:
-            return
-        different = [key for key in now if key in before and before[key] != now[key]]
-        if origin is not None and different:
-            texts = ", ".join(f"{key}={now[key]!r} in place of {before[key]!r}" for key in different)
-            engine.findings.report(
-                "W32",
-                f"the run resumes from {origin['path']!r}, and {self.name!r} has other hyperparameters: {texts}",
-                "resume with those of the checkpoint (Checkpoint.hyperparameters(path)), or give this experiment its own folder",
-                self.name,
-            )
-
-    def _report_folder(self, engine: Engine) -> None:
-        for problem in checkpoints.find_unreadable(self.folder, self.files):
-            engine.findings.report(
-                "W33",
-                f"an entry of the checkpoint folder cannot be read and is passed over: {problem}",
-                "remove it if it is a link that leads nowhere, correct its permissions, or give checkpoints their own folder",
-                self.name,
-                key=str(problem.filename),
-            )
-        anew = engine.state.iteration == 0 and not engine.snapshots.has_loaded_state
-        if anew and (stopped := checkpoints.preempted(self.folder, self.name, self.files)) is not None:
-            engine.findings.report(
-                "W36",
-                f"{self.name!r}: the run begins anew, although {stopped!r} holds the state in which an earlier one was preempted",
-                "resume it: Checkpoint(..., resume=True), or load_state_dict(Checkpoint.load(folder)); for another run, give "
-                "another folder",
-                self.name,
-            )
+        # `Engine.check` reports an interval that is known not to come up; here is what only the end of the run shows.
+        self._may_save = self.every is None or comes_up(engine, self.every) is not False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
@@ -306,7 +276,7 @@ class Checkpoint(Handler):
         self._saver.forget()
         if engine.processes.is_rank_zero:
             self._saver.ownership(self._run(engine))
-            self._report_hyperparameters(engine)
+            report_hyperparameters(engine, self.name, self._saver.constants["hyperparameters"])
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
@@ -407,22 +377,13 @@ class Checkpoint(Handler):
             # After an error the other ranks may be at any point, so nothing collective is possible.
             self._collect_write(engine, rank_local=engine.state.exception is not None)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["step", "files"], writes=[])
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error"], writes=[])
     def check_saved(self, engine: Engine) -> None:
         """Report a run that ends with nothing saved."""
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
-        if nothing and engine.state.completed > self._began and engine.processes.is_rank_zero:
-            engine.findings.report(
-                "W37",
-                f"{self.name!r} has saved nothing: "
-                + (
-                    f"its interval, {self.every}, did not come up before the run ended"
-                    if self.monitor is None
-                    else f"{self.monitor.metric!r} had no value that could be compared"
-                ),
-                "choose a shorter interval, or a metric that is measured in this run",
-                self.name,
-            )
+        ran = engine.state.exception is None and engine.state.completed > self._began
+        if nothing and ran and self._may_save and engine.processes.is_rank_zero:
+            report_nothing_saved(engine, self.name, self.every, self.monitor)
 
     @on("hold_event", phase=Phase.PERSIST, rank=HOLD, reads=["state"], writes=[])
     def hold_state(self, engine: Engine) -> None:

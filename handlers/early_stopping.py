@@ -186,7 +186,7 @@ class EarlyStopping(Handler):
     def _worse(self, value: float, than: float) -> bool:
         return value > than if self.monitor.mode == "min" else value < than
 
-    @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop", "processes"], writes=["files"])
+    @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop"], writes=["files"])
     def print_reason(self, engine: Engine) -> None:
         """Print why the run was stopped, and which weights it leaves."""
         reason = engine.state.stop_reason

@@ -77,7 +77,7 @@ class FastDevRun(Handler):
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=["processes"], writes=["files"])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
     def report(self, engine: Engine) -> None:
         """List that this run is a trial, in case that the handler was forgotten."""
         engine.findings.report(

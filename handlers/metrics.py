@@ -19,6 +19,7 @@ from signalfire.checks import check_name
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
+from signalfire.findings.loss_graph import Problem
 from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage
@@ -112,6 +113,8 @@ class Metrics(Handler):
         self._counted = False  # whether the samples of a batch were found to be countable
         self._chances: dict[str, _Chance] = {}  # by metric
         self._looked: set[Average] = set()  # whose functions were looked at
+        self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
+        self._batches = 0  # of this epoch
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
@@ -202,7 +205,7 @@ class Metrics(Handler):
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_metrics(self, engine: Engine) -> None:
         """Reset the metrics at the start of an epoch."""
-        self._placed = False
+        self._placed, self._batches = False, 0
         for metric in self.metrics.values():
             if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
                 metric.reset()
@@ -261,6 +264,9 @@ class Metrics(Handler):
                         metric.measure(given, named, size)
                 else:
                     metric.update(*given, **named)
+            self._batches += 1
+            if self._averaging:
+                self._report_averaging(engine)
 
     def _looking_at(self, engine: Engine, metric: Average) -> AbstractContextManager[Any]:
         """Look at the first call of a function that computes a metric."""
@@ -273,10 +279,21 @@ class Metrics(Handler):
     def _look(self, engine: Engine, metric: Average) -> Iterator[None]:
         with MetricCalls() as calls:
             yield
-        calls.see(metric.function, metric.latest)
         (key,) = (key for key, one in self.metrics.items() if one is metric)
-        for code, sentence, way_out in calls.problems:
-            engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
+        for problem in calls.problems:
+            self._report_problem(engine, key, problem)
+        if (problem := calls.averages(metric.function, metric.latest)) is not None:
+            self._averaging[key] = problem
+
+    def _report_averaging(self, engine: Engine) -> None:
+        """Report values that are averaged over several batches and are no means, once there is more than one batch."""
+        while self._batches > 1 and self._averaging:
+            key, problem = self._averaging.popitem()
+            self._report_problem(engine, key, problem)
+
+    def _report_problem(self, engine: Engine, key: str, problem: Problem) -> None:
+        code, sentence, way_out = problem
+        engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
 
     def _place(self, inputs: Any) -> None:
         """Move torchmetrics metrics, with their states, to the device of the output."""
@@ -320,8 +337,7 @@ class Metrics(Handler):
                 "return the mean of the batch, or use Accuracy",
             )
         if found is not None:
-            code, sentence, way_out = found
-            engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
+            self._report_problem(engine, key, found)
 
     def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
         """Report an accuracy that training has never lifted above that of a constant answer."""

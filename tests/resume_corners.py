@@ -73,14 +73,15 @@ def sanity(folder: Path) -> Engine:
     evaluator.attach(Metrics(loss=Average()))
     few = TensorDataset(*make_samples())
     data = DataLoader(few, 4, sampler=RandomSampler(few, num_samples=7, generator=own()))
-    return trainer(Validation(evaluator, data, every="2it", sanity=1), History(), model=model)
+    return trainer(Validation(evaluator, data, every="2it", sanity=1, prefix="train_"), History(), model=model)
 
 
 def limited_validation(folder: Path) -> Engine:
     model = make_net()
     evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
     evaluator.attach(Metrics(loss=Average()))
-    return trainer(Validation(evaluator, own_loader(), every="2it"), LimitBatches(validation=2), History(), model=model)
+    again = Validation(evaluator, own_loader(), every="2it", prefix="train_")
+    return trainer(again, LimitBatches(validation=2), History(), model=model)
 
 
 def statistics_in_an_order_of_their_own(folder: Path) -> Engine:

@@ -214,7 +214,7 @@ def _ours(file: str) -> bool:
     return path != Path(__file__) and ROOT in path.resolve().parents and "site-packages" not in file
 
 
-ONCE = ("findings/calls.py", "findings/epoch_checks.py", "findings/model_rules.py")
+ONCE = tuple(f"findings/{name}.py" for name in ("calls", "epoch_checks", "evaluation_findings", "model_rules"))
 """What reads values at the start of a run or at the ends of epochs, to find mistakes."""
 
 

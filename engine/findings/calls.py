@@ -291,20 +291,19 @@ class MetricCalls(TorchFunctionMode):
                 )
         return result
 
-    def see(self, function: Any, value: Any) -> None:
-        """Look at what the function returned."""
+    def averages(self, function: Any, value: Any) -> Problem | None:
+        """What is wrong about averaging what the function returned over batches; None if nothing is known to be."""
         name, result = self._last
         over_samples = names_in(function) & _OVER_SAMPLES
         of_mean = name in _OF_MEANS and isinstance(result, Tensor) and result.dim() == 0
-        if over_samples or (of_mean and value is not None and float(result) == float(value)):
-            what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
-            self.problems.append(
-                (
-                    "W04",
-                    f"its values are averaged over batches, but {what} of all samples is no mean of its values in batches",
-                    "use a metric of torchmetrics, which is updated with each batch and computed at the end",
-                )
-            )
+        if not over_samples and not (of_mean and value is not None and float(result) == float(value)):
+            return None
+        what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
+        return (
+            "W04",
+            f"its values are averaged over batches, but {what} of all samples is no mean of its values in batches",
+            "use a metric of torchmetrics, which is updated with each batch and computed at the end",
+        )
 
 
 _SAME = {"detach", "item", "__float__", "float", "double", "cpu"}

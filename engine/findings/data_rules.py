@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from ..batches import tensors_in
-from .composition import Composition, first_batch, own_generators
+from .composition import Composition, Evaluation, first_batch, own_generators
 from .reports import Finding, finding
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
@@ -83,8 +83,13 @@ def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
     yield from _overlaps(it)
     decides = bool(it.monitors)
     for one, _ in sets:
-        if "train" not in f"{one.handler.name} {one.key} {getattr(one.handler, 'prefix', '')}".lower():
+        if not _is_of_training(one):
             yield _training_data(one.handler.name, "is the training data", None if decides else "info")
+
+
+def _is_of_training(one: Evaluation) -> bool:
+    """Whether an evaluation of the training data is meant, by how it is called."""
+    return "train" in f"{one.handler.name} {one.key} {getattr(one.handler, 'prefix', '')}".lower()
 
 
 def _overlaps(it: Composition) -> Iterator[Finding]:
@@ -104,7 +109,9 @@ def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Equal samples of two data sets in memory, such as those that were oversampled before the split."""
     own = _samples_of(it.data) if it.engine.training else None
     for one in it.evaluations if own is not None else ():
-        if _whole(_dataset(one.data)) is _whole(_dataset(it.data)) or (other := _samples_of(one.data)) is None:
+        if _whole(_dataset(one.data)) is _whole(_dataset(it.data)) or _is_of_training(one):
+            continue
+        if (other := _samples_of(one.data)) is None:
             continue
         assert own is not None
         if own.shape[1] != other.shape[1] or len(other.unique(dim=0)) < 0.9 * len(other):
@@ -176,10 +183,7 @@ def same_first_batch(it: Composition) -> Iterator[Finding]:
         return
     own, batch = _dataset(it.data), tensors_in(it.first_batch)
     for one in it.evaluations:
-        if (
-            _dataset(one.data) is own
-            or "train" in f"{one.handler.name} {one.key} {getattr(one.handler, 'prefix', '')}".lower()
-        ):
+        if _dataset(one.data) is own or _is_of_training(one):
             continue
         other = tensors_in(first_batch(one.data))
         if batch and len(batch) == len(other) and all(_equal(a, b) for a, b in zip(batch, other, strict=True)):

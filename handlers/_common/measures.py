@@ -340,21 +340,16 @@ class Accuracy:
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Replace the counts with those of all ranks, given as one `state_dict` per rank."""
-        seen = self._range
+        seen, classes = self._range, self._classes
         self.reset()
-        self._range = seen
+        self._range, self._classes = seen, classes  # those of this rank
         self._hits = sum(state["hits"] for state in states)
         self._count = sum(state["count"] for state in states)
-        several = [state["classes"] for state in states if state.get("classes")]
-        if several and len(set(map(len, several))) == 1:
-            self._classes = torch.tensor([sum(counts) for counts in zip(*several, strict=True)])
 
     def state_dict(self) -> dict[str, Any]:
         self._fold()
-        classes = None if self._classes is None else self._classes.tolist()
-        return {"hits": self._hits, "count": self._count, "classes": classes}
+        return {"hits": self._hits, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
         self._hits, self._count = state["hits"], state["count"]
-        self._classes = torch.tensor(state["classes"]) if state.get("classes") else None

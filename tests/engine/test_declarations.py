@@ -69,6 +69,8 @@ NOT_IN_THESE_RUNS = {
     ): "the whole weights are put in place and taken away within its region",
     ("Profiler", "begin"): "it calls receivers through functions of its own, as the test does",
     ("Profiler", "report"): "it calls receivers through functions of its own, as the test does",
+    ("EarlyStopping", "print_reason"): "only a line on stderr",
+    ("FastDevRun", "report"): "only a line on stderr",
     ("Checkpoint", "wait_for_write"): "files that a thread writes change at any moment",
     ("Checkpoint", "write_missing"): "only where the run that saved the state died between two handlers' saves",
     ("Freezing", "apply"): "`find_parts` calls it first, and finds all gradients that there are",
@@ -121,7 +123,10 @@ NOT_BY_ITSELF = {
     ("DeviceTransfer", "move_model"): {"gradients", "weights"},  # moved with their values
     ("TruePrecision", "convert"): {"gradients", "weights"},  # converted with their values
     ("Metrics", "publish"): {"batch", "loss"},  # tensors that the metrics have kept
-    ("Validation", "validate"): {"trainable"},  # by the checks of the evaluator's first run
+    ("Validation", "validate"): {
+        "bounds",
+        "trainable",
+    },  # by the checks of the evaluator's first run, and by its metrics
     ("Validation", "sanity_check"): {"trainable"},
     ("FastDevRun", "rehearse_all"): {"trainable"},
 }

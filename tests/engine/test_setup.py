@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import GradientAccumulation
 from tests import kit
 from tests.kit import linear, mlp, same
@@ -182,7 +182,8 @@ def test_a_frozen_part_in_eval_mode_stays_in_it_as_in_a_plain_loop() -> None:
 def test_a_part_that_is_trained_and_a_model_that_was_evaluated_are_put_in_training_mode() -> None:
     model = Backboned()
     model.backbone.eval()  # not frozen, such as a pretrained one
-    modes, engine = modes_in_training(model)
+    with pytest.warns(FindingWarning, match="W52"):
+        modes, engine = modes_in_training(model)
     assert all(modes.values())
     assert "not frozen, and are put in training mode: model.backbone" in str(engine.findings.of_run())
     model = Backboned()

@@ -729,7 +729,7 @@ def evaluated(size: int) -> Any:
         assert evaluator.state.update.loss is not None
         losses.append(evaluator.state.update.loss.item())
 
-    engine.attach(Validation(evaluator, loader(4, 20), every="1ep"))
+    engine.attach(Validation(evaluator, loader(4, 20), every="1ep", prefix="train_"))
     engine.run(loader(size), max_epochs=2)
     return full(engine), losses
 

@@ -111,7 +111,7 @@ def test_averages_of_weights_that_were_trained_further_by_another_engine_do_not_
     assert engine.handlers["ema"].enabled
 
 
-@pytest.mark.parametrize(("size", "drop_last", "dropped"), [(9, True, 1), (8, True, 0), (9, False, 0)])
+@pytest.mark.parametrize(("size", "drop_last", "dropped"), [(101, True, 1), (8, True, 0), (9, False, 0)])
 def test_samples_that_a_loader_leaves_out_are_listed(size: int, drop_last: bool, dropped: int) -> None:
     evaluator = evaluator_of(network())
     data = TensorDataset(torch.zeros(size, 5), torch.zeros(size, 1))
