@@ -90,8 +90,9 @@ class Group(Part):
         except Exception as error:
             if lost_another(error):
                 error.add_note(
-                    "the ranks could not begin a run together: one of them has ended, or an error of the run before has cut "
-                    "their connections; start the script again"
+                    "the ranks could not begin a run together: run() and evaluate() have to be called on all ranks, or on none; "
+                    "if they were, one rank has ended, or an error of the run before has cut the connections: start the script "
+                    "again"
                 )
             raise
         self.asked = self.sync_skips = self.has_sent = False

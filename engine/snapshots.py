@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .acts import Override
+from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .events import Events
 from .findings.evaluation_findings import report_averages_left_out
@@ -72,7 +73,12 @@ class Snapshots(Part):
             )
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
-        return gather(engine, at_once=at_once)
+        try:
+            return gather(engine, at_once=at_once)
+        except Exception as error:
+            if lost_another(error):
+                error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
+            raise
 
     def take(self, *, at_once: bool = False) -> dict[str, Any]:
         """The `state_dict` of this event, taken once and shared by everybody who asks in Phase.PERSIST of the same event.

@@ -247,7 +247,12 @@ class Checkpoint(Handler):
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules", "processes", "bounds", "step", "window"], writes=["files"])
+    @on(
+        Events.STARTED,
+        phase=Phase.PREPARE,
+        reads=["modules", "processes", "bounds", "step", "window"],
+        writes=["files"],
+    )
     def open(self, engine: Engine) -> None:
         """Create the folder, so that missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error

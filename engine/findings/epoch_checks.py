@@ -111,8 +111,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("got a gradient" if before.counts_versions else "changed"),
-                "let the forward use engine.model (not an older model, or a copy), without no_grad() and detach() between the "
-                "parameters and the loss",
+                "let the forward use engine.model (not an older model, or a copy), without no_grad(), detach() and item() "
+                "between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
         elif whole and before.counts_versions:

@@ -264,9 +264,9 @@ def _broadcast(node: Any) -> Iterator[Problem]:
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
         "W73",
-        f"in the loss, an output of shape {list(before)} meets a tensor of shape {other}, and both are broadcast to "
-        f"{list(own)}: every sample is compared with the targets of all",
-        "give output and targets the same shape, for example with squeeze(-1) or unsqueeze(-1)",
+        f"in the loss, what comes from the output, of shape {list(before)}, meets a tensor of shape {other}, and both are "
+        f"broadcast to {list(own)}: every sample meets the targets, or weights, of all",
+        "give both the same shape, for example with squeeze(-1) or unsqueeze(-1)",
     )
 
 
