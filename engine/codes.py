@@ -49,6 +49,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W28": ("warning", "the batches of the data were changed in place"),
     "W29": ("warning", "no step is made, since nothing returns a loss"),
     # W3x: checkpoints and resuming
+    "W30": ("warning", "a checkpoint of what is trained leaves out nothing"),
     "W31": ("info", "a run resumes from a saved state"),
     "W32": ("warning", "a run resumes with other options, handlers or data than the run that saved the state"),
     "W33": ("warning", "entries of the checkpoint folder cannot be read"),

@@ -440,7 +440,7 @@ class Loop:
             state.iteration = state.completed  # an iteration that an error cut short was not made
         state.completed = state.iteration
         state.exception = state.batch = None
-        engine.snapshots.drop()
+        engine.snapshots.end_run()
         for update in engine.updates:
             update.end_run(failed=error is not None)
         return problems

@@ -18,6 +18,7 @@ from .distributed.differences import for_rank, of_all
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
 from .findings.resumption import check_complete, composition
+from .frozen import fill_in
 from .modules import bare_name, differences, unwrapped
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 
@@ -60,7 +61,7 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
     """Restore a loaded state in place; returns the position in the data."""
-    saved = unwrapped(engine.modules, _own_part(engine, saved))
+    saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
     if engine.training:
         engine.feed.check_extent(saved)

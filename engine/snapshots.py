@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .acts import Override
+from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .events import Events
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
+from .frozen import fill_in, leave_out, without
 from .modules import differences, unwrapped
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
@@ -48,6 +50,8 @@ class Snapshots(Part):
         self.run_id = ""
         self.origin: Mapping[str, Any] | None = None
         self._shared: _Snapshot | None = None  # the one that all receivers of an event share
+        self._lent: dict[frozenset[str], Copy] = {}  # those of this event, by what they leave out
+        self._copies = Copies()
         self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
@@ -97,14 +101,42 @@ class Snapshots(Part):
             self._shared = shared
         return shared.state
 
+    def lend(self, left_out: frozenset[str] = frozenset()) -> Copy:
+        """A copy of the state of this event for a write in a thread, shared by all who ask at the same event.
+
+        Each of them releases it, once it is written: its memory is kept for the next one until the run ends.
+
+        Args:
+            left_out: Names of parameters that are left out, such as "model.0.weight".
+        """
+        if (copy := self._lent.get(left_out)) is None or copy.users == 0:
+            copy = self._copies.make(without(self.take(at_once=True), left_out))
+            if self.engine.running:
+                self._lent[left_out] = copy
+        copy.users += 1
+        return copy
+
+    def lend_weights(self, left_out: frozenset[str] = frozenset()) -> Copy:
+        """A copy of the `weights` like that of `lend`, for the caller alone."""
+        copy: Copy = self._weights(lambda states: self._copies.make(leave_out(states, left_out)))
+        copy.users += 1
+        return copy
+
     def drop(self) -> None:
-        """Forget the shared snapshot: the next event has another."""
+        """Forget the shared snapshots: the next event has others."""
         self._shared = None
+        self._lent = {}
+
+    def end_run(self) -> None:
+        """Free what the run has kept."""
+        self.drop()
+        self._copies.free()
 
     def report_saved(self) -> None:
         """Emit CHECKPOINT_SAVED, for handlers that have written a checkpoint."""
-        engine, shared = self.engine, self._shared
+        engine, shared, lent = self.engine, self._shared, self._lent
         engine.signals.emit(engine, Events.CHECKPOINT_SAVED)
+        self._lent = lent
         if shared is not None and (shared.is_copy or not engine.signal(Events.CHECKPOINT_SAVED).receivers):
             self._shared = shared  # other handlers may still have to write the state of this event
 
@@ -152,6 +184,10 @@ class Snapshots(Part):
     def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
         """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
         state = unwrapped(self.engine.modules, state)
+        try:
+            state = fill_in(self.engine.modules, state, "load_state_dict()")
+        except ValueError:
+            return  # the base may be loaded at MODEL_SETUP
         roots, saved = self.engine.modules, state.get("modules", {})
         if SHARDS in state and any(
             Override.PROCESS_GROUP in self.engine.overrides.owned_by(one) for one in self.engine.handlers
@@ -282,10 +318,14 @@ class Snapshots(Part):
 
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used; see `Engine.weights`."""
+        copies: dict[str, Any] = self._weights(copied)
+        return copies
+
+    def _weights(self, copy: Callable[[dict[str, Any]], Any]) -> Any:
         engine = self.engine
         with engine.regions.region():
             engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
-            return {name: copied(root.state_dict()) for name, root in engine.modules.items()}
+            return copy({name: root.state_dict() for name, root in engine.modules.items()})
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
@@ -293,7 +333,8 @@ class Snapshots(Part):
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
-        weights = unwrapped(engine.modules, {"modules": weights})["modules"]
+        saved = unwrapped(engine.modules, {**given, "modules": weights})
+        weights = fill_in(engine.modules, saved, "load_weights()")["modules"]
         # A loss with parameters may be in the weights or in the engine alone.
         modules = {
             name: root for name, root in engine.modules.items() if name in weights or name in engine.modules.models

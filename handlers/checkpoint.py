@@ -11,12 +11,13 @@ from typing import Any, Literal
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
 from signalfire.blame import warn
 from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.distributed import SHARDS, is_sharded, lost_another
+from signalfire.distributed import is_sharded, lost_another
+from signalfire.frozen import FrozenBase, without
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
 from signalfire.planning import comes_up
 
-from ._common.checkpoint_findings import report_folder, report_hyperparameters, report_nothing_saved
+from ._common.checkpoint_findings import report_base, report_folder, report_hyperparameters, report_nothing_saved
 from ._common.folders import check_folder, open_folder
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
 
@@ -66,8 +67,11 @@ class Checkpoint(Handler):
         sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
             a killed process loses nothing, but a power failure may damage the newest version: use ``keep=2`` or more.
         asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
-            still in progress. A save is reported once it is on disk. An error of the thread is raised at the next completed
-            iteration, or at the end of the run, which waits for the thread.
+            still in progress. The memory of the copy is kept until the run ends. A save is reported once it is on disk. An error
+            of the thread is raised at the next completed iteration, or at the end of the run, which waits for the thread.
+        trained_only: Leave out the parameters that are frozen from the beginning of the run, such as the base of adapters (LoRA),
+            and say how many. The checkpoint holds their names and a sha256, and loads only into a model with the same ones. They
+            are hashed when the run starts, at about 1 GB/s. `EMA` leaves out averages of them with its own ``trained_only=True``.
 
     Attributes:
         retention: Bookkeeping of the kept versions, both as planned and as on disk.
@@ -101,6 +105,7 @@ class Checkpoint(Handler):
         resume: bool = False,
         sync_files: bool = True,
         asynchronous: bool = False,
+        trained_only: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -123,6 +128,7 @@ class Checkpoint(Handler):
         self.weights_only = check_bool(self, "weights_only", weights_only)
         self.sync_files = check_bool(self, "sync_files", sync_files)
         self.asynchronous = check_bool(self, "asynchronous", asynchronous)
+        self.trained_only = check_bool(self, "trained_only", trained_only)
         for option, value in (("on_exception", on_exception), ("resume", resume)):
             if check_bool(self, option, value) and weights_only:
                 raise ValueError(
@@ -137,6 +143,7 @@ class Checkpoint(Handler):
         )  # fmt: skip
         self._failures = checkpoints.ResumeFailures(self.folder, self.name)
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
+        self._base: FrozenBase | None = None  # of the first run of this handler
         self._began = 0  # the iteration after which the run began
         self._may_save = True
         completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
@@ -150,6 +157,7 @@ class Checkpoint(Handler):
         self.hold_event = completed if on_exception else None
         self.resume_event = Events.MODEL_SETUP if resume else None
         self.failure_event = Events.EXCEPTION_RAISED if resume else None
+        self.base_event = Events.STARTED | Events.CHECKPOINT_LOADED if trained_only else None
         self.preemption_event = None if weights_only else Events.PREEMPTED
         self.exception_event = Events.EXCEPTION_RAISED | Events.INTERRUPTED if on_exception else None
 
@@ -190,17 +198,7 @@ class Checkpoint(Handler):
             ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every version is.
         """
         where = f"Checkpoint.load({str(path)!r})"
-        found, manifest, state, damaged = checkpoints.open_version(path, name=name, where=where, files=Checkpoint.files)
-        sharded = {SHARDS: os.path.abspath(found)} if len(manifest["files"]) > 1 else {}
-        if manifest["kind"] != "state":
-            return {"format": 1, "modules": state} | sharded if sharded else state
-        state |= sharded
-        state["origin"] = {
-            "path": os.path.abspath(found),
-            "damaged": [os.path.abspath(one) for one in damaged],
-            "manifest": manifest,
-        }
-        return state
+        return checkpoints.load(path, name=name, where=where, files=Checkpoint.files)
 
     @staticmethod
     def hyperparameters(path: str | os.PathLike[str], /, **overrides: Any) -> dict[str, Any]:
@@ -214,13 +212,7 @@ class Checkpoint(Handler):
             ValueError: for an override that was not stored, naming the stored ones; or if none were stored.
         """
         where = f"Checkpoint.hyperparameters({str(path)!r})"
-        found, manifest, _, _ = checkpoints.open_version(path, name=None, where=where, files=Checkpoint.files)
-        stored: dict[str, Any] | None = manifest["hyperparameters"]
-        if stored is None:
-            raise ValueError(f"{where}: {found.name!r} was written without hyperparameters=")
-        if unknown := [name for name in overrides if name not in stored]:
-            raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
-        return {**stored, **overrides}
+        return checkpoints.load_hyperparameters(path, overrides, where=where, files=Checkpoint.files)
 
     # ---- starting and resuming ------------------------------------------------------------------------------------
 
@@ -274,6 +266,18 @@ class Checkpoint(Handler):
         self._began = engine.state.iteration
         # `Engine.check` reports an interval that is known not to come up; here is what only the end of the run shows.
         self._may_save = self.every is None or comes_up(engine, self.every) is not False
+
+    @on("base_event", phase=Phase.PERSIST, reads=["modules", "weights"], writes=[])
+    def record_base(self, engine: Engine) -> None:
+        """Note what is frozen from the beginning, and say how much that is; later, forget of it what has other values now."""
+        before = None if self._base is None else self._base.count
+        if self._base is None:
+            self._base = FrozenBase()
+            self._base.record(engine.modules)
+        else:
+            self._base.recheck(engine.modules)
+        if self._base.count != before:
+            report_base(engine, self.name, self._base)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
@@ -362,9 +366,15 @@ class Checkpoint(Handler):
         """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""
         try:
             engine.snapshots.wait_for_earlier_writes()
-            state = engine.weights() if self.weights_only else engine.snapshots.take(at_once=not asynchronous)
+            left_out = self._left_out(engine)
+            release = None
+            if self.weights_only or asynchronous:
+                copy = (engine.snapshots.lend_weights if self.weights_only else engine.snapshots.lend)(left_out)
+                state, release = copy.state, copy.release
+            else:
+                state = without(engine.snapshots.take(at_once=True), left_out)
             self._sync_written(engine)
-            write = self._saver.prepare(self._run(engine), entry, state, counted=True)
+            write = self._prepare(engine, entry, state, left_out, counted=True, release=release)
         except BaseException:
             self.retention.failed()
             raise
@@ -373,6 +383,21 @@ class Checkpoint(Handler):
             engine.snapshots.add_write(write.join)
         else:
             self._collect_write(engine)
+
+    def _left_out(self, engine: Engine) -> frozenset[str]:
+        """The names of the parameters that are not written."""
+        return frozenset() if self._base is None else self._base.names(engine.modules)
+
+    def _prepare(
+        self,
+        engine: Engine,
+        entry: checkpoints.Entry,
+        state: Mapping[str, Any],
+        left_out: frozenset[str],
+        **options: Any,
+    ) -> checkpoints.Write:
+        base = self._base.entry(left_out) if self._base is not None and left_out else None
+        return self._saver.prepare(self._run(engine), entry, state, base=base, **options)
 
     @on("wait_event", phase=Phase.PREPARE, reads=["processes", "error"], writes=["files"])
     @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes", "error"], writes=["files"])
@@ -435,7 +460,8 @@ class Checkpoint(Handler):
         epoch, iteration, metrics = position["epoch"], position["iteration"], position["metrics"]["values"]
         base = self.filename.fill(self.name, epoch, iteration, steps, metrics)
         entry = checkpoints.Entry(f"{base}-{why}", None, iteration)
-        write = self._saver.prepare(self._run(engine), entry, state, counted=False)
+        left_out = self._left_out(engine)
+        write = self._prepare(engine, entry, without(state, left_out), left_out, counted=False)
         self._saver.start(write)
         self._collect_write(engine, rank_local=rank_local)
 

@@ -42,6 +42,9 @@ class EMA(AveragedWeights):
             weights. Integer buffers are copied in either case.
         evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
             uses another one.
+        trained_only: Whether to leave out parameters that are frozen, which saves their memory; they are used as they are. A
+            parameter that is unfrozen later is averaged from its first step. Not for parameters that are changed in another way
+            than by the optimizer, such as those of a target network.
         update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged.
 
     Attributes:
@@ -74,11 +77,15 @@ class EMA(AveragedWeights):
         warmup: bool = False,
         buffers: Literal["copy", "average"] = "copy",
         evaluate: bool = True,
+        trained_only: bool = False,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
         average_buffers = check_choice(self, "buffers", buffers, ("copy", "average")) == "average"
-        super().__init__(average_buffers=average_buffers, evaluate=evaluate, update=update, name=name)
+        check_bool(self, "trained_only", trained_only)
+        super().__init__(
+            average_buffers=average_buffers, evaluate=evaluate, trained_only=trained_only, update=update, name=name
+        )
         self.decay = check_number(self, "decay", decay, least=0, below=1)
         self.every = check_every(
             self, f"{check_int(self, 'every', every)}st" if isinstance(every, int) else every, units=["st"]

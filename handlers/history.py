@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_int
 
 from ._common.new_values import NewValues
 
@@ -16,7 +17,15 @@ __all__ = ["History"]
 class History(Handler):
     """Records every new value of every scalar metric, with the epoch and iteration in which it was measured.
 
-    Values may come in every iteration, as those of `GradientNorms` do, or with evaluations and epochs.
+    Values may come in every iteration, as those of `GradientNorms` do, or with evaluations and epochs. The history is part of
+    every checkpoint, so its length is limited: of a metric with more than ``keep`` values, every second one of the older half is
+    dropped, as often as necessary. The newest half is always complete, and the first value stays.
+
+    Args:
+        keep: Values to keep of each metric at most, at least 4; 10,000 take about 250 kB of a checkpoint. None keeps all.
+
+    Attributes:
+        dropped: Number of values dropped, by metric; empty while the history is complete.
 
     Example:
         >>> history = History()
@@ -24,8 +33,10 @@ class History(Handler):
         []
     """
 
-    def __init__(self, *, name: str | None = None) -> None:
+    def __init__(self, *, keep: int | None = 10_000, name: str | None = None) -> None:
         super().__init__(name=name)
+        self.keep = None if keep is None else check_int(self, "keep", keep, least=4)
+        self.dropped: dict[str, int] = {}
         self._records: dict[str, list[tuple[int, int, float]]] = {}
         self._new = NewValues()
 
@@ -44,7 +55,18 @@ class History(Handler):
         """Record the new values."""
         for epoch, iteration, _, values in self._new.take(engine):
             for name, value in values.items():
-                self._records.setdefault(name, []).append((epoch, iteration, value))
+                records = self._records.setdefault(name, [])
+                records.append((epoch, iteration, value))
+                if self.keep is not None and len(records) > self.keep:
+                    self._thin_out(name)
+
+    def _thin_out(self, name: str) -> None:
+        """Drop every second value of the older half."""
+        records = self._records[name]
+        half = len(records) // 2
+        older = records[:half:2]
+        self._records[name] = older + records[half:]
+        self.dropped[name] = self.dropped.get(name, 0) + half - len(older)
 
     @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def end(self, engine: Engine) -> None:
@@ -70,7 +92,7 @@ class History(Handler):
         return {name: records[-1][2] for name, records in self.records.items()}
 
     def __getitem__(self, name: str) -> list[float]:
-        """All values of one metric.
+        """All kept values of one metric.
 
         Raises:
             KeyError: If the metric was not recorded; the message names those that were.
@@ -126,8 +148,10 @@ class History(Handler):
         return {
             "records": {name: [list(record) for record in records] for name, records in sorted(self.records.items())},
             "seen": dict(sorted(self._new.seen.items())),
+            "dropped": dict(sorted(self.dropped.items())),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
         self._new.load(state["seen"])
+        self.dropped = dict(state.get("dropped", {}))

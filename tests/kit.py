@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import signalfire.handlers
 from signalfire import Engine, EventEnum, Handler, Update
+from signalfire.checkpoints import Content
 from signalfire.handlers import Average, Metrics
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "build",
     "campaign",
     "cleaned_up",
+    "content_of",
     "digest",
     "evaluator_of",
     "finished",
@@ -184,6 +187,15 @@ def cleaned_up(folder: Path) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
     return clean_up
+
+
+def content_of(content: Content) -> bytes:
+    """What `Files.write` is to write, as bytes."""
+    if not callable(content):
+        return content
+    file = BytesIO()
+    content(file)
+    return file.getvalue()
 
 
 def shipped() -> set[type[Handler]]:

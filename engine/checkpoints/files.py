@@ -6,10 +6,14 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["Files", "WrongSize", "make_folders", "remove_folder"]
+__all__ = ["Content", "Files", "WrongSize", "make_folders", "remove_folder"]
+
+Content = bytes | Callable[[BinaryIO], None]
+"""The content of a file, or what writes it to an open file."""
 
 
 class Files:
@@ -18,9 +22,13 @@ class Files:
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
+        """Write a new file."""
         with open(path, "xb") as file:
-            file.write(content)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
 
     def sync(self, path: Path) -> None:
         """Block until the content of a file, or the entries of a folder, are on disk."""
@@ -43,12 +51,23 @@ class Files:
     def list(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))
 
-    def read(self, path: Path, size: int | None = None, most: int | None = None) -> bytes:
-        """The content of a regular file; a pipe or a device raises an OSError at once, and is never waited for.
+    def read(self, path: Path, most: int) -> bytes:
+        """The content of a regular file.
 
         Args:
             path: The file.
-            size: Size that the file should have; one of another size raises a `WrongSize`, and is not read.
+            most: Largest size that it may have; a larger one raises a `WrongSize`, and is not read.
+        """
+        with self.open(path, most=most) as file:
+            return file.read()
+
+    @contextlib.contextmanager
+    def open(self, path: Path, size: int | None = None, most: int | None = None) -> Iterator[BinaryIO]:
+        """Open a regular file for reading; a pipe or a device raises an OSError at once, and is never waited for.
+
+        Args:
+            path: The file.
+            size: Size that the file should have; one of another size raises a `WrongSize`.
             most: Largest size that it may have.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +78,7 @@ class Files:
             if size not in (None, found.st_size) or (most is not None and found.st_size > most):
                 raise WrongSize(found.st_size)
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read()
+                yield file
         finally:
             os.close(descriptor)
 

@@ -1,7 +1,6 @@
 """The content of a checkpoint version: a folder with a state and a manifest that verifies it.
 
-The manifest holds the size and sha256 of the state, computed in memory before it is written, and a sha256 of itself:
-`torch.load` does not detect a flipped bit.
+The manifest holds the size and sha256 of the state, computed from the memory that is written, and a sha256 of itself.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import platform
 import stat
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,9 @@ import torch
 
 from ..blame import warn
 from ..distributed.sharded import sha256_of
+from ..frozen import BASE
 from .files import Files, WrongSize
+from .state_file import load_and_hash
 
 __all__ = [
     "MANIFEST",
@@ -30,12 +30,10 @@ __all__ = [
     "check_json",
     "encode",
     "environment",
-    "file_entry",
     "read_manifest",
     "read_manifest_or_none",
     "read_state",
     "seal_manifest",
-    "serialize",
     "warn_if_environment_changed",
 ]
 
@@ -53,18 +51,6 @@ class Damaged(ValueError):
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
-
-
-def serialize(state: Mapping[str, Any]) -> memoryview:
-    """Encode a state in memory, because torch.save to a file turns a full disk, or Ctrl-C, into a RuntimeError."""
-    content = BytesIO()
-    torch.save(dict(state), content)
-    return content.getbuffer()
-
-
-def file_entry(content: bytes | memoryview) -> dict[str, Any]:
-    """The manifest entry of a file."""
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def seal_manifest(about: Mapping[str, Any], *, name: str, writer: str, files: Mapping[str, Any]) -> bytes:
@@ -151,7 +137,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         Damaged: if it is missing, or differs from what was written.
     """
     try:
-        content = files.read(path / MANIFEST, most=_MOST)
+        content = files.read(path / MANIFEST, _MOST)
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except WrongSize as error:
@@ -184,11 +170,23 @@ def _impossible(manifest: Mapping[str, Any]) -> list[str]:
     wrong += ["lineage"] if not all(isinstance(run, str) for run in manifest["lineage"]) else []
     wrong += ["hyperparameters"] if not isinstance(manifest.get("hyperparameters"), dict | None) else []
     wrong += [] if _is_value(manifest.get("value")) else ["value"]
+    base = manifest.get(BASE)
+    wrong += [BASE] if base is not None and not _is_base(base) else []
     described = all(
         type(entry) is dict and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
         for entry in manifest["files"].values()
     )
     return wrong + ([] if described and STATE in manifest["files"] else ["files"])
+
+
+def _is_base(base: Any) -> bool:
+    """Whether this tells about parameters that were left out."""
+    return (
+        isinstance(base, dict)
+        and isinstance(base.get("sha256"), str)
+        and isinstance(names := base.get("names"), list)
+        and all(isinstance(name, str) for name in names)
+    )
 
 
 def _is_value(value: Any) -> bool:
@@ -217,20 +215,19 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     """
     entry = manifest["files"][STATE]
     try:
-        content = files.read(path / STATE, entry["size"])
+        with files.open(path / STATE, entry["size"]) as file:
+            state, sha256 = load_and_hash(file)
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except WrongSize as error:
         raise Damaged(f"{STATE} has {error.size} bytes and not the {entry['size']} that were written") from None
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+    if sha256 != entry["sha256"]:
         raise Damaged(f"{STATE} is not what was written: its sha256 differs")
     for file, shard in manifest["files"].items():
         if file != STATE:
             _verify_shard(path, file, shard)
-    try:
-        state = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Damaged(f"{STATE} cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(state, Exception):
+        raise Damaged(f"{STATE} cannot be loaded: {type(state).__name__}: {state}") from state
     if manifest["kind"] == "state":
         position = state.get("engine") if isinstance(state, dict) else None
         if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():

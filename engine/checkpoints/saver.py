@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..distributed import Processes, ShardFiles, split_shards
+from ..frozen import BASE
 from .files import Files
 from .manifest import environment
 from .ownership import Ownership, find_owned_versions
@@ -104,7 +105,16 @@ class Saver:
             self.retention.look_up(manifests, run.position["iteration"])
         return self._ownership
 
-    def prepare(self, run: SavingRun, entry: Entry, state: Mapping[str, Any], *, counted: bool) -> Write:
+    def prepare(
+        self,
+        run: SavingRun,
+        entry: Entry,
+        state: Mapping[str, Any],
+        *,
+        counted: bool,
+        base: Mapping[str, Any] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> Write:
         """Prepare the write of a state, without starting it.
 
         Args:
@@ -112,6 +122,8 @@ class Saver:
             entry: Entry to write.
             state: Complete state, or the current weights.
             counted: Whether the entry is part of the retention's plan.
+            base: What tells about the parameters that the state leaves out; None if it is complete.
+            release: Called once the state is not read any more.
         """
         is_rank_zero = run.processes.is_rank_zero
         ownership = self.ownership(run) if is_rank_zero else Ownership(self.handler, run.id)
@@ -122,7 +134,7 @@ class Saver:
             "lineage": sorted(ownership.lineage),
             "value": entry.value if entry.value is None or math.isfinite(entry.value) else str(entry.value),
             "environment": environment(run.device, run.processes.world_size),
-        }
+        } | ({} if base is None else {BASE: base})
         if self.weights_only:  # shards are identified by their path in a complete state
             parts, shards = split_shards({"modules": state})
             state = parts["modules"]
@@ -144,6 +156,7 @@ class Saver:
             shard_files=self._shard_files,
             is_rank_zero=is_rank_zero,
             sync=self.sync,
+            release=release,
         )
 
     def start(self, write: Write, *, asynchronous: bool = False) -> None:
@@ -168,7 +181,7 @@ class Saver:
         """
         write = self.pending
         assert write is not None
-        write.join()
+        write.end()
         self.pending = None
         if processes.distributed and not rank_local:
             write.share(processes)

@@ -18,13 +18,13 @@ from .manifest import (
     MANIFEST,
     STATE,
     Damaged,
-    file_entry,
     read_manifest,
     read_manifest_or_none,
     read_state,
     seal_manifest,
 )
 from .names import hidden_name, match_hidden, visible_name
+from .state_file import SerializedState
 
 __all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "preempted", "prune", "set_aside"]
 
@@ -43,7 +43,7 @@ class Taken(Exception):
 def commit(
     folder: Path,
     name: str,
-    content: bytes | memoryview,
+    state: SerializedState,
     about: Mapping[str, Any],
     *,
     files: Files,
@@ -59,7 +59,7 @@ def commit(
     Args:
         folder: Folder of the versions.
         name: Name of the version.
-        content: Encoded state.
+        state: State to write.
         about: Entries of the manifest except the format, the name, the writer and the files.
         files: File-system operations.
         may_replace: Called if the name is taken; returns whether the existing version may be replaced.
@@ -76,7 +76,7 @@ def commit(
     placing = False
     _being_written.add(aside.name)
     try:
-        _write_files(aside, name, content, about, files=files, sync=sync, write_more=write_more)
+        _write_files(aside, name, state, about, files=files, sync=sync, write_more=write_more)
         if files.exists(target):
             if not may_replace(target):
                 raise Taken(name)
@@ -112,7 +112,7 @@ def commit(
 def _write_files(
     aside: Path,
     name: str,
-    content: bytes | memoryview,
+    state: SerializedState,
     about: Mapping[str, Any],
     *,
     files: Files,
@@ -120,9 +120,9 @@ def _write_files(
     write_more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None,
 ) -> None:
     """Write the files of a version under its hidden name, the manifest last."""
-    entries = {STATE: file_entry(content)}
     files.make_folder(aside)
-    files.write(aside / STATE, content)
+    files.write(aside / STATE, state)
+    entries = {STATE: state.entry}
     if sync:
         files.sync(aside / STATE)
     if write_more is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any
 from ..blame import warn
 from ..distributed import Processes, ShardFiles
 from .files import Files
-from .manifest import serialize
 from .names import numbered
 from .ownership import Ownership
 from .retention import Entry
+from .state_file import SerializedState
 from .store import Taken, commit, prune
 
 __all__ = ["Write"]
@@ -42,6 +42,7 @@ class Write:
         shard_files: Writer of the shards; None without shards.
         is_rank_zero: Whether this is rank 0.
         sync: Whether to wait until the data is on disk.
+        release: Called once the state is not read any more.
 
     Attributes:
         name: Name on disk once it is written; None if it could not be.
@@ -64,6 +65,7 @@ class Write:
     shard_files: ShardFiles | None
     is_rank_zero: bool
     sync: bool
+    release: Callable[[], None] | None = None
     name: str | None = None
     tried: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -90,6 +92,12 @@ class Write:
         """Wait for the thread, if any."""
         if self.thread is not None:
             self.thread.join()
+
+    def end(self) -> None:
+        """Wait for the thread, and release the state."""
+        self.join()
+        if self.release is not None:
+            self.release()
 
     def warn_about_leftovers(self) -> None:
         """Warn about superseded versions that could not be removed."""
@@ -150,7 +158,7 @@ class Write:
 
     def _commit(self) -> str:
         """Write the version under the first free name, or replace an earlier version of the same iteration."""
-        content = serialize(self.state)
+        state = SerializedState(self.state)
         for name in numbered(self.entry.base):
             path = self.folder / name
             if name in self.avoid or (self.files.exists(path) and not self._may_replace(path)):
@@ -160,7 +168,7 @@ class Write:
                 commit(
                     self.folder,
                     name,
-                    content,
+                    state,
                     self.about,
                     files=self.files,
                     may_replace=self._may_replace,

@@ -14,7 +14,7 @@ from signalfire.acts import Override
 from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.findings.evaluation_findings import watch_averages
-from signalfire.modules import named_like
+from signalfire.modules import bare_name, named_like
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -25,6 +25,7 @@ class AveragedWeights(Handler):
     Args:
         average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
         evaluate: Whether evaluations and exports use the averages; of several handlers one can.
+        trained_only: Whether to leave out frozen parameters.
         update: Name of the update whose steps count; the first by default. All modules of the engine are averaged.
 
     Attributes:
@@ -33,13 +34,21 @@ class AveragedWeights(Handler):
 
     trains = True
 
-    def __init__(self, *, average_buffers: bool, evaluate: bool, update: str | None, name: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        average_buffers: bool,
+        evaluate: bool,
+        update: str | None,
+        name: str | None,
+        trained_only: bool = False,
+    ) -> None:
         super().__init__(name=name)
         self.evaluate = check_bool(self, "evaluate", evaluate)
         self.swap_event = Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING if evaluate else None
         self.update = check_name(self, "update", update)
         self._versions: list[int] | None = None  # of the parameters as the last run ended
-        self._averages = Averages(average_buffers=average_buffers)
+        self._averages = Averages(average_buffers=average_buffers, trained_only=trained_only)
 
     @property
     def count(self) -> int:
@@ -119,7 +128,11 @@ _Place = tuple[str, Any, str]
 
 
 class Averages:
-    """Averages of all parameters and buffers of an engine's modules, by name.
+    """Averages of the parameters and buffers of an engine's modules, by name.
+
+    Args:
+        average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
+        trained_only: Whether to average a parameter only from when it requires a gradient.
 
     Attributes:
         values: The averages by name; empty before the first update.
@@ -128,8 +141,9 @@ class Averages:
         overruled: Whether weights were loaded since the last update, so that `in_place` does nothing.
     """
 
-    def __init__(self, *, average_buffers: bool) -> None:
+    def __init__(self, *, average_buffers: bool, trained_only: bool) -> None:
         self.average_buffers = average_buffers
+        self.trained_only = trained_only
         self.values: dict[str, Tensor] = {}
         self.count = 0
         self.swapped = False
@@ -141,6 +155,7 @@ class Averages:
         self._roots: list[nn.Module] = []
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
+        self._frozen: list[_Place] = []  # left out until they are trained
         self._direct = False  # no tensor is sharded or of half precision: no conversion, which halves the time
 
     def bind(self, engine: Engine, owner: str) -> None:
@@ -158,6 +173,7 @@ class Averages:
         reshard(self._roots)
         live: dict[str, Tensor] = {}
         seen: set[int] = set()
+        averaged_before = {bare_name(name) for name in self.values}
         for root, module in engine.modules.items():
             for path, part in module.named_modules(prefix=root):
                 for tensors, averaged in ((part._parameters, True), (part._buffers, self.average_buffers)):
@@ -165,10 +181,14 @@ class Averages:
                         if tensor is None or id(tensor) in seen:
                             continue
                         seen.add(id(tensor))
-                        live[f"{path}.{key}"] = tensor
+                        name = f"{path}.{key}"
+                        if self.trained_only and tensors is part._parameters and bare_name(name) not in averaged_before:
+                            self._frozen.append((name, tensors, key))  # for as long as it does not require a gradient
+                            continue
+                        live[name] = tensor
                         fractional = tensor.is_floating_point() or tensor.is_complex()
                         places = self._moving if averaged and fractional else self._copied
-                        places.append((f"{path}.{key}", tensors, key))
+                        places.append((name, tensors, key))
         if self.values:
             self.values = dict(named_like(live, self.values))
             different = sorted(
@@ -181,11 +201,13 @@ class Averages:
                     f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(different)}"
                 )
             self.values = {name: spread_like(self.values[name].to(t.device), t) for name, t in live.items()}
-        self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in live.values())
+        self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in (*live.values(), *_tensors(self._frozen)))
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
         """Interpolate the averages towards the tensors by ``weight``; the first update copies the tensors."""
+        if self._frozen:
+            self._begin_trained()
         moving, copied = _tensors(self._moving), _tensors(self._copied)
         if not self.values:
             self.values = {place[0]: _wide(t).clone() for place, t in zip(self._moving, moving, strict=True)}
@@ -199,6 +221,15 @@ class Averages:
                 torch._foreach_copy_(self._parts(self._copied), [local_part(t) for t in copied])
         self.count += 1
         self.overruled = False
+
+    def _begin_trained(self) -> None:
+        """Average the parameters that require a gradient now, beginning with what they are."""
+        trained = [place for place in self._frozen if place[1][place[2]].requires_grad]
+        if trained:
+            self._frozen = [place for place in self._frozen if not place[1][place[2]].requires_grad]
+            self._moving += trained
+            if self.values:
+                self.values |= {p[0]: _wide(t).clone() for p, t in zip(trained, _tensors(trained), strict=True)}
 
     def _parts(self, places: list[_Place]) -> list[Tensor]:
         values = self.values
@@ -261,7 +292,7 @@ class Averages:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not bound to the modules."""
-        return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "swapped": False}
+        return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "_frozen": [], "swapped": False}
 
 
 def _versions_of(engine: Engine) -> list[int]:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Interval, checkpoints
+from signalfire.frozen import FrozenBase
 from signalfire.monitor import Monitor
 
-__all__ = ["report_folder", "report_hyperparameters", "report_nothing_saved"]
+__all__ = ["report_base", "report_folder", "report_hyperparameters", "report_nothing_saved"]
+
+
+def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
+    """Say how much of the modules a checkpoint leaves out; report one that leaves out nothing."""
+    every = sum(p.nbytes for root in engine.modules.values() for p in root.parameters())
+    if base.count == 0:
+        engine.findings.report(
+            "W30",
+            f"{name!r}: trained_only=True leaves out nothing, because no parameter is frozen as the run starts",
+            "freeze the base before run(), with requires_grad_(False) or Freezing, or remove trained_only=True",
+            name,
+        )
+    elif engine.processes.is_rank_zero:
+        print(
+            f"{name}: leaves out {base.count} frozen parameters, {base.size / 1e6:.1f} of {every / 1e6:.1f} MB; a checkpoint "
+            "loads into a model with the same ones",
+            file=sys.stderr,
+        )
 
 
 def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Files) -> None:

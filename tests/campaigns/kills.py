@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from signalfire import Engine, Events, Phase, seed_everything
-from signalfire.checkpoints import Files
+from signalfire.checkpoints import Content, Files
 from signalfire.handlers import (
     Checkpoint,
     History,
@@ -177,7 +177,7 @@ class Watched(Files):
             self.shared.place = "make the hidden folder"
         super().make_folder(path)
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self.shared.place = f"write {path.name}"
         super().write(path, content)
 

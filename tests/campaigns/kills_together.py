@@ -64,7 +64,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
 from signalfire import Engine, Events, Phase, seed_everything
-from signalfire.checkpoints import Files
+from signalfire.checkpoints import Content, Files
 from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
@@ -207,7 +207,7 @@ class Watched(Files):
         with self.at("make a folder"):
             super().make_folder(path)
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         with self.at(f"write {path.name}"):
             super().write(path, content)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
-from signalfire.checkpoints import Files
+from signalfire.checkpoints import Content, Files
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -35,7 +35,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import batches, build, evaluator_of, mlp, quick, spread
+from tests.kit import batches, build, content_of, evaluator_of, mlp, quick, spread
 
 
 def network() -> nn.Sequential:
@@ -429,8 +429,8 @@ def test_the_old_file_is_there_until_the_new_one_is(tmp_path: Path) -> None:
 class Full(Files):
     """A disk that has no room for the content of a file."""
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
-        super().write(path, content[: len(content) // 2])
+    def write(self, path: Path, content: Content) -> None:
+        super().write(path, content_of(content)[: len(content_of(content)) // 2])
         raise OSError(28, "No space left on device")
 
 
@@ -739,7 +739,7 @@ class Gated(Files):
         self.log: list[str] = []
         self.error: OSError | None = None
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self.reached.set()
         assert self.gate.wait(30)
         if self.error is not None:
@@ -832,7 +832,7 @@ def test_a_second_write_waits_at_any_event(tmp_path: Path) -> None:
 
 
 class Slow(Files):
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         time.sleep(0.02)
         super().write(path, content)
 
@@ -1101,7 +1101,7 @@ class DyingFiles(Files):
         self.count()
         super().make_folder(path)
 
-    def write(self, path: Path, content: Any) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self.count()
         super().write(path, content)
 
@@ -1177,7 +1177,7 @@ class Dying(Files):
         if Dying.left < 0:
             raise _Died
 
-    def write(self, path: Path, content: bytes | memoryview[int]) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self._count()
         super().write(path, content)
 

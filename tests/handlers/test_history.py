@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,48 @@ def test_a_saved_run_has_the_whole_history(tmp_path: Path) -> None:
         other.load_state_dict(Checkpoint.load(path))
         other.run(BATCHES, max_epochs=4)
         assert continued.records == history.records, path.name
+
+
+def measured(keep: int | None, iterations: int, folder: Path | None = None) -> Engine:
+    """A run with a value in each iteration."""
+    engine = engine_of(History(keep=keep), *([] if folder is None else [Checkpoint(folder, every="7it", keep=99)]))
+    engine.connect(
+        Events.ITERATION_COMPLETED, lambda engine: engine.state.metrics.update(score=float(engine.state.iteration))
+    )
+    if folder is None or not folder.exists():
+        engine.run(BATCHES, max_iters=iterations)
+    return engine
+
+
+def test_the_older_half_is_thinned_out_and_the_newest_is_complete() -> None:
+    whole, limited = (measured(keep, 100).find(History) for keep in (None, 16))
+    assert whole["score"] == list(map(float, range(1, 101)))
+    assert whole.dropped == {}
+    values = limited["score"]
+    assert 8 < len(values) <= 16
+    assert values[0] == 1.0
+    assert values[-8:] == list(map(float, range(93, 101)))
+    gaps = [after - before for before, after in itertools.pairwise(values)]
+    assert gaps == sorted(gaps, reverse=True), "the older, the fewer are left"
+    assert limited.dropped == {"score": 100 - len(values)}
+    assert all(record in whole.records["score"] for record in limited.records["score"])
+
+
+def test_a_resumed_run_thins_out_at_the_same_places(tmp_path: Path) -> None:
+    whole = measured(8, 42, tmp_path / "runs").find(History)
+    for path in sorted((tmp_path / "runs").iterdir()):
+        engine = measured(8, 42, tmp_path / "runs")
+        engine.load_state_dict(Checkpoint.load(path))
+        if path.name.endswith("42"):
+            continue
+        engine.run(BATCHES, max_iters=42)
+        assert engine.find(History).state_dict() == whole.state_dict()
+
+
+def test_the_state_of_a_long_run_is_small() -> None:
+    history = measured(1000, 20_000).find(History)
+    assert len(pickle.dumps(history.state_dict())) < 30_000
+    assert len(history["score"]) + history.dropped["score"] == 20_000
 
 
 def test_reset_forgets() -> None:

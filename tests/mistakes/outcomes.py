@@ -318,6 +318,14 @@ def another_handler_of_the_signal(right: bool, folder: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@mistake("W30")
+def a_checkpoint_of_what_is_trained_where_everything_is(right: bool, folder: Path) -> None:
+    model = mlp(5, 8, 1)
+    if right:
+        model[0].requires_grad_(False)
+    build(model, Checkpoint(folder, trained_only=True)).run(batches(), max_epochs=1)
+
+
 @mistake("W37")
 def a_run_that_ends_before_its_first_checkpoint(right: bool, folder: Path) -> None:
     every = "1it" if right else "1000min"

@@ -347,8 +347,8 @@ def of_checkpoints(megabytes: float) -> Lines:
         return measure
 
     return {
-        "Checkpoint": blocked(checkpoint.handler(model, folder / "synchronous", asynchronous=False)),
-        "Checkpoint(asynchronous=True)": blocked(checkpoint.handler(model, folder / "thread", asynchronous=True)),
+        "Checkpoint": blocked(checkpoint.Run(model, folder / "synchronous", asynchronous=False).save),
+        "Checkpoint(asynchronous=True)": blocked(checkpoint.Run(model, folder / "thread", asynchronous=True).save),
         "plain PyTorch: torch.save": blocked(checkpoint.plain(model, folder / "plain.pt", sync=False)),
         "plain PyTorch: torch.save and fsync": blocked(checkpoint.plain(model, folder / "synced.pt", sync=True)),
     }

@@ -21,16 +21,16 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
-from signalfire.checkpoints import Files, clean, find, read_manifest
+from signalfire.checkpoints import Content, Files, clean, find, read_manifest
 from signalfire.handlers import Checkpoint
-from tests.kit import spread
+from tests.kit import content_of, spread
 
 PAGE = 4096  # what a disk writes at once: of a file that was not synced, any of them may be missing
 BOUND = 1024  # up to so many combinations of what survives are all tried; beyond, each alone, all and none
@@ -227,10 +227,10 @@ class Recorded(Files):
             super().make_folder(path)
             self.log.append(("make", path, None))
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         with self.lock:
             super().write(path, content)
-            self.log += [("make", path, b""), ("write", path, bytes(content))]
+            self.log += [("make", path, b""), ("write", path, path.read_bytes())]
 
     def sync(self, path: Path) -> None:
         with self.lock:
@@ -376,11 +376,11 @@ def remembered() -> Iterator[None]:
     """Let torch load the same bytes once: most states differ in what no load looks at, and this takes most of the time."""
     load, loaded = torch.load, dict[bytes, Any]()
 
-    def load_once(file: BytesIO, **options: Any) -> Any:
+    def load_once(file: BinaryIO, **options: Any) -> Any:
         assert options == {"map_location": "cpu", "weights_only": True}
-        content = file.getvalue()
+        content = file.read()
         if content not in loaded:
-            loaded[content] = load(file, **options)
+            loaded[content] = load(BytesIO(content), **options)
         return loaded[content]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -719,9 +719,9 @@ class ManifestFirst(Recorded):
         super().__init__()
         self.held = b""
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         if path.name == "state.pt":
-            self.held = bytes(content)
+            self.held = content_of(content)
         else:
             super().write(path, content)
 
@@ -768,13 +768,13 @@ class InPlace(Recorded):
         if not place.exists():
             super().make_folder(place)
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         place = self.place(path)
         with self.lock:
             if not place.exists():
                 self.log.append(("make", place, b""))
-            place.write_bytes(content)
-            self.log.append(("write", place, bytes(content)))
+            place.write_bytes(content_of(content))
+            self.log.append(("write", place, place.read_bytes()))
 
     def sync(self, path: Path) -> None:
         super().sync(self.place(path))
@@ -843,12 +843,15 @@ def test_the_model_finds_what_a_careless_writer_loses(careless: str, root: Path)
 @pytest.mark.slow
 def test_without_the_checksum_what_is_wrong_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Constant:
+        def update(self, data: bytes) -> None:
+            """Of whatever it is."""
+
         def hexdigest(self) -> str:
             return "0" * 64
 
-    monkeypatch.setattr(
-        "signalfire.checkpoints.manifest.hashlib", SimpleNamespace(sha256=lambda content=b"": Constant())
-    )
+    for module in ("manifest", "state_file"):
+        constant = SimpleNamespace(sha256=lambda content=b"": Constant())
+        monkeypatch.setattr(f"signalfire.checkpoints.{module}.hashlib", constant)
     found = left_by(root, CARELESS["no sync of state.pt"])
     assert len(found.wrong) > 0, str(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -49,10 +50,14 @@ def test_a_folder_that_another_process_makes_meanwhile_is_as_good(tmp_path: Path
 
 
 def test_a_file_is_never_written_over_another(tmp_path: Path) -> None:
-    Files().write(tmp_path / "file", memoryview(b"first"))
+    def first(file: BinaryIO) -> None:
+        file.write(b"fi")
+        file.write(b"rst")
+
+    Files().write(tmp_path / "file", first)
     with pytest.raises(FileExistsError):
         Files().write(tmp_path / "file", b"second")
-    assert Files().read(tmp_path / "file") == b"first"
+    assert Files().read(tmp_path / "file", 100) == b"first"
 
 
 def test_a_version_is_never_renamed_over_another(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from signalfire import Engine
 from signalfire.checkpoints import Damaged, Files, check_json, encode, read_manifest, warn_if_environment_changed
-from signalfire.checkpoints.manifest import environment, file_entry, read_manifest_or_none, read_state, serialize
+from signalfire.checkpoints.manifest import environment, read_manifest_or_none, read_state
+from signalfire.checkpoints.state_file import SerializedState
 from signalfire.handlers import Checkpoint
-from tests.kit import batches, build, linear
+from tests.kit import batches, build, content_of, linear
 
 FILES = Files()
 CPU = torch.device("cpu")
@@ -136,12 +137,16 @@ def test_a_manifest_of_another_position_than_the_state_is_damaged(key: str, path
 
 
 def test_what_torch_cannot_load_is_damaged_and_the_error_of_torch_is_told(path: Path) -> None:
-    content = serialize({"engine": object()})  # not without running code
-    (path / "state.pt").write_bytes(content)
-    manifest = change(path, files={"state.pt": file_entry(content)})
+    state = SerializedState({"engine": object()})  # not without running code
+    (path / "state.pt").write_bytes(content_of(state))
+    manifest = change(path, files={"state.pt": state.entry})
     with pytest.raises(Damaged, match=r"state\.pt cannot be loaded: UnpicklingError: ") as caught:
         read_state(path, manifest, FILES)
     assert caught.value.__cause__ is not None
+
+
+def entry_of(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +162,8 @@ def test_each_further_file_is_verified_and_none_outside_of_the_folder(name: str,
     for folder in (path, path.parent):
         (folder / "shard").write_bytes(b"12345")
     files = read_manifest(path, FILES)["files"]
-    read_state(path, change(path, files={**files, "shard": file_entry(b"12345")}), FILES)
-    manifest = change(path, files={**files, name: file_entry(b"1234")})
+    read_state(path, change(path, files={**files, "shard": entry_of(b"12345")}), FILES)
+    manifest = change(path, files={**files, name: entry_of(b"1234")})
     with pytest.raises(Damaged, match=wrong):
         read_state(path, manifest, FILES)
 

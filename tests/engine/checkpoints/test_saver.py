@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from signalfire import Engine, Events
-from signalfire.checkpoints import Entry, Files, Retention, Saver, SavingRun, read_manifest
+from signalfire.checkpoints import Content, Entry, Files, Retention, Saver, SavingRun, read_manifest
 from signalfire.checkpoints.writer import Write
 from signalfire.distributed import SINGLE_PROCESS, process_group
 from signalfire.handlers import Checkpoint
-from tests.kit import batches, build, linear
+from tests.kit import batches, build, content_of, linear
 from tests.processes import run_together
 
 DATA = batches(2, 2)
@@ -51,11 +51,11 @@ class Failing(Files):
         self._count("make_folder", path)
         super().make_folder(path)
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         try:
             self._count("write", path)
         except BaseException:
-            super().write(path, content[: len(content) // 2])  # as a full disk does
+            super().write(path, content_of(content)[: len(content_of(content)) // 2])  # as a full disk does
             raise
         super().write(path, content)
 

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from signalfire import Engine, Events, Phase, allow
-from signalfire.checkpoints import Files, Taken, clean, commit, encode, read_manifest
+from signalfire.checkpoints import Content, Files, Taken, clean, commit, encode, read_manifest
+from signalfire.checkpoints.state_file import SerializedState
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
 from tests.kit import build, linear, quick, spread
@@ -309,9 +310,9 @@ class Recorded(Files):
         super().make_folder(path)
         self.log.append(("make_folder", path))
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         super().write(path, content)
-        self.log.append(("write", path, bytes(content)))
+        self.log.append(("write", path, path.read_bytes()))
 
     def sync(self, path: Path) -> None:
         super().sync(path)
@@ -463,7 +464,7 @@ class Dying(Files):
         self._live()
         super().make_folder(path)
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self._live()
         super().write(path, content)
 
@@ -655,7 +656,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
             super().rename(old, new)
 
     with pytest.raises(Taken):
-        commit(folder, "a", b"mine", {}, files=Slow(), may_replace=lambda path: False)
+        commit(folder, "a", SerializedState({}), {}, files=Slow(), may_replace=lambda path: False)
     assert visible(folder) == ["a"]
     assert hidden(folder) == []
     assert (folder / "a" / "state.pt").read_text() == "of another"
@@ -866,10 +867,10 @@ def test_a_name_that_goes_away_while_one_looks_is_no_error(folder: Path) -> None
                 self.remove_it("listed")
             return names
 
-        def read(self, path: Path, *arguments: Any, **options: Any) -> bytes:
+        def open(self, path: Path, *arguments: Any, **options: Any) -> Any:
             if path.name == "state.pt":
                 self.remove_it("manifest read")
-            return super().read(path, *arguments, **options)
+            return super().open(path, *arguments, **options)
 
     for when in ("listed", "manifest read"):
         trained(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from signalfire import Events
-from signalfire.checkpoints import Entry, Files, Ownership, read_manifest
+from signalfire.checkpoints import Content, Entry, Files, Ownership, read_manifest
 from signalfire.checkpoints.writer import Write
 from signalfire.distributed import SINGLE_PROCESS
 from signalfire.handlers import Checkpoint
@@ -59,7 +59,7 @@ class Hooked(Files):
     def __init__(self, before: Callable[[], object]) -> None:
         self.before = before
 
-    def write(self, path: Path, content: bytes | memoryview) -> None:
+    def write(self, path: Path, content: Content) -> None:
         self.before()
         super().write(path, content)
 

@@ -1,0 +1,50 @@
+"""Loads a version for a resume: its state, with what tells where it came from, and the hyperparameters stored with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..distributed import SHARDS
+from ..frozen import BASE
+from .files import Files
+from .store import open_version
+
+__all__ = ["load", "load_hyperparameters"]
+
+
+def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: Files) -> dict[str, Any]:
+    """Read and verify a version; see `Checkpoint.load`.
+
+    Args:
+        path: A version, its state file, or a folder of versions.
+        name: Name of the handler whose versions are considered, in a folder shared by multiple handlers.
+        where: Caller, for messages.
+        files: File-system operations.
+    """
+    found, manifest, state, damaged = open_version(path, name=name, where=where, files=files)
+    further: dict[str, Any] = {SHARDS: os.path.abspath(found)} if len(manifest["files"]) > 1 else {}
+    if manifest.get(BASE) is not None:
+        further[BASE] = manifest[BASE]
+    if manifest["kind"] != "state":
+        return {"format": 1, "modules": state} | further if further else state
+    origin = {
+        "path": os.path.abspath(found),
+        "damaged": [os.path.abspath(one) for one in damaged],
+        "manifest": manifest,
+    }
+    return state | further | {"origin": origin}
+
+
+def load_hyperparameters(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any], *, where: str, files: Files
+) -> dict[str, Any]:
+    """Read the hyperparameters of a version, with overrides; see `Checkpoint.hyperparameters`."""
+    found, manifest, _, _ = open_version(path, name=None, where=where, files=files)
+    stored: dict[str, Any] | None = manifest["hyperparameters"]
+    if stored is None:
+        raise ValueError(f"{where}: {found.name!r} was written without hyperparameters=")
+    if unknown := [name for name in overrides if name not in stored]:
+        raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
+    return {**stored, **overrides}

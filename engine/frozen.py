@@ -1,0 +1,131 @@
+"""The frozen base of a model: parameters that no checkpoint has to hold, because each run has them from its beginning.
+
+A checkpoint of what is trained, such as the adapters of LoRA, is of use only together with the same base: it has the names and
+a sha256 of the parameters that it leaves out.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .distributed.sharded import whole_tensor
+from .modules import bare_name
+
+__all__ = ["BASE", "FrozenBase", "fill_in", "leave_out", "without"]
+
+BASE = "base"
+"""Key of what was left out, in a loaded state: "names" and "sha256"."""
+
+
+class FrozenBase:
+    """The parameters of a run that are frozen from its beginning and still have their values.
+
+    Attributes:
+        size: Bytes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._digests: dict[str, str] = {}
+        self._versions: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of the parameters."""
+        return len(self._digests)
+
+    def record(self, modules: Mapping[str, nn.Module]) -> None:
+        """Note the parameters that are frozen now. Collective if any is sharded."""
+        frozen = {name: p for name, p in _parameters(modules) if not p.requires_grad}
+        self._digests = {name: _digest(p) for name, p in frozen.items()}
+        self._note_versions(frozen)
+
+    def recheck(self, modules: Mapping[str, nn.Module]) -> None:
+        """Forget the parameters to which a loaded state has given other values. Collective if any is sharded."""
+        kept = {n: p for n, p in _parameters(modules) if n in self._digests and _digest(p) == self._digests[n]}
+        self._digests = {name: self._digests[name] for name in kept}
+        self._note_versions(kept)
+
+    def names(self, modules: Mapping[str, nn.Module]) -> frozenset[str]:
+        """The names to leave out, such as "model.0.weight". What was changed once is never left out again."""
+        same = {n: p for n, p in _parameters(modules) if n in self._versions and p._version == self._versions[n]}
+        self._digests = {name: self._digests[name] for name in same}
+        self._note_versions(same)
+        return frozenset(name for name, p in same.items() if not p.requires_grad)
+
+    def entry(self, names: Collection[str]) -> dict[str, Any]:
+        """What a checkpoint tells about the parameters that it leaves out."""
+        return {"names": sorted(map(bare_name, names)), "sha256": _together({n: self._digests[n] for n in names})}
+
+    def _note_versions(self, parameters: Mapping[str, Tensor]) -> None:
+        self._versions = {name: p._version for name, p in parameters.items()}
+        self.size = sum(p.nbytes for p in parameters.values())
+
+
+def without(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """A complete state without the parameters of these names."""
+    return {**state, "modules": leave_out(state["modules"], names)} if names else state
+
+
+def leave_out(states: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The states of modules without the tensors of these names."""
+    left = dict(states)
+    for root, state in states.items():
+        if any(name.startswith(f"{root}.") for name in names):
+            left[root] = copy.copy(state)  # keeps the metadata
+            for key in [key for key in state if f"{root}.{key}" in names]:
+                del left[root][key]
+    return left
+
+
+def fill_in(modules: Mapping[str, nn.Module], saved: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A loaded state with the parameters of these modules in place of those that it leaves out. Collective if any is sharded.
+
+    Raises:
+        ValueError: if they are not those that the state was trained with.
+    """
+    if BASE not in saved:
+        return saved
+    left_out, sha256 = set(saved[BASE]["names"]), saved[BASE]["sha256"]
+    own = {name: p for name, p in _parameters(modules) if bare_name(name) in left_out}
+    if missing := left_out - {bare_name(name) for name in own}:
+        raise ValueError(
+            f"{where}: the state leaves out frozen parameters which this model does not have, such as {min(missing)!r}"
+        )
+    if _together({name: _digest(p) for name, p in own.items()}) != sha256:
+        raise ValueError(
+            f"{where}: the state leaves out {len(left_out)} frozen parameters, and those of this model are not the ones that it "
+            "was trained with (their sha256 differs): build the model from the same base, such as the same pretrained weights"
+        )
+    filled = dict(saved["modules"])
+    for name, parameter in own.items():
+        root, _, key = name.partition(".")
+        if filled[root] is saved["modules"][root]:
+            filled[root] = copy.copy(filled[root])
+        filled[root][key] = parameter.detach()
+    return {**saved, "modules": filled}
+
+
+def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for root, module in modules.items():
+        yield from module.named_parameters(prefix=root, remove_duplicate=False)
+
+
+def _digest(tensor: Tensor) -> str:
+    """The sha256 of the values, the shape and the dtype of a tensor."""
+    whole = whole_tensor(tensor.detach()).cpu().contiguous()
+    found = hashlib.sha256(f"{whole.dtype} {list(whole.shape)}".encode())
+    found.update(whole.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _together(digests: Mapping[str, str]) -> str:
+    """One sha256 of several tensors, by name."""
+    lines = sorted(f"{bare_name(name)} {digest}\n" for name, digest in digests.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

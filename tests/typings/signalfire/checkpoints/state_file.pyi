@@ -1,0 +1,1 @@
+from engine.checkpoints.state_file import *
