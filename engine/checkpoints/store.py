@@ -122,9 +122,9 @@ def _write_files(
     """Write the files of a version under its hidden name, the manifest last."""
     files.make_folder(aside)
     files.write(aside / STATE, state)
-    entries = {STATE: state.entry}
     if sync:
         files.sync(aside / STATE)
+    entries = {STATE: state.entry}
     if write_more is not None:
         entries |= {file: dict(entry) for file, entry in write_more(aside).items()}
     files.write(aside / MANIFEST, seal_manifest(about, name=name, writer=identity(), files=entries))

@@ -158,7 +158,7 @@ class Write:
 
     def _commit(self) -> str:
         """Write the version under the first free name, or replace an earlier version of the same iteration."""
-        state = SerializedState(self.state)
+        state = SerializedState(self.state, in_thread=self.thread is None)
         for name in numbered(self.entry.base):
             path = self.folder / name
             if name in self.avoid or (self.files.exists(path) and not self._may_replace(path)):
