@@ -145,11 +145,11 @@ class History(Handler):
         figure.savefig(path, dpi=120)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state = {
             "records": {name: [list(record) for record in records] for name, records in sorted(self.records.items())},
             "seen": dict(sorted(self._new.seen.items())),
-            "dropped": dict(sorted(self.dropped.items())),
         }
+        return state | ({"dropped": dict(sorted(self.dropped.items()))} if self.dropped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
