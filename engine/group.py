@@ -94,6 +94,8 @@ class Group(Part):
                     "if they were, one rank has ended, or an error of the run before has cut the connections: start the script "
                     "again"
                 )
+                for rank in self.processes.ended():
+                    error.add_note(f"{rank} has ended")
             raise
         self.asked = self.sync_skips = self.has_sent = False
         self._awaited = math.inf

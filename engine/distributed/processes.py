@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..batches import map_leaves, tensors_in
-from .rendezvous import bounded, join, launched, launched_in_part
+from .rendezvous import bounded, ended_peers, join, launched, launched_in_part, peers
 from .watch import Watch
 
 __all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "expected_processes", "lost_another", "process_group"]
@@ -23,7 +23,7 @@ __all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "expected_processes", 
 class Processes:
     """A single process with the interface of a process group; `ProcessGroup` is that of a distributed run.
 
-    Every method except `print` is collective: all ranks call it, in the same order.
+    Every method except `print` and `ended` is collective: all ranks call it, in the same order.
 
     Attributes:
         rank: Rank of this process.
@@ -97,6 +97,10 @@ class Processes:
             The watch; None for a single process.
         """
         return None
+
+    def ended(self) -> list[str]:
+        """The ranks of this machine that have ended since they joined, such as "rank 1 (pid 4711)". Not collective."""
+        return []
 
     def print(self, *values: object, all: bool = False, **options: Any) -> None:
         """Print on rank 0 only, or on every rank, prefixed with the rank.
@@ -187,13 +191,16 @@ class ProcessGroup(Processes):
     def barrier(self) -> None:
         dist.barrier(group=self.group)
 
+    def ended(self) -> list[str]:
+        return ended_peers()
+
     def gather_samples(self, value: Any) -> Any:
         if not tensors_in(value):
             return value
         return map_leaves(self._concatenate, value)
 
     def watch(self, where: Callable[[], str]) -> Watch | None:
-        watch = Watch(self.store, self.rank, self.world_size, timeout=self.timeout, where=where)
+        watch = Watch(self.store, self.rank, self.world_size, timeout=self.timeout, where=where, peers=peers())
         watch.start()
         return watch
 

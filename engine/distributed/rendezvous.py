@@ -21,14 +21,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["agree", "bounded", "join", "launched", "launched_in_part", "note_failure"]
+from .liveness import identity, is_alive
+
+__all__ = ["agree", "bounded", "ended_peers", "join", "launched", "launched_in_part", "note_failure", "peers"]
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PR_SET_PDEATHSIG = 1
 GRACE = 5.0  # seconds in which gloo may report the timeout itself
 LEAVING = 5.0  # seconds that a finished process waits for the others
 
+NOTICING = 0.1  # seconds between two looks for ranks that have ended
+TOGETHER = 100  # clock ticks within which a launcher begins all processes of one start
+
 _failed = False
+_peers: list[str] = []
 
 
 def launched() -> bool:
@@ -67,6 +73,7 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
 
     Raises:
         RuntimeError: if the process was not launched by torchrun, there are too few GPUs, or the store cannot be reached.
+        RuntimeError: also if a rank of this machine ends before all have joined, naming it.
         TimeoutError: naming the ranks that did not join.
     """
     if dist.is_initialized():
@@ -89,7 +96,7 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = agree(_connect(rank, timeout), rank, size, timeout=max(0.0, deadline - time.monotonic()))
+        store, _peers[:] = _agree(_connect(rank, timeout), rank, size, timeout=max(0.0, deadline - time.monotonic()))
     except dist.DistError as error:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         raise RuntimeError(
@@ -100,50 +107,139 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     return store
 
 
+def peers() -> list[str]:
+    """The processes that have joined the group, by rank, as `identity` describes them; empty if `join` was not needed."""
+    return list(_peers)
+
+
+def ended_peers() -> list[str]:
+    """The ranks of this machine that have joined the group and have ended since, such as "rank 1 (pid 4711)"."""
+    return [_named(rank, peer) for rank, peer in enumerate(_peers) if is_alive(peer) is False]
+
+
 @contextlib.contextmanager
 def bounded(timeout: float, who: str) -> Iterator[None]:
-    """Exit the process if it has not joined the group within the timeout and a few seconds.
+    """Exit the process if it has not joined the group a few seconds after the timeout, or after another rank has ended.
 
     If another rank dies while connections are made, gloo may wait forever and cannot be interrupted.
     """
+    joined = threading.Event()
 
-    def exit_process() -> None:
-        print(
-            f"join(): {who} was not connected to the other ranks within {timeout:g} s: one of them has ended or cannot be "
-            "reached; this process exits",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
+    def wait() -> None:
+        deadline = time.monotonic() + timeout + GRACE
+        cause = f"within {timeout:g} s: one of them has ended or cannot be reached"
+        while not joined.wait(min(NOTICING, max(0.0, deadline - time.monotonic()))):
+            ended = ended_peers()
+            if ended and not cause.startswith("because"):
+                cause = f"because {', '.join(ended)} has ended"
+                deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline:
+                print(
+                    f"join(): {who} was not connected to the other ranks {cause}; this process exits",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
 
-    timer = threading.Timer(timeout + GRACE, exit_process)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=wait, name="signalfire join", daemon=True).start()
     try:
         yield
+    except Exception as error:
+        if ended := ended_peers():
+            error.add_note(f"{', '.join(ended)} has ended")
+        raise
     finally:
-        timer.cancel()
+        joined.set()
 
 
 def agree(base: Store, rank: int, size: int, *, timeout: float) -> PrefixStore:
     """Agree with the running ranks on a fresh prefix in a store, regardless of keys that dead processes left in ``base``.
 
-    Each rank posts a random word. Rank 0 publishes an offer: a new random prefix and the words it found; when a word changes, it
-    publishes another. A rank acknowledges an offer that contains its own word, under the offer's prefix. Once all words are
-    acknowledged, rank 0 confirms this under the prefix, and all ranks use it. The word of a dead process is never acknowledged,
-    and the offer of a dead rank 0 never contains the word of a running process.
+    Each rank posts a word: a random one, with its process. Rank 0 publishes an offer: a new random prefix and the words it found;
+    when a word changes, it publishes another. A rank acknowledges an offer that contains its own word, under the offer's prefix.
+    Once all words are acknowledged, rank 0 confirms this under the prefix, and all ranks use it. The word of a dead process is
+    never acknowledged, and the offer of a dead rank 0 never contains the word of a running process.
+
+    Raises:
+        RuntimeError: if a process of this machine ends meanwhile, naming its rank.
+        TimeoutError: naming the ranks that did not come.
     """
+    return _agree(base, rank, size, timeout=timeout)[0]
+
+
+def _agree(base: Store, rank: int, size: int, *, timeout: float) -> tuple[PrefixStore, list[str]]:
+    """The store, and the processes by rank."""
     here = PrefixStore("signalfire/join", base)
-    prefix = _lead(here, size, timeout) if rank == 0 else _follow(here, rank, size, timeout)
-    return PrefixStore(f"signalfire/{prefix}", base)
+    prefix, words = _lead(here, size, timeout) if rank == 0 else _follow(here, rank, size, timeout)
+    return PrefixStore(f"signalfire/{prefix}", base), [_process(word or "") for word in words]
 
 
-def _lead(store: Store, size: int, timeout: float) -> str:
-    own = uuid.uuid4().hex
+class _Lookout:
+    """Tells ranks that have ended in this start from the words of dead processes that earlier starts have left."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, str] = {}  # the words that were there at first
+        self._alive: set[str] = set()
+
+    def living(self, words: dict[int, str | None], *, offered: bool = False) -> dict[int, str | None]:
+        """The words of running processes, with None for those that earlier starts have left.
+
+        Args:
+            words: Words by rank.
+            offered: Whether they are those of an offer of this start, which has no others.
+
+        Raises:
+            RuntimeError: if processes of this start have ended.
+        """
+        dead = {rank: word for rank, word in words.items() if word and is_alive(_process(word)) is False}
+        for rank, word in words.items():
+            self._found.setdefault(rank, word or "")
+            if word and rank not in dead:
+                self._alive.add(word)
+        if ended := [
+            _named(rank, _process(word))
+            for rank, word in dead.items()
+            if offered or word != self._found[rank] or word in self._alive or _of_this_start(word)
+        ]:
+            raise RuntimeError(f"join(): {', '.join(ended)} ended before all ranks had joined")
+        return {rank: None if rank in dead else word for rank, word in words.items()}
+
+
+def _word() -> str:
+    return f"{uuid.uuid4().hex} {identity()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+
+
+def _process(word: str) -> str:
+    """The `identity` in a word."""
+    return word.split(" ")[1] if word.count(" ") == 2 else ""
+
+
+def _named(rank: int, process: str) -> str:
+    return f"rank {rank} (pid {process.split('~')[1]})"
+
+
+def _of_this_start(word: str) -> bool:
+    """Whether torchrun began a process in the same start as this one."""
+    own = _word()
+    began = [one.rpartition("~")[2].split(" ") for one in (word, own)]
+    ticks = [one[0] for one in began]
+    if began[0][1] != began[1][1] or not began[1][1] or not all(one.isdigit() for one in ticks):
+        return False
+    return int(ticks[0]) > int(ticks[1]) - TOGETHER
+
+
+def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None]]:
+    own, lookout = _word(), _Lookout()
     prefix, again = "", 0.0
     offered: list[str | None] = []
+    store.set("word/0", own)
     for now in _until(timeout):
-        words = [own, *_read(store, [f"word/{rank}" for rank in range(1, size)])]
+        read = _read(store, [f"word/{rank}" for rank in range(1, size)])
+        try:
+            words = [own, *lookout.living(dict(enumerate(read, start=1))).values()]
+        except RuntimeError as error:
+            store.set("offer", json.dumps({"failed": str(error), "words": [own, *read]}))
+            raise
         if words != offered and (
             None not in words or now >= again
         ):  # an incomplete offer only shows which ranks are missing
@@ -153,26 +249,30 @@ def _lead(store: Store, size: int, timeout: float) -> str:
         complete = words == offered and None not in words
         if complete and _read(store, [f"{prefix}/ack/{rank}" for rank in range(size)]) == words:
             store.set(f"{prefix}/agreed", own)
-            return prefix
+            return prefix, words
     raise _missing_ranks(store, prefix, offered, size, timeout)
 
 
-def _follow(store: Store, rank: int, size: int, timeout: float) -> str:
-    own = uuid.uuid4().hex
+def _follow(store: Store, rank: int, size: int, timeout: float) -> tuple[str, list[str | None]]:
+    own, lookout = _word(), _Lookout()
     prefix: str = ""
     words: list[str | None] = []
     for _ in _until(timeout):
-        found, offer = _read(store, [f"word/{rank}", "offer"])
+        found, leader, offer = _read(store, [f"word/{rank}", "word/0", "offer"])
         if found != own:
             # The first time, or after a process that was still running has replaced it.
             store.set(f"word/{rank}", own)
         fresh = json.loads(offer) if offer is not None else {"words": []}
-        if len(fresh["words"]) == size and fresh["words"][rank] == own:
+        answers = len(fresh["words"]) == size and fresh["words"][rank] == own
+        if answers and "failed" in fresh:
+            raise RuntimeError(fresh["failed"])
+        if answers:
             if fresh["prefix"] != prefix:
                 prefix, words = fresh["prefix"], fresh["words"]
                 store.set(f"{prefix}/ack/{rank}", own)
             if store.check([f"{prefix}/agreed"]):
-                return prefix
+                return prefix, words
+        lookout.living(dict(enumerate(fresh["words"])) if answers else {0: leader}, offered=answers)
     if not prefix:
         raise TimeoutError(
             f"join(): rank {rank} of {size} waited {timeout:g} s, and rank 0 did not answer; check that it was started "
@@ -185,7 +285,7 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
     acknowledged = _read(store, [f"{prefix}/ack/{rank}" for rank in range(size)])
     missing = [str(rank) for rank in range(size) if acknowledged[rank] is None and rank > 0]
     return TimeoutError(
-        f"join(): of {size} ranks, rank {', '.join(missing)} did not join within {timeout:g} s; "
+        f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
         "check that all were started and call join()"
     )
 

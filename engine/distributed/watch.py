@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..events import Events
-from .liveness import boot_id, find_process, machine_name
+from .liveness import boot_id, find_process, is_alive, machine_name
 
 __all__ = ["Watch", "cut_connections"]
 
@@ -55,6 +55,7 @@ class Watch:
         interval: Seconds between two reports.
         where: Returns the current position, such as "BACKWARD_STARTED, epoch 1, iteration 7"; called in the thread.
         grace: Seconds before the process exits, see above.
+        peers: The `identity` of each rank's process, if known: it tells that one died which has not reported yet.
     """
 
     made = 0
@@ -69,6 +70,7 @@ class Watch:
         interval: float = 1.0,
         where: Callable[[], str],
         grace: float = 10.0,
+        peers: Sequence[str] = (),
     ) -> None:
         self.rank = rank
         self.size = size
@@ -76,6 +78,7 @@ class Watch:
         self.interval = interval
         self.grace = grace
         self.where = where
+        self.peers = peers
         self.others = [other for other in range(size) if other != rank]
         self.reports: dict[int, Report] = {}  # the latest report of each rank
         self.received: dict[int, float] = {}  # when it was first read, by the clock of this process
@@ -146,14 +149,14 @@ class Watch:
     def _causes(self) -> list[str]:
         """The ranks that died, that failed first, or that ended their run."""
         died = [other for other in self.others if self._died(other)]
-        lines = [f"{self._name(other)} died; its last reported event was {self._event(other)}" for other in died]
+        lines = [f"{self._name(other)} died; {self._event(other)}" for other in died]
         failures = [(other, self.reports[other]) for other in self.others if self.reports.get(other, {}).get("failed")]
         for other, report in sorted(failures, key=lambda found: found[1]["order"]):
             if not report["failed"]["consequence"]:
                 lines.append(f"{self._name(other)} failed with {_error(report)} at {report['where']}")
         left = [other for other in self.others if self._left(other)]
         for other in left:
-            lines.append(f"{self._name(other)} has ended its run; its last event was {self._event(other)}")
+            lines.append(f"{self._name(other)} has ended its run; its last event was {self.reports[other]['where']}")
         return lines
 
     def _consequences(self) -> list[str]:
@@ -204,16 +207,21 @@ class Watch:
     def _died(self, other: int) -> bool:
         """Whether the process of a rank has ended; False on another machine, where this is unknown."""
         report = self.reports.get(other)
-        if report is None or report.get("failed") or report.get("left") or report["machine"] != self._own["machine"]:
+        if report is None:
+            return bool(self.peers) and is_alive(self.peers[other]) is False
+        if report.get("failed") or report.get("left") or report["machine"] != self._own["machine"]:
             return False
         return bool(_started(report["pid"]) != report["started"])
 
     def _name(self, other: int) -> str:
-        report = self.reports[other]
+        report = self.reports.get(other)
+        if report is None:
+            return f"rank {other} (pid {self.peers[other].split('~')[1]})"
         return f"rank {other} (pid {report['pid']} on {report['host']})"
 
     def _event(self, other: int) -> str:
-        return str(self.reports[other]["where"])
+        report = self.reports.get(other)
+        return "it has never reported" if report is None else f"its last reported event was {report['where']}"
 
     # ---- the thread: only it uses the store, because an operation on a store whose host is stopped never returns ----
 
@@ -293,7 +301,7 @@ class Watch:
                 self.reports[int(key)], self.received[int(key)] = report, time.monotonic()
 
     def _broken(self) -> bool:
-        return any(report.get("failed") or self._died(other) for other, report in self.reports.items())
+        return any(self.reports.get(other, {}).get("failed") or self._died(other) for other in self.others)
 
     def _exit(self) -> None:
         lines = "\n  ".join(self._causes() + self._consequences())

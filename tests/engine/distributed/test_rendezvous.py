@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -321,6 +323,116 @@ def test_those_that_do_not_come_are_named_everywhere(come: list[int], said: str)
     for rank, error in zip(come, Server().agree(come, 4, timeout=1.5), strict=True):
         assert isinstance(error, TimeoutError)
         assert said.format(rank=rank) in str(error)
+
+
+# Processes that are killed at their start
+
+STARTED = """
+import sys
+from torch.distributed import TCPStore
+from signalfire.distributed.rendezvous import agree
+agree(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), int(sys.argv[2]), int(sys.argv[3]), timeout=60)
+"""
+
+
+def killed_at_its_start(server: Server, rank: int, size: int) -> int:
+    """The id of a process that is killed once it has said its word."""
+    before = server.left().get(f"signalfire/join/word/{rank}")
+    process = subprocess.Popen([sys.executable, "-c", STARTED, str(server.store.port), str(rank), str(size)])
+    wait_until(lambda: server.left().get(f"signalfire/join/word/{rank}") != before)
+    process.kill()
+    process.wait()
+    return process.pid
+
+
+def together(server: Server, ranks: list[int], size: int) -> list[Any]:
+    """As `Server.agree`, and RuntimeErrors are returned as well."""
+
+    def one(rank: int) -> Any:
+        try:
+            return agree(server.client(), rank, size, timeout=60.0)
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(one, ranks))
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_rank_that_is_killed_at_its_start_is_named_within_seconds(killed: int) -> None:
+    server = Server()
+    others = [rank for rank in range(3) if rank != killed]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(together, server, others, 3)
+        wait_until(lambda: all(f"signalfire/join/word/{rank}" in server.left() for rank in others))
+        pid = killed_at_its_start(server, killed, 3)
+        began = time.monotonic()
+        errors = waiting.result()
+    assert time.monotonic() - began < 10
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert f"rank {killed} (pid {pid}) ended before all ranks had joined" in str(error)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_of_an_earlier_start_that_was_killed_does_no_harm(killed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    killed_at_its_start(server, killed, 2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert work_together(together(server, [0, 1], 2))
+
+
+def test_a_rank_of_this_start_is_named_though_it_was_killed_before_anybody_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setattr("signalfire.distributed.rendezvous.TOGETHER", 60_000)
+    pid = killed_at_its_start(server, 1, 3)
+    for error in together(server, [0, 2], 3):
+        assert f"rank 1 (pid {pid}) ended" in str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_connections_are_made_is_named() -> None:
+    """The others are waiting for it inside of torch, where nothing can interrupt them."""
+    script = """
+import os, signal, sys, time
+import torch.distributed as dist
+from signalfire.distributed import process_group, rendezvous
+rendezvous.GRACE = 0.5
+if os.environ["RANK"] == "1":
+    dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    process_group(timeout=60)
+except BaseException as error:
+    print(*getattr(error, "__notes__", []), file=sys.stderr)
+    raise
+"""
+    server = Server()
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environment = os.environ | address | {"WORLD_SIZE": "3"}
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert time.monotonic() - began < 40
+    assert ranks[1].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ranks[rank].returncode == 1
+        assert f"rank 1 (pid {ranks[1].pid}) has ended" in said[rank]
 
 
 # The environment
