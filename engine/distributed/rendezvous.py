@@ -264,7 +264,7 @@ def _follow(store: Store, rank: int, size: int, timeout: float) -> tuple[str, li
             store.set(f"word/{rank}", own)
         fresh = json.loads(offer) if offer is not None else {"words": []}
         answers = len(fresh["words"]) == size and fresh["words"][rank] == own
-        if answers and "failed" in fresh:
+        if "failed" in fresh and (answers or (fresh["words"][0] == leader and is_alive(_process(leader or "")))):
             raise RuntimeError(fresh["failed"])
         if answers:
             if fresh["prefix"] != prefix:
