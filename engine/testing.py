@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .connection import Phase
+from .distributed.sharded import local_part
 from .engine import Engine
 from .events import Events
 from .findings import allow
@@ -29,7 +30,7 @@ Build = Callable[[], Engine]
 
 
 def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
-    """A sha256 of each part of an engine's state; equal fingerprints mean bitwise equal states.
+    """A sha256 of each part of an engine's state; equal fingerprints mean bitwise equal states, of this rank's shards.
 
     Args:
         engine: Engine after a run.
@@ -271,7 +272,8 @@ def _digest(value: Any) -> str:
     def feed(value: Any) -> None:
         if isinstance(value, Tensor):
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            local = local_part(value.detach()).cpu().contiguous()
+            digest.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key, item in sorted(value.items(), key=lambda pair: str(pair[0])):
                 digest.update(f"{key}:".encode())

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
 
 from signalfire import Engine, Handler, Update
+from signalfire.distributed.sharded import read_shards
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -109,6 +110,7 @@ def kept(engine: Engine) -> list[list[Any]]:
             for name, value in handler.kept:
                 state = Checkpoint.load(handler.folder / name)
                 manifest = state.pop("origin")["manifest"]
+                state = dict(read_shards(state, parameters=(), device=torch.device("cpu")))
                 # How often an event was emitted: a process that resumed did not see the save from which it resumed.
                 del state["engine"]["fired"]
                 found.append([handler.name, manifest["epoch"], manifest["iteration"], value, digest(state)])

@@ -1,6 +1,7 @@
 """Kills one of several processes that train together, starts all of them again, and compares the end with an undisturbed run.
 
     python tests/campaigns/kills_together.py [--kills 300] [--processes 2 3 4] [--seed 0] [--minutes 15] [--folder FOLDER]
+                                             [--sharded]
     python tests/campaigns/kills_together.py --kills 0 --processes 3 --job 17 --json -    # one job alone, as it was drawn
     python tests/campaigns/kills_together.py --last
 
@@ -11,7 +12,8 @@ by SIGKILL. The others have to end by themselves, with an error; then all are st
 was killed as often as was drawn (1 to 6 times) and comes to its end. Half of the moments are drawn uniformly over the time that
 a run takes, or over half of it. The others are aimed: a process ends itself the n-th time that it comes to a place, such as an
 operation of a save on the disk, a collective, or a step of its start. Jobs draw a recipe: checkpoints written in a thread or
-not, windows of three batches with saves inside of them or none, data read by a worker or not.
+not, windows of three batches with saves inside of them or none, data read by a worker or not. With ``--sharded`` the model is
+sharded (FSDP2), each process writes its part, and in two of three recipes a validation has a batch for one process alone.
 
 A failure is
 - an end that differs from that of a run that was not disturbed, in one bit of any rank's weights, optimizer, schedule, averages,
@@ -65,10 +67,12 @@ from torch.utils.data import DataLoader
 
 from signalfire import Engine, Events, Phase, seed_everything
 from signalfire.checkpoints import Content, Files
+from signalfire.distributed import whole_tensor
 from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
     DistributedDataParallel,
+    FullyShardedDataParallel,
     History,
 )
 from signalfire.testing import fingerprint
@@ -92,6 +96,7 @@ from tests.campaigns.killing import (  # noqa: E402
 )
 
 RESULT = Path(__file__).parent / "results" / "kills_together.json"
+SHARDED_RESULT = RESULT.with_name("kills_sharded.json")
 BATCH, TURNS, EPOCHS = 4, 6, 3
 """In the last turn of an epoch the last process goes without a batch, and the one before has a short one."""
 
@@ -224,7 +229,8 @@ class Watched(Files):
             super().remove(path)
 
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "barrier")
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "barrier",
+               "all_gather_into_tensor", "reduce_scatter_tensor")  # fmt: skip
 
 
 def watch_collectives(shared: Shared) -> None:
@@ -290,13 +296,17 @@ class Recipe:
     asynchronous: bool
     window: int
     workers: int
+    sharded: bool = False
+    held_out: int = 20  # samples of a validation, in batches of eight
 
     def __str__(self) -> str:
         saves = "saves in a thread" if self.asynchronous else "saves in place"
-        return f"{saves}, windows of {self.window}, {self.workers} workers"
+        sharded = f", sharded, {self.held_out} samples held out" if self.sharded else ""
+        return f"{saves}, windows of {self.window}, {self.workers} workers{sharded}"
 
 
 RECIPES = [Recipe(False, 3, 0), Recipe(True, 3, 0), Recipe(False, 1, 1), Recipe(True, 3, 1)]
+SHARDED = [Recipe(False, 3, 0, True, 8), Recipe(True, 3, 1, True, 20), Recipe(True, 1, 0, True, 8)]
 
 
 class Model(nn.Module):
@@ -331,16 +341,23 @@ def build(folder: Path, shared: Shared, recipe: Recipe, timeout: float, broken: 
     """The engine, with everything that has a state."""
     # Several buckets, though the model is small: their sizes, in MiB, cannot be given as fractions.
     vars(dist)["_DEFAULT_FIRST_BUCKET_BYTES"] = 512
-    kind = Late if broken == BROKEN[1] else DistributedDataParallel
-    distribution = kind(timeout=timeout)
-    distribution.options["bucket_cap_mb"] = 0.001  # type: ignore[assignment]
+    distribution: DistributedDataParallel | FullyShardedDataParallel
+    if recipe.sharded:
+        distribution = FullyShardedDataParallel(
+            timeout=timeout, reduce_every_batch=True
+        )  # so that open windows can be saved
+    else:
+        distribution = (Late if broken == BROKEN[1] else DistributedDataParallel)(timeout=timeout)
+        distribution.options["bucket_cap_mb"] = 0.001  # type: ignore[assignment]
     engine = engine_of(Model())
     engine.attach(distribution)
     shared.at(RESUMING)
     last = Checkpoint(folder, every=EVERY, keep=2, name="last", resume=True, asynchronous=recipe.asynchronous)
     best = Checkpoint(folder, monitor="loss", keep=2, name="best", asynchronous=recipe.asynchronous)
     last.files = best.files = Watched(shared)
-    history = attach_company(engine, CSVLogger(folder / "log.csv", every="1it"), window=recipe.window, held_out=20)
+    history = attach_company(
+        engine, CSVLogger(folder / "log.csv", every="1it"), window=recipe.window, held_out=recipe.held_out
+    )
     engine.attach(last, best)
     watch(engine, shared, last)
     return engine, history
@@ -361,7 +378,8 @@ def train(folder: Path, shared: Shared, recipe: Recipe, seed: int, timeout: floa
     shared.at(REPORTING)
     parts = fingerprint(engine)  # all processes take part
     parts["history"] = hashlib.sha256(repr(history.records).encode()).hexdigest()
-    weights = b"".join(value.numpy().tobytes() for value in engine.modules["model"].state_dict().values())
+    values = [whole_tensor(value) for value in engine.modules["model"].state_dict().values()]
+    weights = b"".join(value.numpy().tobytes() for value in values)
     found: dict[str, Any] = {
         "parts": parts,
         "metrics": {name: repr(value) for name, value in engine.state.metrics.items()},
@@ -465,6 +483,7 @@ class Job:
         self.shared = Shared()
         self.ranks = [self.shared.of(rank) for rank in range(size)]
         self.host = Host()
+        self.starts = 0
         self.thorough = True  # whether those that fail leave through the interpreter's end
 
     def end(self) -> None:
@@ -496,6 +515,7 @@ class Job:
     def start(self, seed: int, kill: Kill | None) -> Attempt:
         """Start all, kill one, and wait until none is left."""
         timeout = TIMEOUT if kill is None else TIMEOUT_OF_KILLED
+        self.starts += 1
         began = time.perf_counter()
         running = {rank: self._fork(rank, seed, timeout, kill) for rank in range(self.size)}
         pids = dict(running)
@@ -544,7 +564,8 @@ class Job:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(self.host.port), TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+                          MASTER_PORT=str(self.host.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                          TORCHELASTIC_RESTART_COUNT=str(self.starts))  # fmt: skip
         try:
             shared.at(STARTING)
             watch_collectives(shared)
@@ -604,11 +625,22 @@ class Campaign:
         size: the number of processes of each.
         seed: each job draws from (seed, size, its number) alone.
         broken: one of `BROKEN`; it is given up with its first failure.
+        recipes: the ones that its jobs draw from.
         measured: how many runs of each recipe are not killed, timed and compared; the quickest counts.
     """
 
-    def __init__(self, folder: Path, size: int, *, seed: int, broken: str = "", measured: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *,
+        seed: int,
+        broken: str = "",
+        recipes: Sequence[Recipe] = RECIPES,
+        measured: int = 1,
+    ) -> None:
         folder.mkdir(parents=True)
+        self.recipes = recipes
         self.measured = measured
         self.folder, self.size, self.seed, self.broken = folder, size, seed, broken
         self.tally = Tally()
@@ -647,7 +679,7 @@ class Campaign:
 
     def job(self, number: int, most: int = MOST_KILLS) -> None:
         draw = random.Random(f"{self.seed} {self.size} {number}")
-        recipe = draw.choice(RECIPES)
+        recipe = draw.choice(self.recipes)
         self.undisturbed(recipe)
         job = Job(self.folder / f"job{number}", self.size, recipe, self.broken)
         self.tally.jobs += 1
@@ -809,21 +841,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--job", type=int, default=None, help="this job alone, without the others")
     parser.add_argument("--minutes", type=float, default=15, help="for each number; no new job begins after that (15)")
-    parser.add_argument("--controls", nargs="*", choices=BROKEN, default=list(BROKEN), help="which of them (all)")
+    parser.add_argument(
+        "--controls", nargs="*", choices=BROKEN, default=None, help="which of them (all that there are)"
+    )
+    parser.add_argument("--sharded", action="store_true", help="the model is sharded over the processes (FSDP2)")
     options = parser.parse_args(arguments)
+    recipes = SHARDED if options.sharded else RECIPES
+    if options.sharded and options.json == RESULT:
+        options.json = SHARDED_RESULT
+    if options.controls is None:
+        options.controls = [one for one in BROKEN if not options.sharded or one != BROKEN[1]]  # which is one of DDP
     if options.last:
-        print(summary(json.loads(RESULT.read_text())))
+        print(summary(json.loads((SHARDED_RESULT if options.sharded else RESULT).read_text())))
         return 0
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="kills-together-", dir=options.folder))
     found: dict[str, Any] = {"processes": {}, "controls": {}, "seed": options.seed}
     try:
         with warnings.catch_warnings():  # torch imports much of itself in the first step only
-            train(folder / "warm", Shared().of(0), RECIPES[0], 100, TIMEOUT, "")
+            train(folder / "warm", Shared().of(0), recipes[0], 100, TIMEOUT, "")
         gc.freeze()  # what is there already needs not be looked through at the end of each process: most of its time
         for size in options.processes:
             began = time.monotonic()
-            campaign = Campaign(folder / str(size), size, seed=options.seed, measured=2 if options.kills > 100 else 1)
+            measured = 2 if options.kills > 100 else 1
+            campaign = Campaign(folder / str(size), size, seed=options.seed, recipes=recipes, measured=measured)
             if options.job is not None:
                 campaign.job(options.job)
             campaign.run(options.kills, began + 60 * options.minutes)
@@ -831,7 +872,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(found, options.json)  # also what is there until now: a campaign takes a while
         for broken in options.controls:
             size = 3 if broken == BROKEN[1] else 2  # two add up in one order only
-            control = Campaign(folder / broken.replace(" ", "-"), size, seed=options.seed, broken=broken)
+            place = folder / broken.replace(" ", "-")
+            control = Campaign(place, size, seed=options.seed, broken=broken, recipes=recipes)
             control.run(CONTROL_KILLS, float("inf"))
             texts = [text.strip()[:300] for text in control.tally.failures]
             found["controls"][broken] = {"kills": control.tally.kills, "failures": len(texts), "failed": texts}
