@@ -167,11 +167,11 @@ def campaign(name: str, *arguments: Any) -> Any:
     return json.loads(ended.stdout)
 
 
-def last_of_campaign(name: str) -> tuple[str, Any]:
-    """What a campaign prints of the last result of its long form, and that result."""
-    ended = finished(CAMPAIGNS / f"{name}.py", "--last")
+def last_of_campaign(name: str, *options: str, result: str | None = None) -> tuple[str, Any]:
+    """What a campaign prints of the last result of its long form, and that result, which has its name by default."""
+    ended = finished(CAMPAIGNS / f"{name}.py", *options, "--last")
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout, json.loads((CAMPAIGNS / "results" / f"{name}.json").read_text())
+    return ended.stdout, json.loads((CAMPAIGNS / "results" / f"{result or name}.json").read_text())
 
 
 def cleaned_up(folder: Path) -> Any:

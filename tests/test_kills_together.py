@@ -13,9 +13,10 @@ KILLS = 5
 CONTROLS = ["no random states of rank 1"]
 
 
-@pytest.fixture(scope="module")
-def found() -> Any:
+@pytest.fixture(scope="module", params=["replicated", "sharded"])
+def found(request: pytest.FixtureRequest) -> Any:
     options = ["--processes", 2, 3, "--kills", KILLS, "--seed", 1, "--folder", MEMORY or tempfile.gettempdir()]
+    options += ["--sharded"] if request.param == "sharded" else []
     return campaign("kills_together", *options, "--controls", *CONTROLS)
 
 
@@ -44,11 +45,16 @@ def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_last_result_of_the_long_form_is_printed() -> None:
-    printed, last = last_of_campaign("kills_together")
+@pytest.mark.parametrize(
+    ("options", "result", "kills"),
+    [([], "kills_together", 300), (["--sharded"], "kills_sharded", 70)],
+    ids=["replicated", "sharded"],
+)
+def test_the_last_result_of_the_long_form_is_printed(options: list[str], result: str, kills: int) -> None:
+    printed, last = last_of_campaign("kills_together", *options, result=result)
     for size, one in last["processes"].items():
         assert f"{size} processes: {one['kills']} kills " in printed
         assert f"  {one['failures']} failures" in printed
         assert one["failures"] == 0
-        assert one["kills"] >= 300
+        assert one["kills"] >= kills
     assert all(one["failures"] > 0 for one in last["controls"].values())

@@ -726,7 +726,8 @@ class Campaign:
                 return f"left in the folder: {', '.join(rest)}"
             if len(aside) >= begun_anew:
                 return f"begun anew {begun_anew} times, and left {', '.join(aside)}"
-            if printed := "".join(job.output(rank) for rank in range(job.size)):
+            printed = "".join(job.output(rank) for rank in range(job.size))
+            if printed := re.sub(r"(?m)^last: resuming from .*\n", "", printed):
                 return f"it ended well, and printed: {printed[-1500:]}"
             return different(self.expected[job.recipe], found)
         raise AssertionError("the last start is not killed")
