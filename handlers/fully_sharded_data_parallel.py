@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import tensors_in
-from signalfire.checks import check_bool, check_choice
+from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsharded
 from signalfire.randomness import unchanged_random_state
 from signalfire.restore import Buffers
@@ -54,6 +54,9 @@ class FullyShardedDataParallel(Distribution):
             ``(path, module) -> bool``. By default the model's children that have parameters, and the items of module lists.
             Larger units need fewer messages and more memory; ``()`` makes the whole model one unit. The weights of a unit
             exist only while it is called, so modules that share weights have to be in the same unit.
+        replicas: Number of copies of the model (HSDP): the ranks divide into so many groups of consecutive ranks, such as those
+            of one machine, each of which shards a copy. Weights are gathered inside of a group only; gradients are then summed
+            over the groups as well. 1 shards over all ranks.
         reshard_after_forward: Whether weights are freed after the forward and gathered again for the backward. If False, each
             step communicates a third less, and the full weights are kept from the forward to the backward.
         param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
@@ -68,8 +71,9 @@ class FullyShardedDataParallel(Distribution):
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
     Raises:
-        ValueError: For an optimizer instance instead of a factory, for several updates, for units that share parameters, and
-            with handlers that compute gradients from parts of the batch.
+        ValueError: For ranks that do not divide into ``replicas`` groups of at least two, for an optimizer instance instead of a
+            factory, for several updates, for units that share parameters, and with handlers that compute gradients from parts of
+            the batch.
 
     Source:
         Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023); Rajbhandari et al., "ZeRO:
@@ -82,12 +86,13 @@ class FullyShardedDataParallel(Distribution):
     """
 
     trains = True
-    _decisive = ("shard_policy", "param_dtype", "reduce_dtype")
+    _decisive = ("shard_policy", "param_dtype", "reduce_dtype", "replicas")
 
     def __init__(
         self,
         *,
         units: Units | None = None,
+        replicas: int = 1,
         reshard_after_forward: bool = True,
         param_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
@@ -100,6 +105,7 @@ class FullyShardedDataParallel(Distribution):
     ) -> None:
         super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
         self.units = _checked(units)
+        self.replicas = check_int(self, "replicas", replicas)
         self.reshard_after_forward = check_bool(self, "reshard_after_forward", reshard_after_forward)
         self.param_dtype = self._dtype("param_dtype", param_dtype)
         self.reduce_dtype = self._dtype("reduce_dtype", reduce_dtype)
@@ -126,7 +132,12 @@ class FullyShardedDataParallel(Distribution):
                     f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
                 )
         super().attached(engine)
-        distributed = self.processes.distributed
+        distributed, size = self.processes.distributed, self.processes.world_size
+        if distributed and (size % self.replicas or size == self.replicas):
+            raise ValueError(
+                f"{self.name!r}: replicas={self.replicas} with {size} ranks: expected equal groups of at least two ranks"
+                + ("; to replicate on each rank, use DistributedDataParallel" if size == self.replicas else "")
+            )
         if len(engine.updates) > 1 and distributed:
             raise ValueError(
                 f"{self.name!r}: an engine with several updates ({', '.join(u.name for u in engine.updates)}) cannot be "
@@ -161,7 +172,11 @@ class FullyShardedDataParallel(Distribution):
         self._check_units(engine)
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                mesh = init_device_mesh(engine.device.type, (engine.processes.world_size,))
+                size = engine.processes.world_size // self.replicas
+                shape, names = (
+                    ((size,), ("shard",)) if self.replicas == 1 else ((self.replicas, size), ("replicate", "shard"))
+                )
+                mesh = init_device_mesh(engine.device.type, shape, mesh_dim_names=names)
                 self._shard(root, engine.modules.prefix(name), mesh)
             if isinstance(root, FSDPModule):
                 self._roots.append(root)

@@ -88,11 +88,12 @@ def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> T
     sharded = next((tensor for tensor in of if is_sharded(tensor)), None)
     if sharded is None:
         return norms
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = sharded.device_mesh  # type: ignore[attr-defined]
+    mesh, placements = sharded.device_mesh, sharded.placements  # type: ignore[attr-defined]
+    over = [Shard(0) if one.is_shard() else Replicate() for one in placements]
     # Gathered instead of reduced: one collective for any p, and a maximum could lose a NaN.
-    gathered = DTensor.from_local(norms[None], mesh, [Shard(0)], run_check=False).full_tensor()
+    gathered = DTensor.from_local(norms[None], mesh, over, run_check=False).full_tensor()
     together = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     return torch.where(torch.tensor([is_sharded(t) for t in of], device=norms.device), together, norms)
 

@@ -222,10 +222,10 @@ COMPANIES: dict[str, tuple[Callable[[], list[Handler]], Callable[[Engine], Any]]
 }
 
 
-def in_company(size: int, company: str) -> Any:
+def in_company(size: int, company: str, replicas: int = 1) -> Any:
     handlers, read = COMPANIES[company]
     noted = Noted(read)
-    engine = make(*handlers(), noted, FullyShardedDataParallel(), optimizer=SGD)
+    engine = make(*handlers(), noted, FullyShardedDataParallel(replicas=replicas), optimizer=SGD)
     engine.run(loader(size), max_epochs=4)
     return full(engine), noted.seen
 
@@ -238,13 +238,37 @@ def test_handlers_do_with_shards_what_they_do_with_whole_tensors(company: str) -
         assert own == pytest.approx(seen, rel=1e-4)
 
 
+@pytest.mark.parametrize("company", spread(COMPANIES, 0))
+def test_copies_of_a_sharded_model_train_as_one(company: str) -> None:
+    """HSDP: two groups of two ranks, each with a copy."""
+    one, seen = in_company(12, company)
+    for weights, own in together(4, in_company, 3, company, 2):
+        assert_close(weights, one)
+        assert own == pytest.approx(seen, rel=1e-4)
+
+
+def refused(replicas: int) -> str:
+    with pytest.raises(ValueError, match="replicas") as caught:
+        make(FullyShardedDataParallel(replicas=replicas))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_groups_that_are_not_equal_or_shard_nothing_are_refused(replicas: int) -> None:
+    for said in together(2, refused, replicas):
+        assert f"replicas={replicas} with 2 ranks: expected equal groups of at least two ranks" in said
+        assert ("use DistributedDataParallel" in said) is (replicas == 2)
+
+
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def part(folder: Path, size: int, epochs: int, load: bool = False, **options: Any) -> Any:
+def part(folder: Path, size: int, epochs: int, load: bool = False, replicas: int = 1, **options: Any) -> Any:
     """A part of a run, with averages and best weights in its state."""
     engine = make(
-        EMA(0.5), EarlyStopping("loss_seen", mode="min", patience=100, restore_best=True), FullyShardedDataParallel(),
+        EMA(0.5), EarlyStopping("loss_seen", mode="min", patience=100, restore_best=True),
+        FullyShardedDataParallel(replicas=replicas),
         Checkpoint(folder, keep=2, **options),
     )  # fmt: skip
 
@@ -280,6 +304,16 @@ def test_a_checkpoint_moves_from_two_processes_to_one_and_to_three(tmp_path: Pat
         for found, expected in zip(three[:3], whole[:3], strict=True):
             assert_close(found, expected)
         assert three[3] == whole_kept(6)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_from_copies_of_a_sharded_model_to_one_and_back(tmp_path: Path) -> None:
+    whole = part(tmp_path / "whole", 12, 6)
+    together(4, partial(part, replicas=2, asynchronous=True), tmp_path / "moving", 3, 2)
+    part(tmp_path / "moving", 12, 4, load=True)
+    for found in together(4, partial(part, load=True, replicas=2), tmp_path / "moving", 3, 6):
+        for mine, expected in zip(found[:3], whole[:3], strict=True):
+            assert_close(mine, expected)
 
 
 def whole_kept(epoch: int) -> list[tuple[str, None]]:
