@@ -4,8 +4,8 @@
 
 Both loops run in the same processes, in turns of some hundred iterations. Measured are the CPU time of a process, its threads
 included, and the wall time of an iteration; what is printed is the median of the ratios over the turns, in rank 0. With
-``--latency`` each collective takes so many milliseconds longer, as over a slow network. Where there are more processes than
-cores, wall times say little.
+``--latency`` each collective takes so many milliseconds at least, as over a slow network; not of FSDP2. Where there are more
+processes than cores, wall times say little.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import slow_network
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -236,14 +237,18 @@ def of_engine(build: Callable[[], Engine], name: str, size: int, count: int) -> 
     return ended[0] - begun[0], ended[1] - begun[1]
 
 
-def work(rank: int, size: int, port: int, rounds: int, count: int, only: str, folder: Path, results: Any) -> None:
+def work(
+    rank: int, size: int, port: int, rounds: int, count: int, only: str, latency: float, folder: Path, results: Any
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    process_group(timeout=300.0)
+    if latency:
+        slow_network.use(latency / 1000)
+    process_group(backend="slow" if latency else None, timeout=300.0)
     for case, (name, loop, build) in cases(size, folder).items():
-        if only not in case:
+        if only not in case or (latency and "FSDP2" in case):
             continue
         reference = loop()
         ratios: list[tuple[float, float]] = []
@@ -271,6 +276,9 @@ def main() -> None:
     parser.add_argument("--sizes", default="2,4", help="numbers of processes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=300, help="of a turn; full epochs of 100")
+    parser.add_argument(
+        "--latency", type=float, default=0, help="milliseconds that a collective takes at least; not of FSDP2"
+    )
     parser.add_argument("--only", default="", help="the cases whose names contain this")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -278,7 +286,16 @@ def main() -> None:
     for size in map(int, arguments.sizes.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             results, port = context.Queue(), free_port()
-            given = (size, port, arguments.rounds, arguments.iterations, arguments.only, Path(folder), results)
+            given = (
+                size,
+                port,
+                arguments.rounds,
+                arguments.iterations,
+                arguments.only,
+                arguments.latency,
+                Path(folder),
+                results,
+            )
             ranks = [context.Process(target=work, args=(rank, *given)) for rank in range(size)]
             for one in ranks:
                 one.start()
