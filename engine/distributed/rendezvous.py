@@ -30,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 GRACE = 5.0  # seconds in which gloo may report the timeout itself
 LEAVING = 5.0  # seconds that a finished process waits for the others
 
+NOTICED = 1.0  # seconds in which gloo may report that another rank has ended
 NOTICING = 0.1  # seconds between two looks for ranks that have ended
 TOGETHER = 100  # clock ticks within which a launcher begins all processes of one start
 
@@ -132,7 +133,7 @@ def bounded(timeout: float, who: str) -> Iterator[None]:
             ended = ended_peers()
             if ended and not cause.startswith("because"):
                 cause = f"because {', '.join(ended)} has ended"
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + NOTICED)
             if time.monotonic() >= deadline:
                 print(
                     f"join(): {who} was not connected to the other ranks {cause}; this process exits",

@@ -35,6 +35,7 @@ from __future__ import annotations
 import atexit
 import collections
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import json
@@ -540,6 +541,9 @@ class Job:
             if running and now > latest:
                 found.late = sorted(running)
                 for pid in running.values():
+                    os.kill(pid, signal.SIGUSR1)  # it prints where it is
+                time.sleep(0.5)
+                for pid in running.values():
                     os.kill(pid, signal.SIGKILL)
                     wait(pid)
                 break
@@ -566,6 +570,7 @@ class Job:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                           MASTER_PORT=str(self.host.port), TORCHELASTIC_USE_AGENT_STORE="True",
                           TORCHELASTIC_RESTART_COUNT=str(self.starts))  # fmt: skip
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         try:
             shared.at(STARTING)
             watch_collectives(shared)
@@ -754,7 +759,7 @@ class Campaign:
         tally.named += any(re.search(rf"\brank {kill.rank}\b", text) for text in printed.values())
         tally.survivors.update(str(attempt.statuses[rank]) for rank in others)
         if attempt.late:
-            texts = "\n".join(f"rank {rank}: {printed.get(rank, '')[-1500:]}" for rank in attempt.late)
+            texts = "\n".join(f"rank {rank}: {printed.get(rank, '')[-4000:]}" for rank in attempt.late)
             return f"killed in {one.place!r}; still there after {attempt.noticed:.1f} s: {attempt.late}\n{texts}"
         for rank in others:
             if attempt.statuses[rank] == 0 and one.main not in ENDING:

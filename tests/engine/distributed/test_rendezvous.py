@@ -401,7 +401,7 @@ def test_a_rank_that_is_killed_while_connections_are_made_is_named() -> None:
 import os, signal, sys, time
 import torch.distributed as dist
 from signalfire.distributed import process_group, rendezvous
-rendezvous.GRACE = 0.5
+rendezvous.NOTICED = 0.5
 if os.environ["RANK"] == "1":
     dist.init_process_group = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
 try:

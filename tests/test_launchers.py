@@ -1,0 +1,117 @@
+"""Started by others than one torchrun: srun, Ray Train, and a torchrun on each of two machines, which here are one."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit import needs
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PRINTED = re.compile(r"^2 process\(es\), (\d+) steps: accuracy ([\d.]+) %.* weights ([0-9a-f]{12})$", re.M)
+LIMIT = 300  # seconds
+
+SRUN = """#!{python}
+'''As srun does: starts the command of the line once for each task, with the number of the task in the environment.'''
+import os, subprocess, sys
+tasks = [
+    subprocess.Popen(sys.argv[1:], env=os.environ | {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
+    for task in range(int(os.environ["SLURM_NTASKS"]))
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def trained_by(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, ...]:
+    """The steps, the accuracy and the weights that the example of several processes has printed."""
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    found = PRINTED.findall(ended.stdout)
+    assert len(found) == 1, ended.stdout
+    return tuple(found[0])
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("torchrun")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    return trained_by([*command, str(EXAMPLES / "distributed.py"), "--epochs", "2"], dict(os.environ), folder)
+
+
+@pytest.mark.slow
+def test_srun_starts_the_processes_as_the_script_says(under_torchrun: tuple[str, ...], tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    for name, text in {
+        "srun": SRUN.format(python=sys.executable),
+        "scontrol": "#!/bin/sh\nprintf '127.0.0.1\\nnode2\\n'\n",
+        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    environment = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": str(free_port() % 20000 + 20000),
+    }
+    command = ["bash", str(EXAMPLES / "slurm.sh"), "--epochs", "2"]
+    assert trained_by(command, environment, tmp_path) == under_torchrun
+
+
+@pytest.mark.slow
+def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
+    under_torchrun: tuple[str, ...], tmp_path: Path
+) -> None:
+    common = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    common += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "signalfire"]
+    common += [str(EXAMPLES / "distributed.py"), "--epochs", "2", "--folder", str(tmp_path / "shared")]
+    launchers = [
+        subprocess.Popen(common, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ended = [launcher.communicate(timeout=LIMIT) for launcher in launchers]
+    assert all(launcher.returncode == 0 for launcher in launchers), ended[0][1] + ended[1][1]
+    (found,) = PRINTED.findall(ended[0][0] + ended[1][0])
+    assert tuple(found) == under_torchrun
+
+
+@pytest.mark.slow
+def test_ray_train_starts_the_workers_and_a_second_job_has_nothing_left_to_do(tmp_path: Path) -> None:
+    needs("cluster", "ray")
+    command = [
+        sys.executable,
+        str(EXAMPLES / "ray_train.py"),
+        "--workers",
+        "2",
+        "--epochs",
+        "5",
+        "--folder",
+        str(tmp_path),
+    ]
+    for steps in (40, 40):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        assert ended.returncode == 0, ended.stderr
+        assert f"2 workers, {steps} steps: accuracy" in ended.stdout + ended.stderr
