@@ -119,7 +119,7 @@ def test_an_example_runs_and_reaches_what_it_promises(script: str, tmp_path: Pat
 
 
 def test_every_example_is_checked() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.py")} == set(CHECKS)
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*CHECKS, "ray_train.py"}  # the last one: test_launchers.py
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ class Watch:
       In torch 2.13 nothing interrupts a waiting gloo collective: ``abort``, ``shutdown`` and ``destroy_process_group`` from
       another thread have no effect. But this thread can shut down its sockets (``cut_connections``, on Linux), and then it
       raises in the main thread. This happens ``interval`` seconds after a failure or death was detected, unless this rank has
-      failed or called ``explain`` by then; the group cannot be used afterwards.
+      failed or called ``explain`` by then; the group cannot be used afterwards. If nothing raises, because the main thread waits
+      for something else, such as a group that is being made, the process exits as below, after six times as long.
     - Where that is not possible, or with NCCL (after an abort, its streams would continue with undefined buffers), the
       explanation is printed, and the process exits with ``os._exit(1)`` once ``where`` has not changed for ``grace`` seconds.
     - A rank that is stopped or hangs can be distinguished from a slow one only by the group's timeout. ``explain`` then names
@@ -245,7 +246,7 @@ class Watch:
 
     def _run(self) -> None:
         found: float | None = None  # when a failure or death was detected
-        cut = False
+        cut, grace = False, self.grace
         while True:
             with self._condition:
                 # Read before the report: one that began before the watch was stopped does not say that this rank has left.
@@ -270,8 +271,8 @@ class Watch:
                     cut = True
                     with contextlib.suppress(Exception):  # then the process exits after the grace period, see below
                         if cut_connections() and not _nccl():
-                            found = float("inf")  # gloo raises in the main thread instead
-                if cut and time.monotonic() - max(found, self._since) > self.grace:
+                            grace *= 6  # gloo raises in the main thread instead, unless that waits for something else
+                if cut and time.monotonic() - max(found, self._since) > grace:
                     self._exit()
             with self._condition:
                 self._condition.wait_for(lambda: self._requests > self._answers, self.interval)
@@ -318,7 +319,10 @@ def cut_connections() -> int:
 
     Only sockets with an endpoint that gloo published in the store of a group are shut down. On Linux only.
     """
-    published = b"".join(_published(group) for group in list(dist.distributed_c10d._world.pg_map))
+    published = b""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # one that is being made: the others are cut all the same
+            published += _published(group)
     cut = 0
     for name in os.listdir("/proc/self/fd") if published and os.path.isdir("/proc/self/fd") else []:
         # Most descriptors are not sockets, or are not connected.
