@@ -18,7 +18,7 @@ from signalfire.monitor import Monitor
 from signalfire.planning import comes_up
 
 from ._common.checkpoint_findings import report_base, report_folder, report_hyperparameters, report_nothing_saved
-from ._common.folders import check_folder, open_folder
+from ._common.folders import check_folder, check_shared, open_folder
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
 
 __all__ = ["Checkpoint"]
@@ -37,8 +37,9 @@ class Checkpoint(Handler):
     intact version. Multiple Checkpoints share one snapshot.
 
     In distributed runs, rank 0 writes, including what differs between the ranks, while the others wait; an error of the write
-    is raised on all ranks. Sharded tensors are written by ``torch.distributed.checkpoint`` beside ``state.pt``, each rank
-    its part; they can be loaded with any number of ranks, each reading its own parts.
+    is raised on all ranks. All of them have to see the folder, also on several machines. Sharded tensors are written by
+    ``torch.distributed.checkpoint`` beside ``state.pt``, each rank its part; they can be loaded with any number of ranks, each
+    reading its own parts.
 
     A run never replaces or removes a version that another run wrote: a name that is taken gets the suffix ``-2``. A resumed run
     owns the versions of the run that it continues, but never removes the version that it resumed from; only with ``keep=1`` and
@@ -224,6 +225,8 @@ class Checkpoint(Handler):
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
         found = self._failures.newest(where=where, files=self.files) if engine.processes.is_rank_zero else None
         if (found := engine.processes.broadcast(found)) is not None:
+            if engine.processes.distributed:
+                check_shared(self, self.folder, engine.processes)
             state = self.load(self.folder / found, name=self.name)
             engine.load_state_dict(state)
             self._failures.resumed(found)
@@ -263,6 +266,8 @@ class Checkpoint(Handler):
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
             report_folder(engine, self.name, self.folder, self.files)
+        if engine.processes.distributed:
+            check_shared(self, self.folder, engine.processes)
         self._began = engine.state.iteration
         # `Engine.check` reports an interval that is known not to come up; here is what only the end of the run shows.
         self._may_save = self.every is None or comes_up(engine, self.every) is not False

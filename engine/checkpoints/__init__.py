@@ -10,7 +10,7 @@ from .failures import ResumeFailures
 from .files import Content, Files, make_folders
 from .loading import load, load_hyperparameters
 from .manifest import Damaged, check_json, encode, read_manifest, warn_if_environment_changed
-from .names import DEFAULT_FILENAME, NameTemplate
+from .names import DEFAULT_FILENAME, NameTemplate, hidden_name
 from .ownership import Ownership
 from .retention import Entry, Retention
 from .saver import Saver, SavingRun
@@ -37,6 +37,7 @@ __all__ = [
     "encode",
     "find",
     "find_unreadable",
+    "hidden_name",
     "load",
     "load_hyperparameters",
     "make_folders",

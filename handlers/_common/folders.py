@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 from signalfire import Handler
+from signalfire.checkpoints import hidden_name
+from signalfire.distributed import Processes
 
-__all__ = ["check_folder", "check_local", "open_folder"]
+__all__ = ["check_folder", "check_local", "check_shared", "open_folder"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
@@ -48,3 +51,22 @@ def open_folder(handler: Handler, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{handler.name!r}: the folder {str(folder)!r} is not writable")
+
+
+def check_shared(handler: Handler, folder: Path, processes: Processes) -> None:
+    """Raise ValueError if a rank does not see the folder that rank 0 writes to, such as one of another machine. Collective."""
+    marker = hidden_name(folder, "shared", "new")
+    if processes.is_rank_zero:
+        marker.mkdir()
+    try:
+        name = processes.broadcast(marker.name)
+        found = processes.gather((os.path.isdir(folder / name), os.path.abspath(folder), socket.gethostname()))
+    finally:
+        if processes.is_rank_zero:
+            marker.rmdir()
+    for rank, (sees, own, host) in enumerate(found):
+        if not sees:
+            raise ValueError(
+                f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, and rank {rank} finds nothing of it in "
+                f"its own folder, {own!r} on {host}; give all ranks the same folder, of a file system that all machines share"
+            )

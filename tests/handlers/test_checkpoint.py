@@ -27,6 +27,7 @@ from signalfire.handlers import (
     Accuracy,
     Average,
     Checkpoint,
+    DistributedDataParallel,
     EarlyStopping,
     GradientAccumulation,
     History,
@@ -36,6 +37,7 @@ from signalfire.handlers import (
 )
 from signalfire.testing import fingerprint
 from tests.kit import batches, build, content_of, evaluator_of, mlp, quick, spread
+from tests.processes import run_together
 
 
 def network() -> nn.Sequential:
@@ -1226,3 +1228,27 @@ def test_deaths_between_the_saves_of_one_event_lose_no_best_and_leave_nothing_be
     assert best.best == folder / best.kept[0][0]
     known = {name for one in (last, best) for name, _ in one.kept} | {*last.retention.superseded, source}
     assert set(os.listdir(folder)) <= known | set(best.retention.superseded)
+
+
+# ---- several machines, here folders of several ranks ---------------------------------------------------------------------
+
+
+def _in_a_folder_of_its_own(folder: Path, resume: bool) -> str:
+    distribution = DistributedDataParallel()
+    rank = distribution.processes.rank
+    engine = engine_of(distribution, Checkpoint(folder / str(rank), resume=resume))
+    with pytest.raises(ValueError, match="the same folder") as caught:
+        engine.run(list(DataLoader(dataset(), batch_size=11)), max_epochs=2)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", [False, True])
+def test_ranks_that_do_not_see_the_same_folder_are_refused_before_the_first_batch(resume: bool, tmp_path: Path) -> None:
+    if resume:
+        engine_of(Checkpoint(tmp_path / "0")).run(list(DataLoader(dataset(), batch_size=22)), max_epochs=1)
+    before = set(tmp_path.rglob("*"))
+    for said in run_together(_in_a_folder_of_its_own, 2, tmp_path, resume):
+        assert f"rank 0 writes to '{tmp_path / '0'}'" in said
+        assert f"rank 1 finds nothing of it in its own folder, '{tmp_path / '1'}'" in said
+    assert set(tmp_path.rglob("*")) - before <= {tmp_path / "0"}
