@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +25,7 @@ from signalfire.handlers import (
     Checkpoint,
     DistributedDataParallel,
     EarlyStopping,
+    FullyShardedDataParallel,
     GradientAccumulation,
     GradientClipping,
     History,
@@ -123,3 +125,86 @@ def test_an_iteration_makes_the_collectives_of_plain_ddp(stack: str, tmp_path: P
     assert of_plain >= 1
     window = 4 if stack in ("accumulation", "both") else 1
     assert of_engine == ([0] * (window - 1) + [of_plain]) * (EPOCH // window)
+
+
+# ---- sharded models --------------------------------------------------------------------------------------------------------
+
+
+def plain_sharded() -> int:
+    """The collectives of an iteration of plain FSDP2."""
+    model: Any = make_model()
+    fully_shard(model[0])
+    fully_shard(model[2])
+    fully_shard(model)
+    optimizer = SGD(model.parameters())
+    seen = []
+    for x, y in DataLoader(samples(4 * EPOCH), batch_size=4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        seen.append(collectives())
+    return seen[-1] - seen[-2]
+
+
+def counted_sharded(stack: str, folder: Path) -> tuple[int, list[int]]:
+    """As `counted`, of a sharded model."""
+    model = make_model()
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
+    engine.attach(FullyShardedDataParallel(timeout=60.0))
+    found = plain_sharded()
+    engine.attach(*SHARDED[stack](model, folder))
+    seen: list[int] = []
+    engine.connect(Events.ITERATION_STARTED, lambda engine: seen.append(collectives()))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(collectives()))
+    engine.run(DataLoader(samples(8 * EPOCH), batch_size=4, shuffle=True), max_epochs=2)
+    second = seen[2 * EPOCH :]
+    return found, [after - before for before, after in zip(second[1::2], second[3::2], strict=False)]
+
+
+SHARDED: dict[str, Callable[[nn.Module, Path], list[Handler]]] = {
+    "nothing": lambda model, folder: [],
+    "averages, a schedule, the last checkpoint": lambda model, folder: [
+        EMA(0.9), LRScheduling(lambda optimizer: StepLR(optimizer, 2)), Checkpoint(folder), History(), Metrics(seen=Average()),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", SHARDED)
+@pytest.mark.filterwarnings("ignore")
+def test_an_iteration_makes_the_collectives_of_plain_fsdp(stack: str, tmp_path: Path) -> None:
+    of_plain, of_engine = assert_alike(run_together(counted_sharded, 2, stack, tmp_path))
+    assert of_plain >= 3
+    # A notice has no bucket to travel in: it is one small collective, sent before the backward and read after it.
+    assert of_engine == [of_plain + 1] * (EPOCH - 1)
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------------
+
+
+def counted_evaluation(batches: int, several: bool) -> list[int]:
+    """The collectives of an evaluation over the ranks, whose data has a length: between its forwards, and after the last."""
+    model = make_model()
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    if several:
+        evaluator.attach(Metrics(accuracy=Accuracy(), again=Accuracy(), name="more"))
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
+    validation = Validation(evaluator, DataLoader(samples(2 * batches), batch_size=2), every="1ep")
+    engine.attach(DistributedDataParallel(timeout=60.0), validation)
+    seen: list[int] = []
+    evaluator.connect(Events.FORWARD_STARTED, lambda engine: seen.append(collectives()))
+    engine.connect(Events.EVALUATION_COMPLETED, lambda engine: seen.append(collectives()))
+    engine.run(DataLoader(samples(8 * EPOCH), batch_size=4), max_epochs=1)
+    assert len(seen) == batches // 2 + 1
+    return [seen[-2] - seen[0], seen[-1] - seen[-2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("batches", [4, 16])
+@pytest.mark.filterwarnings("ignore")
+def test_an_evaluation_makes_one_reduction_at_its_end(batches: int, several: bool) -> None:
+    between, at_the_end = assert_alike(run_together(counted_evaluation, 2, batches, several))
+    assert between == 0
+    assert at_the_end == 2 * (1 + several), "of each Metrics: the size of what is gathered, and what is gathered"
