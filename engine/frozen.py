@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .distributed.sharded import whole_tensor
+from .keys import BASE
 from .modules import bare_name
 
-__all__ = ["BASE", "FrozenBase", "fill_in", "leave_out", "without"]
-
-BASE = "base"
-"""Key of what was left out, in a loaded state: "names" and "sha256"."""
+__all__ = ["FrozenBase", "fill_in", "leave_out", "without"]
 
 
 class FrozenBase:

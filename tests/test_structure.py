@@ -34,7 +34,7 @@ ROOMS = {
     },
 }
 # What the rooms that know nothing of the loop may import from the top of `engine/`.
-BASE = {"batches", "blame", "checks", "events", "interval", "randomness", "state"}
+BASE = {"batches", "blame", "checks", "events", "interval", "keys", "randomness", "state"}
 
 
 @cache

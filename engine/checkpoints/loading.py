@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..distributed import SHARDS
-from ..frozen import BASE
+from ..keys import BASE
 from .files import Files
 from .store import open_version
 

@@ -19,7 +19,7 @@ import torch
 
 from ..blame import warn
 from ..distributed.sharded import sha256_of
-from ..frozen import BASE
+from ..keys import BASE
 from .files import Files, WrongSize
 from .state_file import load_and_hash
 
