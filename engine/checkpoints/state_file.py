@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
@@ -19,8 +20,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 __all__ = ["SerializedState", "load_and_hash"]
 
-_SMALL = 2**16  # bytes that are copied, because asking another thread to hash them takes longer
+_SMALL = 2**16  # bytes that are copied before another thread is asked to hash them
 _CHUNK = 2**20
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class SerializedState:
@@ -44,10 +46,12 @@ class SerializedState:
             BaseException: what the file has raised, such as an OSError, which ``torch.save`` turns into a RuntimeError.
         """
         self._written = None
-        with _Hashed(file, _addresses(self.state) if self._in_thread else None) as hashed:
+        with _Hashed(file, self.state if self._in_thread else None) as hashed:
+            buffered: Any = io.BufferedWriter(hashed, _SMALL)
             try:
                 with _WITHOUT_CRC32:
-                    torch.save(dict(self.state), hashed)  # type: ignore[arg-type]  # all that it needs is write()
+                    torch.save(dict(self.state), buffered)
+                buffered.flush()
             except BaseException as error:
                 if hashed.error is None or hashed.error is error:
                     raise
@@ -61,31 +65,33 @@ class SerializedState:
         return {"size": self._written.size, "sha256": self._written.sha256()}
 
 
-class _Hashed:
-    """A file whose content is hashed while it is written.
+class _Hashed(io.RawIOBase):
+    """A file whose content is hashed while it is written, in portions: those that are not large are gathered before.
 
     Args:
         file: The file.
-        lasting: Addresses of memory that stays as it is until the sha256 is asked for: another thread hashes it, and the write
-            goes on. None to hash everything in this thread.
+        state: What is written, which stays as it is until the sha256 is asked for: another thread hashes its tensors, and the
+            write goes on. None to hash everything in this thread.
     """
 
-    def __init__(self, file: BinaryIO, lasting: Collection[int] | None) -> None:
-        self.file, self.lasting = file, lasting
+    def __init__(self, file: BinaryIO, state: Mapping[str, Any] | None) -> None:
+        self.file, self.state = file, state
         self.size = 0
         self.error: BaseException | None = None
         self._sha256 = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1, "signalfire sha256")  # which starts it once there is work
         self._last: Future[None] | None = None
-        self._small = bytearray()  # not hashed yet
-
-    def __enter__(self) -> _Hashed:
-        return self
+        self._lasting: set[int] | None = None  # addresses of the state's tensors, once they are asked for
 
     def __exit__(self, *raised: object) -> None:
         self._thread.shutdown(wait=raised[0] is not None)
 
-    def write(self, data: memoryview) -> int:
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: memoryview) -> int:  # type: ignore[override]
+        if self.error is not None:
+            return len(data)  # torch closes its archive, whatever was raised
         try:
             hashing = self._hash(data)
             try:
@@ -94,49 +100,41 @@ class _Hashed:
                 if hashing is not None:
                     hashing.result()
         except BaseException as error:
-            self.error = self.error or error
+            self.error = error
             raise
         self.size += len(data)
         return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
 
     def sha256(self) -> str:
         """The sha256 of everything that was written; waits for the thread."""
         if self._last is not None:
             self._last.result()
-        self._sha256.update(self._small)
-        self._small.clear()
         return self._sha256.hexdigest()
 
     def _hash(self, data: memoryview) -> Future[None] | None:
         """Hash what is written next; returns what to wait for before its memory may be freed."""
-        if self.lasting is None:
+        small = len(data) <= _SMALL
+        if self.state is None or (small and self._last is None):
             self._sha256.update(data)
             return None
-        if len(data) < _SMALL:
-            self._small += data
-            if len(self._small) >= _CHUNK:
-                self._hash_small()
+        self._last = self._thread.submit(self._sha256.update, bytes(data) if small else data)
+        if small:
             return None
-        self._hash_small()
-        self._last = self._thread.submit(self._sha256.update, data)
-        return None if _address(data) in self.lasting else self._last
-
-    def _hash_small(self) -> None:
-        if self._small:
-            self._last = self._thread.submit(self._sha256.update, bytes(self._small))
-            self._small.clear()
+        self._lasting = _addresses(self.state) if self._lasting is None else self._lasting
+        return None if _address(data) in self._lasting else self._last
 
 
 def _addresses(state: Any) -> set[int]:
     """Where the tensors of a state begin that are in main memory."""
-    if isinstance(state, Tensor):
-        plain = type(state) in (Tensor, nn.Parameter) and state.layout is torch.strided and state.device.type == "cpu"
-        return {state.untyped_storage().data_ptr()} if plain else set()
-    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
-    return set().union(*map(_addresses, items))
+    found, parts = set(), [state]
+    for part in parts:  # which grows meanwhile
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, Tensor) and type(part) in _PLAIN and part.layout is torch.strided and part.is_cpu:
+            found.add(part.untyped_storage().data_ptr())
+    return found
 
 
 def _address(data: memoryview) -> int:

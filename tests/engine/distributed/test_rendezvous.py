@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from signalfire.distributed import process_group
 from signalfire.distributed.rendezvous import agree, join, launched
 from tests.kit import finished as finished_program
-from tests.kit import python, wait_until
+from tests.kit import python, spread, wait_until
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -358,7 +358,7 @@ def together(server: Server, ranks: list[int], size: int) -> list[Any]:
         return list(pool.map(one, ranks))
 
 
-@pytest.mark.parametrize("killed", [0, 1, 2])
+@pytest.mark.parametrize("killed", spread([0, 1, 2], 1))
 def test_a_rank_that_is_killed_at_its_start_is_named_within_seconds(killed: int) -> None:
     server = Server()
     others = [rank for rank in range(3) if rank != killed]
@@ -374,6 +374,7 @@ def test_a_rank_that_is_killed_at_its_start_is_named_within_seconds(killed: int)
         assert f"rank {killed} (pid {pid}) ended before all ranks had joined" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_of_an_earlier_start_that_was_killed_does_no_harm(killed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
@@ -383,6 +384,7 @@ def test_a_rank_of_an_earlier_start_that_was_killed_does_no_harm(killed: int, mo
     assert work_together(together(server, [0, 1], 2))
 
 
+@pytest.mark.slow
 def test_a_rank_of_this_start_is_named_though_it_was_killed_before_anybody_looked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
