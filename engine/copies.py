@@ -51,7 +51,7 @@ class Copy:
     """A copy of a state, for those who share it.
 
     Attributes:
-        state: The copy. Its tensors share memory where those of the state do.
+        state: The copy. Equal views of the same memory, such as tied weights, share memory in it, too.
         users: Number of those who have not released it; the memory of a copy without users is used for the next one.
     """
 
@@ -59,10 +59,10 @@ class Copy:
         self.users = 0
         self._memory = memory
         self._tensors: list[Tensor] = []
-        self._copied: dict[tuple[str, int, Hashable], Tensor] = {}
+        self._copied: dict[tuple[torch.device, int, Hashable], Tensor] = {}
         self.state = copied(state, self._copy)
-        if any(device != "cpu" for device, *_ in self._copied):
-            torch.accelerator.synchronize()  # until then, the tensors of an accelerator are on their way
+        for device in {device for device, *_ in self._copied if device.type != "cpu"}:
+            torch.accelerator.synchronize(device)  # until then, its tensors are on their way
 
     def release(self) -> None:
         """Note that one of those who share it has no use for it any more."""
@@ -73,9 +73,12 @@ class Copy:
     def _copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        plain = plain and not (
+            tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+        )  # whose memory is not their value
         if not plain and not is_sharded(tensor):
             return tensor.clone()
-        place = tensor.device.type, local_part(tensor).data_ptr(), _kind(tensor)
+        place = tensor.device, local_part(tensor).data_ptr(), _kind(tensor)
         if place not in self._copied:
             self._copied[place] = self._memory.take(tensor).copy_(tensor, non_blocking=True)
             self._tensors.append(self._copied[place])

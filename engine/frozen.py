@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .distributed.sharded import whole_tensor
+from .distributed.sharded import is_sharded, whole_tensor
 from .keys import BASE
 from .modules import bare_name
 
 __all__ = ["FrozenBase", "fill_in", "leave_out", "without"]
+
+
+_BLOCK = 4096
+"""Words of 8 bytes that are summed up: a change moves the sum of its block."""
 
 
 class FrozenBase:
@@ -31,7 +35,7 @@ class FrozenBase:
     def __init__(self) -> None:
         self.size = 0
         self._digests: dict[str, str] = {}
-        self._versions: dict[str, int] = {}
+        self._marks: dict[str, Hashable] = {}
 
     @property
     def count(self) -> int:
@@ -40,29 +44,30 @@ class FrozenBase:
 
     def record(self, modules: Mapping[str, nn.Module]) -> None:
         """Note the parameters that are frozen now. Collective if any is sharded."""
-        frozen = {name: p for name, p in _parameters(modules) if not p.requires_grad}
+        saved = {f"{root}.{key}" for root, module in modules.items() for key in module.state_dict()}
+        frozen = {name: p for name, p in _parameters(modules) if not p.requires_grad and name in saved}
         self._digests = {name: _digest(p) for name, p in frozen.items()}
-        self._note_versions(frozen)
+        self._note(frozen, {name: _mark(p) for name, p in frozen.items()})
 
     def recheck(self, modules: Mapping[str, nn.Module]) -> None:
         """Forget the parameters to which a loaded state has given other values. Collective if any is sharded."""
         kept = {n: p for n, p in _parameters(modules) if n in self._digests and _digest(p) == self._digests[n]}
         self._digests = {name: self._digests[name] for name in kept}
-        self._note_versions(kept)
+        self._note(kept, {name: _mark(p) for name, p in kept.items()})
 
     def names(self, modules: Mapping[str, nn.Module]) -> frozenset[str]:
         """The names to leave out, such as "model.0.weight". What was changed once is never left out again."""
-        same = {n: p for n, p in _parameters(modules) if n in self._versions and p._version == self._versions[n]}
+        same = {n: p for n, p in _parameters(modules) if n in self._marks and _mark(p) == self._marks[n]}
         self._digests = {name: self._digests[name] for name in same}
-        self._note_versions(same)
+        self._note(same, {name: self._marks[name] for name in same})
         return frozenset(name for name, p in same.items() if not p.requires_grad)
 
     def entry(self, names: Collection[str]) -> dict[str, Any]:
         """What a checkpoint tells about the parameters that it leaves out."""
-        return {"names": sorted(map(bare_name, names)), "sha256": _together({n: self._digests[n] for n in names})}
+        return {"sha256": {bare_name(name): self._digests[name] for name in sorted(names)}}
 
-    def _note_versions(self, parameters: Mapping[str, Tensor]) -> None:
-        self._versions = {name: p._version for name, p in parameters.items()}
+    def _note(self, parameters: Mapping[str, Tensor], marks: dict[str, Hashable]) -> None:
+        self._marks = marks
         self.size = sum(p.nbytes for p in parameters.values())
 
 
@@ -82,24 +87,37 @@ def leave_out(states: Mapping[str, Any], names: Collection[str]) -> dict[str, An
     return left
 
 
-def fill_in(modules: Mapping[str, nn.Module], saved: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def fill_in(
+    modules: Mapping[str, nn.Module], saved: Mapping[str, Any], where: str, *, weights: bool = False
+) -> Mapping[str, Any]:
     """A loaded state with the parameters of these modules in place of those that it leaves out. Collective if any is sharded.
+
+    Args:
+        modules: Modules of the engine.
+        saved: State from `Checkpoint.load`.
+        where: Caller, for messages.
+        weights: Whether only weights are loaded, for which losses may be there or not.
 
     Raises:
         ValueError: if they are not those that the state was trained with.
     """
     if BASE not in saved:
         return saved
-    left_out, sha256 = set(saved[BASE]["names"]), saved[BASE]["sha256"]
+    left_out = saved[BASE]["sha256"]
+    if weights:  # without losses that only one of the two has
+        left_out = {
+            name: one for name, one in left_out.items() if name.partition(".")[0] in modules or not _is_loss(name)
+        }
     own = {name: p for name, p in _parameters(modules) if bare_name(name) in left_out}
-    if missing := left_out - {bare_name(name) for name in own}:
+    if missing := left_out.keys() - {bare_name(name) for name in own}:
         raise ValueError(
             f"{where}: the state leaves out frozen parameters which this model does not have, such as {min(missing)!r}"
         )
-    if _together({name: _digest(p) for name, p in own.items()}) != sha256:
+    if different := [name for name, p in own.items() if _digest(p) != left_out[bare_name(name)]]:
         raise ValueError(
-            f"{where}: the state leaves out {len(left_out)} frozen parameters, and those of this model are not the ones that it "
-            "was trained with (their sha256 differs): build the model from the same base, such as the same pretrained weights"
+            f"{where}: the state leaves out {len(left_out)} frozen parameters, and {len(different)} of this model, such as "
+            f"{min(different)!r}, are not the ones that it was trained with: build the model from the same base, such as the "
+            "same pretrained weights"
         )
     filled = dict(saved["modules"])
     for name, parameter in own.items():
@@ -117,13 +135,24 @@ def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]
 
 def _digest(tensor: Tensor) -> str:
     """The sha256 of the values, the shape and the dtype of a tensor."""
-    whole = whole_tensor(tensor.detach()).cpu().contiguous()
+    whole = whole_tensor(tensor.detach()).cpu().resolve_conj().resolve_neg().contiguous()
     found = hashlib.sha256(f"{whole.dtype} {list(whole.shape)}".encode())
     found.update(whole.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
-def _together(digests: Mapping[str, str]) -> str:
-    """One sha256 of several tensors, by name."""
-    lines = sorted(f"{bare_name(name)} {digest}\n" for name, digest in digests.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def _mark(tensor: Tensor) -> Hashable:
+    """What tells, at the speed of the memory, that a tensor was changed: sums of its bits as well, since the version does not
+    count changes through ``data`` and by some fused optimizers."""
+    if is_sharded(tensor):  # the ranks have to decide alike, and hold different shards
+        return tensor._version
+    bits = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = bits[: len(bits) // 8 * 8].view(torch.int64)
+    blocks = len(words) // _BLOCK * _BLOCK
+    sums = [words[:blocks].view(-1, _BLOCK).sum(1), words[blocks:].sum()[None], bits[len(words) * 8 :].sum()[None]]
+    return tensor._version, tuple(torch.cat(sums).tolist())
+
+
+def _is_loss(name: str) -> bool:
+    root = name.partition(".")[0]
+    return root == "loss" or root.endswith("_loss")

@@ -5,4 +5,4 @@ from __future__ import annotations
 __all__ = ["BASE"]
 
 BASE = "base"
-"""What a state leaves out: the "names" and the "sha256" of frozen parameters. In the manifest of a checkpoint as well."""
+"""What a state leaves out: the "sha256" of each frozen parameter by its name. In the manifest of a checkpoint as well."""

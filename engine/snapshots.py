@@ -131,6 +131,7 @@ class Snapshots(Part):
         """Free what the run has kept."""
         self.drop()
         self._copies.free()
+        self._writes = []  # handlers have waited for them
 
     def report_saved(self) -> None:
         """Emit CHECKPOINT_SAVED, for handlers that have written a checkpoint."""
@@ -334,7 +335,7 @@ class Snapshots(Part):
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         saved = unwrapped(engine.modules, {**given, "modules": weights})
-        weights = fill_in(engine.modules, saved, "load_weights()")["modules"]
+        weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
         # A loss with parameters may be in the weights or in the engine alone.
         modules = {
             name: root for name, root in engine.modules.items() if name in weights or name in engine.modules.models

@@ -70,9 +70,10 @@ class Checkpoint(Handler):
         asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
             still in progress. The memory of the copy is kept until the run ends. A save is reported once it is on disk. An error
             of the thread is raised at the next completed iteration, or at the end of the run, which waits for the thread.
-        trained_only: Leave out the parameters that are frozen from the beginning of the run, such as the base of adapters (LoRA),
-            and say how many. The checkpoint holds their names and a sha256, and loads only into a model with the same ones. They
-            are hashed when the run starts, at about 1 GB/s. `EMA` leaves out averages of them with its own ``trained_only=True``.
+        trained_only: Leave out the parameters that are frozen as the first run starts and have not changed since, such as the
+            base of adapters (LoRA), and say how many. The manifest holds their sha256, and `load` gives a state that loads only
+            into a model with the same ones. They are hashed when the run starts, at about 1 GB/s, and looked through at each
+            save. `EMA` leaves out averages of them with its own ``trained_only=True``.
 
     Attributes:
         retention: Bookkeeping of the kept versions, both as planned and as on disk.

@@ -44,7 +44,7 @@ class EMA(AveragedWeights):
             uses another one.
         trained_only: Whether to leave out parameters that are frozen, which saves their memory; they are used as they are. A
             parameter that is unfrozen later is averaged from its first step. Not for parameters that are changed in another way
-            than by the optimizer, such as those of a target network.
+            than by the optimizer, such as those of a target network. Averages saved with it load with it.
         update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged.
 
     Attributes:

@@ -57,16 +57,15 @@ class History(Handler):
             for name, value in values.items():
                 records = self._records.setdefault(name, [])
                 records.append((epoch, iteration, value))
-                if self.keep is not None and len(records) > self.keep:
-                    self._thin_out(name)
+                self._thin_out(name)
 
     def _thin_out(self, name: str) -> None:
-        """Drop every second value of the older half."""
-        records = self._records[name]
-        half = len(records) // 2
-        older = records[:half:2]
-        self._records[name] = older + records[half:]
-        self.dropped[name] = self.dropped.get(name, 0) + half - len(older)
+        """While there are too many values of a metric, drop every second of the older half."""
+        while self.keep is not None and len(records := self._records[name]) > self.keep:
+            half = len(records) // 2
+            older = records[:half:2]
+            self._records[name] = older + records[half:]
+            self.dropped[name] = self.dropped.get(name, 0) + half - len(older)
 
     @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def end(self, engine: Engine) -> None:
@@ -102,7 +101,7 @@ class History(Handler):
         return [value for _, _, value in self.records[name]]
 
     def table(self) -> str:
-        """A text table: one row per epoch, with the last value of each metric in that epoch."""
+        """A text table: one row per epoch, with the last kept value of each metric in that epoch."""
         rows: dict[int, dict[str, float]] = {}
         for name, records in self.records.items():
             for epoch, _, value in records:
@@ -155,3 +154,5 @@ class History(Handler):
         self._records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
         self._new.load(state["seen"])
         self.dropped = dict(state.get("dropped", {}))
+        for name in self._records:
+            self._thin_out(name)

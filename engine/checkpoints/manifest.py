@@ -183,9 +183,8 @@ def _is_base(base: Any) -> bool:
     """Whether this tells about parameters that were left out."""
     return (
         isinstance(base, dict)
-        and isinstance(base.get("sha256"), str)
-        and isinstance(names := base.get("names"), list)
-        and all(isinstance(name, str) for name in names)
+        and isinstance(digests := base.get("sha256"), dict)
+        and all(isinstance(digest, str) for digest in digests.values())
     )
 
 

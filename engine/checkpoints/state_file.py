@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -49,7 +49,7 @@ class SerializedState:
         with _Hashed(file, self.state if self._in_thread else None) as hashed:
             buffered: Any = io.BufferedWriter(hashed, _SMALL)
             try:
-                with _WITHOUT_CRC32:
+                with _without_crc32():
                     torch.save(dict(self.state), buffered)
                 buffered.flush()
             except BaseException as error:
@@ -111,13 +111,17 @@ class _Hashed(io.RawIOBase):
             self._last.result()
         return self._sha256.hexdigest()
 
+    def _update(self, data: bytes | memoryview, state: Mapping[str, Any]) -> None:
+        """In the thread; the state is given so that its memory is there until then, also after an error."""
+        self._sha256.update(data)
+
     def _hash(self, data: memoryview) -> Future[None] | None:
         """Hash what is written next; returns what to wait for before its memory may be freed."""
         small = len(data) <= _SMALL
         if self.state is None or (small and self._last is None):
             self._sha256.update(data)
             return None
-        self._last = self._thread.submit(self._sha256.update, bytes(data) if small else data)
+        self._last = self._thread.submit(self._update, bytes(data) if small else data, self.state)
         if small:
             return None
         self._lasting = _addresses(self.state) if self._lasting is None else self._lasting
@@ -141,29 +145,18 @@ def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
-class _WithoutCRC32:
-    """Lets torch.save leave out the CRC-32 of each tensor, which takes a fifth of the time, and which torch.load ignores."""
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Let torch.save leave out the CRC-32 of each tensor, which takes a fifth of the time, and which torch.load ignores.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = get_crc32_options()
-                set_crc32_options(False)
-            self._inside += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                set_crc32_options(self._before)
-
-
-_WITHOUT_CRC32 = _WithoutCRC32()  # the option is the process's: of several saves at once, the last one puts it back
+    The option is one of the thread.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def load_and_hash(file: BinaryIO) -> tuple[Any, str]:

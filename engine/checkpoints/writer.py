@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -72,11 +73,12 @@ class Write:
     problems: list[OSError] = field(default_factory=list)
     error: BaseException | None = None
     thread: threading.Thread | None = None
+    done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def in_progress(self) -> bool:
         """Whether the thread is still running."""
-        return self.thread is not None and self.thread.is_alive()
+        return self.thread is not None and not self.done.is_set()
 
     @property
     def takes_part(self) -> bool:
@@ -85,17 +87,28 @@ class Write:
 
     def start(self) -> None:
         """Run the write in a thread."""
-        self.thread = threading.Thread(target=self.run, name="signalfire checkpoint")
+        self.thread = threading.Thread(target=self._run_in_thread, name="signalfire checkpoint")
+        atexit.register(self.join)
         self.thread.start()
 
+    def _run_in_thread(self) -> None:
+        try:
+            self.run()
+        finally:
+            self.done.set()
+
     def join(self) -> None:
-        """Wait for the thread, if any."""
+        """Wait for the thread, if any.
+
+        It does not use `Thread.join`: in Python 3.11 one that Ctrl-C interrupts takes the thread for ended from then on.
+        """
         if self.thread is not None:
-            self.thread.join()
+            self.done.wait()
 
     def end(self) -> None:
         """Wait for the thread, and release the state."""
         self.join()
+        atexit.unregister(self.join)
         if self.release is not None:
             self.release()
 

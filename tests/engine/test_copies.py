@@ -80,8 +80,9 @@ def test_memory_of_another_shape_or_dtype_is_not_used_and_not_kept() -> None:
         nn.Parameter(torch.ones(2)),
         torch.empty(0, 4),
         torch.ones(2, 3)[:, 1],
+        torch.tensor([1 + 2j]).conj(),
     ],
-    ids=["sparse", "meta", "parameter", "empty", "view"],
+    ids=["sparse", "meta", "parameter", "empty", "view", "conjugate"],
 )
 def test_each_kind_of_tensor_is_copied(value: Tensor) -> None:
     copies = Copies()
@@ -93,3 +94,9 @@ def test_each_kind_of_tensor_is_copied(value: Tensor) -> None:
         assert value.is_meta or torch.equal(copy.state[0].to_dense(), value.detach().to_dense())
         assert not copy.state[0].requires_grad
         copy.release()
+
+
+def test_a_conjugate_view_is_no_copy_of_what_it_is_a_view_of() -> None:
+    tensor = torch.tensor([1 + 2j])
+    copy = Copies().make([tensor, tensor.conj(), tensor.conj().imag])
+    assert [part.tolist() for part in copy.state] == [[1 + 2j], [1 - 2j], [-2.0]]

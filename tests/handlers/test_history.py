@@ -178,6 +178,14 @@ def test_a_resumed_run_thins_out_at_the_same_places(tmp_path: Path) -> None:
         assert engine.find(History).state_dict() == whole.state_dict()
 
 
+def test_a_longer_history_that_is_loaded_is_thinned_out_at_once() -> None:
+    whole, limited = measured(None, 40).find(History), History(keep=4)
+    limited.load_state_dict(whole.state_dict())
+    assert len(limited["score"]) <= 4
+    assert limited["score"][0] == 1.0
+    assert limited["score"][-2:] == [39.0, 40.0]
+
+
 def test_the_state_of_a_long_run_is_small() -> None:
     history = measured(200, 4_000).find(History)
     assert len(pickle.dumps(history.state_dict())) < 6_000

@@ -71,7 +71,7 @@ def test_the_frozen_base_is_not_written_and_the_run_goes_on_as_if_it_were(
     assert saved_in(last.last) == TRAINED
     assert last.last is not None
     base = json.loads((last.last / "manifest.json").read_text())["base"]
-    assert set(base["names"]) == {f"model.{name}" for name in FROZEN}
+    assert set(base["sha256"]) == {f"model.{name}" for name in FROZEN}
     resumed = engine_of(Checkpoint(tmp_path, trained_only=True, resume=True))
     resumed.run(batches(), max_epochs=4)
     assert without_checkpoint(resumed) == fingerprint(whole)
@@ -84,7 +84,7 @@ def test_a_model_with_another_base_is_refused_and_keeps_its_weights(tmp_path: Pa
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
     other.load_state_dict(Checkpoint.load(tmp_path))
     with pytest.raises(
-        ValueError, match=r"leaves out 6 frozen parameters, and those of this model are not the ones .* sha256"
+        ValueError, match=r"leaves out 6 frozen parameters, and 4 of this model, such as 'model\.base\.bias', are not"
     ):
         other.run(batches(), max_epochs=2)
     assert_same(other.model, before)
@@ -205,6 +205,79 @@ def test_a_frozen_parameter_that_is_changed_by_hand_is_written(tmp_path: Path) -
         engine.run(batches(), max_epochs=3)
     assert saved_in(engine.find(Checkpoint).last) == TRAINED | {"out.bias"}
     assert float(Checkpoint.load(tmp_path)["modules"]["model"]["out.bias"]) == float(engine.model.out.bias)
+
+
+def merged_through_data(model: Any) -> None:
+    model.out.bias.data += 1
+
+
+def moved_through_data(model: Any) -> None:
+    model.out.bias.data = model.out.bias.data + 1
+
+
+@pytest.mark.parametrize("change", [merged_through_data, moved_through_data])
+def test_a_change_that_autograd_does_not_count_is_written(change: Any, tmp_path: Path) -> None:
+    engine = engine_of(Checkpoint(tmp_path, trained_only=True))
+    engine.connect(Events.EPOCH_STARTED(once=2), lambda engine: change(engine.model))
+    engine.run(batches(), max_epochs=3)
+    assert saved_in(engine.find(Checkpoint).last) == TRAINED | {"out.bias"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_that_a_fused_optimizer_trained_between_two_saves_is_written(tmp_path: Path) -> None:
+    optimizer = partial(torch.optim.Adam, lr=0.02, fused=True)  # whose steps autograd does not count
+    engine = build(Adapted(), Checkpoint(tmp_path, trained_only=True, every="3ep"), optimizer=optimizer)
+    engine.model.requires_grad_(True)  # so that the optimizer holds all
+    engine.connect(Events.STARTED, lambda engine: engine.model.base.requires_grad_(False))
+    engine.connect(Events.EPOCH_STARTED(once=2), lambda engine: engine.model.base.requires_grad_(True))
+    engine.connect(Events.EPOCH_STARTED(once=3), lambda engine: engine.model.base.requires_grad_(False))
+    engine.run(batches(), max_epochs=3)
+    assert {"base.weight", "base.bias"} <= saved_in(engine.find(Checkpoint).last)
+
+
+class Omitting(Adapted):
+    """As some adapters do, it leaves its base out of its state by itself."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        for key in [key for key in state if key.startswith("base.")]:
+            del state[key]
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def test_a_model_that_omits_its_base_by_itself_resumes(tmp_path: Path) -> None:
+    build(Omitting(), Checkpoint(tmp_path, trained_only=True), optimizer=ADAM).run(batches(), max_epochs=2)
+    again = build(Omitting(), Checkpoint(tmp_path, trained_only=True, resume=True), optimizer=ADAM)
+    again.run(batches(), max_epochs=4)
+    whole = build(Omitting(), optimizer=ADAM)
+    whole.run(batches(), max_epochs=4)
+    assert without_checkpoint(again) == without_checkpoint(whole)
+
+
+class Centred(nn.MSELoss):
+    """A loss with a parameter that is trained, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre, self.scale = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.scale * x - self.centre, y)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:C09:signalfire.FindingWarning"
+)  # of the model, all that follows is frozen: meant here
+def test_weights_load_into_an_engine_without_the_loss(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, trained_only=True, weights_only=True)
+    engine = build(Adapted(), handler, optimizer=ADAM, loss=Centred())
+    engine.run(batches(), max_epochs=1)
+    other = engine_of()
+    other.load_weights(Checkpoint.load(tmp_path))
+    assert_same(other.model, engine.model)
 
 
 def test_after_a_complete_checkpoint_of_another_base_what_differs_is_written(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_crc32_options
 
 from signalfire import Events
 from signalfire.checkpoints import Content, Entry, Files, Ownership, read_manifest
@@ -184,3 +189,42 @@ def test_an_error_of_this_rank_stays_its_own_and_an_interrupt_ends_the_sharing(t
     with pytest.raises(KeyboardInterrupt) as caught:
         write.share(SINGLE_PROCESS)
     assert caught.value is interrupt
+
+
+def test_a_wait_that_is_interrupted_can_be_taken_up_again(tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        """As by Ctrl-C."""
+
+    def interrupt(*arguments: Any) -> None:
+        raise Interrupted
+
+    go_on = threading.Event()
+    write = write_of(tmp_path, files=Hooked(lambda: go_on.wait(LIMIT)))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        write.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupted):
+            write.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert write.in_progress
+    go_on.set()
+    write.end()
+    assert not write.in_progress
+    assert visible(tmp_path) == ["a"]
+
+
+def test_a_run_leaves_no_copy_of_its_state_and_no_option_behind(tmp_path: Path) -> None:
+    engine = build(
+        nn.Linear(3, 997),
+        Checkpoint(tmp_path / "one", asynchronous=True, every="1it", name="one"),
+        Checkpoint(tmp_path / "other", every="1it", name="other"),
+    )
+    for epochs in range(1, 5):
+        engine.run([(torch.ones(2, 3), torch.ones(2, 997))] * 3, max_epochs=epochs)
+        assert get_crc32_options()
+    gc.collect()
+    assert not [
+        one for one in gc.get_objects() if type(one) is Tensor and one.shape == (997, 3) and not one.requires_grad
+    ]
