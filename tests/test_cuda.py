@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from signalfire import Engine, Events, Handler, Phase, Update
+from signalfire.copies import Copies
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -622,3 +623,19 @@ def test_prefetched_copies_overlap_with_the_computation(prefetch: bool) -> None:
         for compute, copy in zip(computed, copied[1:], strict=False)
     ]
     assert ahead[2:] == [prefetch] * 3
+
+
+@needs_cuda
+def test_a_copy_for_a_write_in_a_thread_is_in_pinned_main_memory_and_is_used_again() -> None:
+    copies = Copies()
+    places = []
+    for value in (1.0, 2.0):
+        copy = copies.make({"weight": torch.full((1000, 1000), value, device="cuda")})
+        copy.users = 1
+        weight = copy.state["weight"]
+        assert weight.device.type == "cpu"
+        assert weight.is_pinned()
+        assert bool((weight == value).all())
+        places.append(weight.data_ptr())
+        copy.release()
+    assert places[0] == places[1]

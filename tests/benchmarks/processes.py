@@ -1,11 +1,11 @@
 """What an iteration costs with several processes, beside a plain loop with torch's DDP or FSDP2.
 
-    python tests/benchmarks/processes.py [--sizes 2,4] [--rounds 5] [--latency 10]
+    python tests/benchmarks/processes.py [--sizes 2,4] [--rounds 5] [--latency 10] [--device cuda]
 
 Both loops run in the same processes, in turns of some hundred iterations. Measured are the CPU time of a process, its threads
 included, and the wall time of an iteration; what is printed is the median of the ratios over the turns, in rank 0. With
 ``--latency`` each collective takes so many milliseconds at least, as over a slow network; not of FSDP2. Where there are more
-processes than cores, wall times say little.
+processes than cores, wall times say little. With ``--device cuda`` each process has a GPU, and NCCL reduces the gradients.
 """
 
 from __future__ import annotations
@@ -84,16 +84,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+def device() -> torch.device:
+    """That of this process; with several GPUs, the current one."""
+    return torch.device(os.environ.get("SIGNALFIRE_DEVICE", "cpu"))
+
+
 def seeded(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name][0]()
+    return MODELS[name][0]().to(device())
 
 
 def batches(name: str, count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     width = MODELS[name][1]
-    return [(torch.randn(SAMPLES, width, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator))
-            for _ in range(count)]  # fmt: skip
+    drawn = [(torch.randn(SAMPLES, width, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator))
+             for _ in range(count)]  # fmt: skip
+    return [(x.to(device()), y.to(device())) for x, y in drawn]
 
 
 # ---- the loops -------------------------------------------------------------------------------------------------------
@@ -215,6 +221,8 @@ def cases(size: int, folder: Path) -> dict[str, tuple[str, Callable[[], Iterator
 
 
 def clocks() -> tuple[float, float]:
+    if device().type != "cpu":
+        torch.accelerator.synchronize()
     return time.process_time(), time.perf_counter()
 
 
@@ -279,8 +287,10 @@ def main() -> None:
     parser.add_argument(
         "--latency", type=float, default=0, help="milliseconds that a collective takes at least; not of FSDP2"
     )
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda with as many GPUs as processes")
     parser.add_argument("--only", default="", help="the cases whose names contain this")
     arguments = parser.parse_args()
+    os.environ["SIGNALFIRE_DEVICE"] = arguments.device
     context = multiprocessing.get_context("spawn")
     print(f"{'':<28}{'ranks':>6}{'CPU':>8}{'wall':>8}{'plain, us of CPU':>20}")
     for size in map(int, arguments.sizes.split(",")):
