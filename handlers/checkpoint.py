@@ -273,7 +273,7 @@ class Checkpoint(Handler):
         # `Engine.check` reports an interval that is known not to come up; here is what only the end of the run shows.
         self._may_save = self.every is None or comes_up(engine, self.every) is not False
 
-    @on("base_event", phase=Phase.PERSIST, reads=["modules", "weights"], writes=[])
+    @on("base_event", phase=Phase.PERSIST, reads=["modules", "trainable", "weights"], writes=[])
     def record_base(self, engine: Engine) -> None:
         """Note what is frozen from the beginning, and say how much that is; later, forget of it what has other values now."""
         before = None if self._base is None else self._base.count

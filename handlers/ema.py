@@ -133,7 +133,7 @@ class EMA(AveragedWeights):
         Events.OPTIMIZER_STEP_COMPLETED,
         phase=Phase.PREPARE,
         rank=AVERAGE,
-        reads=["step", "weights", "buffers"],
+        reads=["step", "trainable", "weights", "buffers"],
         writes=[],
     )
     def average(self, engine: Engine) -> None:

@@ -26,6 +26,7 @@ from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
 from signalfire.distributed import Processes, Watch, expected_processes
 from signalfire.handlers import (
+    EMA,
     SWA,
     Average,
     Checkpoint,
@@ -300,14 +301,20 @@ _active: list[tuple[Reading, str]] = []
 sys.addaudithook(_note_files)  # it cannot be removed
 
 
+def place_in(folder: Path, name: str) -> Path:
+    """A new folder of a composition; ranks with a Checkpoint share theirs."""
+    place = folder / (name if name in SHARING else f"{name} {expected_processes().rank}")
+    place.mkdir(exist_ok=name in SHARING)
+    return place
+
+
 def read_by(compositions: Mapping[str, Recipe], folder: Path) -> dict[Place, set[str]]:
     """What the receivers of these compositions read in runs."""
     with reading() as record:
         _active.append((record, str(folder)))
         try:
             for name, recipe in compositions.items():
-                place = folder / f"{name} {expected_processes().rank}"
-                place.mkdir()
+                place = place_in(folder, name)
                 engine = recipe.build(place)
                 record.watch(engine)
                 with meant():
@@ -318,6 +325,12 @@ def read_by(compositions: Mapping[str, Recipe], folder: Path) -> dict[Place, set
 
 
 # ---- compositions in which receivers read what they do not read in those of `watching` ----------------------------------
+
+
+def adapted(folder: Path) -> Engine:
+    model = mlp(5, 8, 1)
+    model[0].requires_grad_(False)
+    return build(model, EMA(0.9, trained_only=True), Checkpoint(folder, trained_only=True))
 
 
 def guarded(folder: Path) -> Engine:
@@ -413,7 +426,7 @@ def frozen_in_a_window(folder: Path) -> Engine:
 MORE: dict[str, Recipe] = {
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
-        for one in (guarded, weighted, unsaved, rehearsed, resumed_schedule, frozen_in_a_window)
+        for one in (guarded, weighted, unsaved, rehearsed, resumed_schedule, frozen_in_a_window, adapted)
     },
     "guarded evaluation": Recipe(guarded_evaluation, partial(batches, 3), {}),
     "stopped in chunks": Recipe(stopped_in_chunks, make_sequences, {"max_epochs": 2}),
@@ -476,6 +489,9 @@ TOGETHER: dict[str, Recipe] = {
     "outputs": Recipe(outputs, partial(batches, 4), {}),
     "replicas_failing": Recipe(replicas_failing, _UNEVEN, {"max_epochs": 2}),  # the last one: a process leaves
 }
+
+SHARING = {"replicas", "replicas_and_a_thread", "replicas_failing", "shards"}
+"""Compositions of several ranks that write checkpoints."""
 
 THREADED = {"unsaved", "replicas_and_a_thread"}
 """Compositions in which a thread writes files at any moment."""

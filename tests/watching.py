@@ -302,10 +302,10 @@ COMPOSITIONS: dict[str, Recipe] = {
 }
 
 
-def watch(recipe: Recipe, folder: Path) -> dict[Place, set[str]]:
-    """What the receivers of a composition have changed in a run."""
+def watch(recipe: Recipe, folder: Path, files_of: Path | None = None) -> dict[Place, set[str]]:
+    """What the receivers of a composition have changed in a run; of files, in the folder or in another one."""
     engine = recipe.build(folder)
-    watching = Watch(engine, folder)
+    watching = Watch(engine, files_of or folder)
     with meant():
         engine.run(recipe.data(), **recipe.bounds)
     return watching.changed

@@ -14,7 +14,7 @@ from signalfire.declarations import THINGS
 from signalfire.distributed import expected_processes
 from tests.kit import shipped
 from tests.processes import run_together
-from tests.reading import MORE, THREADED, TOGETHER, read_by
+from tests.reading import MORE, SHARING, THREADED, TOGETHER, place_in, read_by
 from tests.resume_recipes import Recipe
 from tests.watching import COMPOSITIONS, UNSEEN, Place, declared, watch
 
@@ -97,9 +97,10 @@ def _watched(compositions: Mapping[str, Recipe], folder: str) -> dict[Place, set
         several = []
         for name, recipe in compositions.items():
             if name not in THREADED:
-                place = Path(folder) / f"{name} {expected_processes().rank}"
-                place.mkdir()
-                several.append(watch(recipe, place))
+                place = place_in(Path(folder), name)
+                # Of those that share a folder, rank 0 writes, at any moment of the others.
+                looks_away = name in SHARING and expected_processes().rank > 0
+                several.append(watch(recipe, place, place / "of no rank" if looks_away else None))
         return merged(several)
 
 
