@@ -79,12 +79,13 @@ class _Hashed(io.RawIOBase):
         self.size = 0
         self.error: BaseException | None = None
         self._sha256 = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, "signalfire sha256")  # which starts it once there is work
+        self._thread: ThreadPoolExecutor | None = None  # once there is something large
         self._last: Future[None] | None = None
         self._lasting: set[int] | None = None  # addresses of the state's tensors, once they are asked for
 
     def __exit__(self, *raised: object) -> None:
-        self._thread.shutdown(wait=raised[0] is not None)
+        if self._thread is not None:
+            self._thread.shutdown(wait=raised[0] is not None)
 
     def writable(self) -> bool:
         return True
@@ -118,9 +119,10 @@ class _Hashed(io.RawIOBase):
     def _hash(self, data: memoryview) -> Future[None] | None:
         """Hash what is written next; returns what to wait for before its memory may be freed."""
         small = len(data) <= _SMALL
-        if self.state is None or (small and self._last is None):
+        if self.state is None or (small and self._thread is None):
             self._sha256.update(data)
             return None
+        self._thread = self._thread or ThreadPoolExecutor(1, "signalfire sha256")
         self._last = self._thread.submit(self._update, bytes(data) if small else data, self.state)
         if small:
             return None

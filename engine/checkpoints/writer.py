@@ -73,12 +73,12 @@ class Write:
     problems: list[OSError] = field(default_factory=list)
     error: BaseException | None = None
     thread: threading.Thread | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event | None = None  # set as the thread ends
 
     @property
     def in_progress(self) -> bool:
         """Whether the thread is still running."""
-        return self.thread is not None and not self.done.is_set()
+        return self.done is not None and not self.done.is_set()
 
     @property
     def takes_part(self) -> bool:
@@ -87,28 +87,30 @@ class Write:
 
     def start(self) -> None:
         """Run the write in a thread."""
-        self.thread = threading.Thread(target=self._run_in_thread, name="signalfire checkpoint")
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run_in_thread, args=[self.done], name="signalfire checkpoint")
         atexit.register(self.join)
         self.thread.start()
 
-    def _run_in_thread(self) -> None:
+    def _run_in_thread(self, done: threading.Event) -> None:
         try:
             self.run()
         finally:
-            self.done.set()
+            done.set()
 
     def join(self) -> None:
         """Wait for the thread, if any.
 
         It does not use `Thread.join`: in Python 3.11 one that Ctrl-C interrupts takes the thread for ended from then on.
         """
-        if self.thread is not None:
+        if self.done is not None:
             self.done.wait()
 
     def end(self) -> None:
         """Wait for the thread, and release the state."""
-        self.join()
-        atexit.unregister(self.join)
+        if self.done is not None:
+            self.done.wait()
+            atexit.unregister(self.join)
         if self.release is not None:
             self.release()
 
