@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed.sharded import is_sharded, whole_tensor
+from .distributed.processes import Processes
+from .distributed.sharded import is_sharded, local_part, whole_tensor
 from .keys import BASE
 from .modules import bare_name
 
@@ -55,15 +56,21 @@ class FrozenBase:
         self._digests = {name: self._digests[name] for name in kept}
         self._note(kept, {name: _mark(p) for name, p in kept.items()})
 
-    def names(self, modules: Mapping[str, nn.Module]) -> frozenset[str]:
-        """The names to leave out, such as "model.0.weight". What was changed once is never left out again."""
+    def names(self, modules: Mapping[str, nn.Module], processes: Processes) -> frozenset[str]:
+        """The names to leave out, such as "model.0.weight". What was changed once is never left out again.
+
+        Collective if any parameter is sharded: a change may move the shard of one rank alone.
+        """
         same = {n: p for n, p in _parameters(modules) if n in self._marks and _mark(p) == self._marks[n]}
+        if any(is_sharded(p) for _, p in _parameters(modules)):
+            on_all = frozenset.intersection(*map(frozenset, processes.gather(sorted(same))))
+            same = {name: p for name, p in same.items() if name in on_all}
         self._digests = {name: self._digests[name] for name in same}
         self._note(same, {name: self._marks[name] for name in same})
         return frozenset(name for name, p in same.items() if not p.requires_grad)
 
     def entry(self, names: Collection[str]) -> dict[str, Any]:
-        """What a checkpoint tells about the parameters that it leaves out."""
+        """The manifest entry of the parameters with these names."""
         return {"sha256": {bare_name(name): self._digests[name] for name in sorted(names)}}
 
     def _note(self, parameters: Mapping[str, Tensor], marks: dict[str, Hashable]) -> None:
@@ -142,11 +149,13 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _mark(tensor: Tensor) -> Hashable:
-    """What tells, at the speed of the memory, that a tensor was changed: sums of its bits as well, since the version does not
-    count changes through ``data`` and by some fused optimizers."""
-    if is_sharded(tensor):  # the ranks have to decide alike, and hold different shards
-        return tensor._version
-    bits = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """A fast checksum of a tensor, or of its local shard: its version, and sums of its bits.
+
+    The version alone does not count changes through ``data``, nor those of some fused optimizers.
+    """
+    bits = local_part(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:  # a view into other memory, which cannot be read in words
+        bits = bits.clone()
     words = bits[: len(bits) // 8 * 8].view(torch.int64)
     blocks = len(words) // _BLOCK * _BLOCK
     sums = [words[:blocks].view(-1, _BLOCK).sum(1), words[blocks:].sum()[None], bits[len(words) * 8 :].sum()[None]]

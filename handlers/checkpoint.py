@@ -392,7 +392,7 @@ class Checkpoint(Handler):
 
     def _left_out(self, engine: Engine) -> frozenset[str]:
         """The names of the parameters that are not written."""
-        return frozenset() if self._base is None else self._base.names(engine.modules)
+        return frozenset() if self._base is None else self._base.names(engine.modules, engine.processes)
 
     def _prepare(
         self,

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,8 +61,7 @@ class Files:
         with self.open(path, most=most) as file:
             return file.read()
 
-    @contextlib.contextmanager
-    def open(self, path: Path, size: int | None = None, most: int | None = None) -> Iterator[BinaryIO]:
+    def open(self, path: Path, size: int | None = None, most: int | None = None) -> BinaryIO:
         """Open a regular file for reading; a pipe or a device raises an OSError at once, and is never waited for.
 
         Args:
@@ -70,17 +69,17 @@ class Files:
             size: Size that the file should have; one of another size raises a `WrongSize`.
             most: Largest size that it may have.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # the caller closes it
         try:
-            found = os.fstat(descriptor)
+            found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             if size not in (None, found.st_size) or (most is not None and found.st_size > most):
                 raise WrongSize(found.st_size)
-            with open(descriptor, "rb", closefd=False) as file:
-                yield file
-        finally:
-            os.close(descriptor)
+        except OSError:
+            file.close()
+            raise
+        return file
 
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
@@ -92,6 +91,10 @@ class Files:
         except OSError:
             return None
         return found.st_dev, found.st_ino
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class WrongSize(OSError):

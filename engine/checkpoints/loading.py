@@ -1,4 +1,4 @@
-"""Loads a version for a resume: its state, with what tells where it came from, and the hyperparameters stored with it."""
+"""Loads a checkpoint version: its state, with its origin, and the hyperparameters stored with it."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _impossible(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _is_base(base: Any) -> bool:
-    """Whether this tells about parameters that were left out."""
+    """Whether this is a valid entry for frozen parameters that the state leaves out."""
     return (
         isinstance(base, dict)
         and isinstance(digests := base.get("sha256"), dict)

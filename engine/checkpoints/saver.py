@@ -122,7 +122,7 @@ class Saver:
             entry: Entry to write.
             state: Complete state, or the current weights.
             counted: Whether the entry is part of the retention's plan.
-            base: What tells about the parameters that the state leaves out; None if it is complete.
+            base: Manifest entry of the frozen parameters that the state leaves out; None if it is complete.
             release: Called once the state is not read any more.
         """
         is_rank_zero = run.processes.is_rank_zero

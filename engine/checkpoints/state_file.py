@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -48,14 +47,18 @@ class SerializedState:
         self._written = None
         with _Hashed(file, self.state if self._in_thread else None) as hashed:
             buffered: Any = io.BufferedWriter(hashed, _SMALL)
+            # torch.load ignores the CRC-32 of each tensor, which takes a fifth of the time. The option is one of the thread.
+            before = get_crc32_options()
+            set_crc32_options(False)
             try:
-                with _without_crc32():
-                    torch.save(dict(self.state), buffered)
+                torch.save(dict(self.state), buffered)
                 buffered.flush()
             except BaseException as error:
                 if hashed.error is None or hashed.error is error:
                     raise
                 raise hashed.error from None
+            finally:
+                set_crc32_options(before)
         self._written = hashed
 
     @property
@@ -71,7 +74,7 @@ class _Hashed(io.RawIOBase):
     Args:
         file: The file.
         state: What is written, which stays as it is until the sha256 is asked for: another thread hashes its tensors, and the
-            write goes on. None to hash everything in this thread.
+            write continues. None hashes everything in this thread.
     """
 
     def __init__(self, file: BinaryIO, state: Mapping[str, Any] | None) -> None:
@@ -145,20 +148,6 @@ def _addresses(state: Any) -> set[int]:
 
 def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """Let torch.save leave out the CRC-32 of each tensor, which takes a fifth of the time, and which torch.load ignores.
-
-    The option is one of the thread.
-    """
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 def load_and_hash(file: BinaryIO) -> tuple[Any, str]:

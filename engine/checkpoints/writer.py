@@ -108,8 +108,8 @@ class Write:
 
     def end(self) -> None:
         """Wait for the thread, and release the state."""
+        self.join()
         if self.done is not None:
-            self.done.wait()
             atexit.unregister(self.join)
         if self.release is not None:
             self.release()

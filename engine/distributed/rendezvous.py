@@ -221,12 +221,11 @@ def _named(rank: int, process: str) -> str:
 
 def _of_this_start(word: str) -> bool:
     """Whether torchrun began a process in the same start as this one."""
-    own = _word()
-    began = [one.rpartition("~")[2].split(" ") for one in (word, own)]
-    ticks = [one[0] for one in began]
-    if began[0][1] != began[1][1] or not began[1][1] or not all(one.isdigit() for one in ticks):
+    start = word.rpartition(" ")[2]
+    began, own = (process.rpartition("~")[2] for process in (_process(word), identity()))
+    if not start or start != os.environ.get("TORCHELASTIC_RESTART_COUNT") or not (began.isdigit() and own.isdigit()):
         return False
-    return int(ticks[0]) > int(ticks[1]) - TOGETHER
+    return int(began) > int(own) - TOGETHER
 
 
 def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None]]:

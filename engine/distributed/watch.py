@@ -56,7 +56,7 @@ class Watch:
         interval: Seconds between two reports.
         where: Returns the current position, such as "BACKWARD_STARTED, epoch 1, iteration 7"; called in the thread.
         grace: Seconds before the process exits, see above.
-        peers: The `identity` of each rank's process, if known: it tells that one died which has not reported yet.
+        peers: The `identity` of each rank's process, if known, to detect the death of one that has not reported yet.
     """
 
     made = 0

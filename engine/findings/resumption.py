@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -87,7 +88,8 @@ def _of_handlers(engine: Engine) -> dict[str, Any]:
 
 def _frozen(engine: Engine) -> list[str] | None:
     """Names of the parameters that are not trained; None if a handler freezes some of them itself."""
-    if any("trainable" in (one.writes or ()) for handler in engine.handlers.values() for one in handler.subscriptions):
+    kinds: set[Any] = {type(handler) for handler in engine.handlers.values()}
+    if any(map(_freezes, kinds)):
         return None
     return [
         f"{root}.{bare_name(name)}"
@@ -95,6 +97,12 @@ def _frozen(engine: Engine) -> list[str] | None:
         for name, parameter in module.named_parameters()
         if not parameter.requires_grad
     ]
+
+
+@cache
+def _freezes(kind: type[Handler]) -> bool:
+    """Whether handlers of a class declare that they freeze parameters."""
+    return any("trainable" in (one.writes or ()) for one in kind.subscriptions)
 
 
 def _changes_training(engine: Engine, handler: Handler) -> bool:

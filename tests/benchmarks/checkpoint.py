@@ -5,7 +5,7 @@
 All variants take turns in each round, so that what else the machine does hits them alike, each beginning with what was written
 before synced. Times are medians over the rounds with the quartiles; the ratios are those of each round to the reference of the
 same round. Blocked is the time that the receivers of the phase PERSIST take; of the asynchronous variant the first save, which
-allocates the memory of the copy, is told apart. "On disk" is when the version is in place.
+allocates the memory of the copy, is listed separately. "On disk" is when the version is in place.
 
 Beside it: how long an iteration takes while a thread writes, to one while nothing is written, in one run.
 """

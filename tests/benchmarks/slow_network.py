@@ -19,7 +19,7 @@ __all__ = ["SlowGroup", "use"]
 
 
 class SlowGroup(dist.ProcessGroup):
-    """Passes collectives on, and tells that they are done so many seconds after they were begun, or when they are, if later.
+    """Forwards collectives to gloo, and completes each ``latency`` seconds after it began, or when gloo does, if later.
 
     Several may be under way: it is their latency that grows, and not what they take of the network.
     """

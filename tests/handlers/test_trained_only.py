@@ -223,6 +223,17 @@ def test_a_change_that_autograd_does_not_count_is_written(change: Any, tmp_path:
     assert saved_in(engine.find(Checkpoint).last) == TRAINED | {"out.bias"}
 
 
+def test_frozen_parameters_that_are_views_of_one_tensor_are_left_out(tmp_path: Path) -> None:
+    handler = Checkpoint(tmp_path, trained_only=True)
+    engine = engine_of(handler)
+    sizes = [p.numel() for p in engine.model.base.parameters()]
+    memory = torch.randn(1 + sum(sizes))
+    for parameter, part in zip(engine.model.base.parameters(), memory[1:].split(sizes), strict=True):
+        parameter.data = part.view_as(parameter)  # each begins in the middle of eight bytes
+    engine.run(batches(), max_epochs=1)
+    assert saved_in(handler.last) == TRAINED
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_part_that_a_fused_optimizer_trained_between_two_saves_is_written(tmp_path: Path) -> None:
     optimizer = partial(torch.optim.Adam, lr=0.02, fused=True)  # whose steps autograd does not count
@@ -329,6 +340,24 @@ def test_ranks_leave_out_the_base_and_resume_exactly(kind: type[Any], asynchrono
     if kind is FullyShardedDataParallel:
         shards = [path.name for path in (tmp_path / "cut").rglob("*.distcp")]
         assert len(shards) >= 2
+
+
+def _changed_on_one_rank(folder: Path) -> set[str]:
+    checkpoint = Checkpoint(folder, trained_only=True)
+    engine = engine_of(FullyShardedDataParallel(), checkpoint)
+
+    def change(engine: Engine) -> None:
+        if engine.processes.rank == 1:
+            engine.model.base.weight.to_local().data.add_(1)
+
+    engine.connect(Events.EPOCH_STARTED(once=2), change)
+    engine.run(batches(), max_epochs=2)
+    return saved_in(checkpoint.last)
+
+
+@pytest.mark.slow
+def test_a_shard_that_changes_on_one_rank_is_written_by_all(tmp_path: Path) -> None:
+    assert run_together(_changed_on_one_rank, 2, tmp_path) == [TRAINED | {"base.weight"}] * 2
 
 
 # ---- averages --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The file of a state: its sha256 is that of what is on disk, and errors of the disk are told as they are."""
+"""The file of a state: its sha256 is that of the file on disk, and errors of the disk are raised unchanged."""
 
 from __future__ import annotations
 
