@@ -47,7 +47,7 @@ def test_what_is_broken_is_noticed(found: Any, broken: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "result", "kills"),
-    [([], "kills_together", 200), (["--sharded"], "kills_sharded", 60)],
+    [([], "kills_together", 300), (["--sharded"], "kills_sharded", 70)],
     ids=["replicated", "sharded"],
 )
 def test_the_last_result_of_the_long_form_is_printed(options: list[str], result: str, kills: int) -> None:

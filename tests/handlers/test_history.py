@@ -167,6 +167,7 @@ def test_the_older_half_is_thinned_out_and_the_newest_is_complete() -> None:
     assert all(record in whole.records["score"] for record in limited.records["score"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_thins_out_at_the_same_places(tmp_path: Path) -> None:
     whole = measured(8, 42, tmp_path / "runs").find(History)
     for path in sorted((tmp_path / "runs").iterdir()):
@@ -186,6 +187,7 @@ def test_a_longer_history_that_is_loaded_is_thinned_out_at_once() -> None:
     assert limited["score"][-2:] == [39.0, 40.0]
 
 
+@pytest.mark.slow
 def test_the_state_of_a_long_run_is_small() -> None:
     history = measured(200, 4_000).find(History)
     assert len(pickle.dumps(history.state_dict())) < 6_000

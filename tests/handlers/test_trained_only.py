@@ -109,6 +109,7 @@ def test_weights_of_what_is_trained_are_put_on_top_of_the_base(tmp_path: Path) -
         engine_of(base=1).load_weights(Checkpoint.load(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_evaluator_loads_what_was_trained(tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, trained_only=True))
     engine.run(batches(), max_epochs=1)
@@ -117,6 +118,7 @@ def test_an_evaluator_loads_what_was_trained(tmp_path: Path) -> None:
     assert_same(model, engine.model)
 
 
+@pytest.mark.slow
 def test_a_complete_checkpoint_and_one_of_what_is_trained_stand_side_by_side(tmp_path: Path) -> None:
     whole = Checkpoint(tmp_path / "whole", asynchronous=True, name="whole")
     small = Checkpoint(tmp_path / "small", asynchronous=True, trained_only=True, name="small")
@@ -128,6 +130,7 @@ def test_a_complete_checkpoint_and_one_of_what_is_trained_stand_side_by_side(tmp
         assert torch.equal(*(state["modules"]["model"][name] for state in states))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["preempted", "exception"])
 def test_what_is_saved_at_the_end_of_a_run_leaves_out_the_base_as_well(how: str, tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, trained_only=True, on_exception=how == "exception")
@@ -165,6 +168,7 @@ def thawing(folder: Path | None) -> Engine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 def test_a_part_is_written_from_when_it_is_trained(epochs: int, tmp_path: Path) -> None:
     whole = thawing(None)
@@ -223,6 +227,7 @@ def test_a_change_that_autograd_does_not_count_is_written(change: Any, tmp_path:
     assert saved_in(engine.find(Checkpoint).last) == TRAINED | {"out.bias"}
 
 
+@pytest.mark.slow
 def test_frozen_parameters_that_are_views_of_one_tensor_are_left_out(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, trained_only=True)
     engine = engine_of(handler)
@@ -234,6 +239,7 @@ def test_frozen_parameters_that_are_views_of_one_tensor_are_left_out(tmp_path: P
     assert saved_in(handler.last) == TRAINED
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_part_that_a_fused_optimizer_trained_between_two_saves_is_written(tmp_path: Path) -> None:
     optimizer = partial(torch.optim.Adam, lr=0.02, fused=True)  # whose steps autograd does not count
@@ -259,6 +265,7 @@ class Omitting(Adapted):
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
 
+@pytest.mark.slow
 def test_a_model_that_omits_its_base_by_itself_resumes(tmp_path: Path) -> None:
     build(Omitting(), Checkpoint(tmp_path, trained_only=True), optimizer=ADAM).run(batches(), max_epochs=2)
     again = build(Omitting(), Checkpoint(tmp_path, trained_only=True, resume=True), optimizer=ADAM)
@@ -279,6 +286,7 @@ class Centred(nn.MSELoss):
         return super().forward(self.scale * x - self.centre, y)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:C09:signalfire.FindingWarning"
 )  # of the model, all that follows is frozen: meant here
@@ -291,6 +299,7 @@ def test_weights_load_into_an_engine_without_the_loss(tmp_path: Path) -> None:
     assert_same(other.model, engine.model)
 
 
+@pytest.mark.slow
 def test_after_a_complete_checkpoint_of_another_base_what_differs_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -374,6 +383,7 @@ def test_averages_of_what_is_trained_evaluate_as_averages_of_everything_do() -> 
     assert_same(*weights)
 
 
+@pytest.mark.slow
 def test_a_parameter_is_averaged_from_its_first_step_and_a_resumed_run_knows_it(tmp_path: Path) -> None:
     def engine_with(folder: Path) -> Engine:
         freezing = Freezing({"base": 2, "out": 3, "norm": None})

@@ -53,7 +53,12 @@ def test_many_small_tensors_are_hashed_in_their_order() -> None:
     assert state.entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def test_no_write_waits_for_the_hash_of_a_tensor_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_write_waits_for_the_hash_of_memory_that_is_freed_afterwards_alone(
+    lasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not lasts:
+        monkeypatch.setattr("signalfire.checkpoints.state_file._addresses", lambda state: set())
     parts: Any = vars(state_file)
     hashed, large = parts["_Hashed"]._hash, []
 
@@ -65,7 +70,7 @@ def test_no_write_waits_for_the_hash_of_a_tensor_of_the_state(monkeypatch: pytes
 
     monkeypatch.setattr(parts["_Hashed"], "_hash", noted)
     content_of(SerializedState(state_of(5_000)))
-    assert large == [None, None]  # of "one", which others share, and of "turned"
+    assert [hashing is None for hashing in large] == [lasts, lasts]  # of "one", which others share, and of "turned"
 
 
 @pytest.mark.parametrize("option", [True, False])
