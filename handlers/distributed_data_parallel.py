@@ -108,10 +108,10 @@ class DistributedDataParallel(Distribution):
         self._active = False  # whether the engine trains on more than one rank
         self._separate: Carrier | None = None  # of notices that cannot travel with the gradients
         self._original_model: Any = None  # engine.model before the run
-        self._wrapped: dict[str, TorchDDP] = {}  # by module name
+        self._wrapped: dict[str, _Wrapped] = {}  # by module name
         self._trained: dict[str, list[nn.Parameter]] = {}  # the parameters that each wrapper reduces
-        self._of_update: dict[str, list[TorchDDP]] = {}
-        self._carrying: dict[str, TorchDDP] = {}  # by update: with whose gradients its notices travel
+        self._of_update: dict[str, list[_Wrapped]] = {}
+        self._carrying: dict[str, _Wrapped] = {}  # by update: with whose gradients its notices travel
         self._free: dict[str, list[Tensor]] = {}  # by update: parameters that are in no module
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # BatchNorm layers, with their parents and names
         self._powersgd: dict[str, Any] = {}
@@ -193,12 +193,9 @@ class DistributedDataParallel(Distribution):
         self._of_update = {update.name: [self._wrapped[root] for root in trained if owners[root] == update.name]
                            for update in engine.updates}  # fmt: skip
         self._carrying = {
-            name: one
-            for name, wrappers in self._of_update.items()
-            for one in wrappers
-            if one.module.message is not None
+            name: one for name, wrapped in self._of_update.items() for one in wrapped if one.message is not None
         }
-        roots = {root: self._wrapped.get(root, module) for root, module in engine.modules.items()}
+        roots: dict[str, nn.Module] = {**engine.modules, **{root: one.ddp for root, one in self._wrapped.items()}}
         if self._original_model is not None:
             single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
             engine.model = single[0] if single else nn.ModuleDict({root: roots[root] for root in engine.modules.models})
@@ -220,26 +217,24 @@ class DistributedDataParallel(Distribution):
         with torch.no_grad():
             broadcast([p for parameters in self._free.values() for p in parameters])
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> _Wrapped:
         # On a device, reading a notice would wait for the gradients; a hook of the user may do anything with it; and a search for
         # unused parameters takes it for one.
         carries &= parameters[0].device.type == "cpu"
         carries &= not self.options["find_unused_parameters"] and not isinstance(self.compression, tuple)
-        # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
-        tracker = _CallTracker(module, parameters, carries=carries)
-        wrapper = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        wrapped = _Wrapped(module, parameters, carries=carries, options=self.options)
         held = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
         # DDP rebuilds its buckets after the first backward. Two dummy backwards trigger it here, so that a resumed run, whose
         # first backward is another one, sums the gradients in the same order.
         for _ in range(2):
-            _backward_of_nothing(wrapper)
+            wrapped.backward_of_nothing()
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
         if self.compression is not None:
-            wrapper.register_comm_hook(*self._hook(root))
-        return wrapper
+            wrapped.ddp.register_comm_hook(*self._hook(root))
+        return wrapped
 
     def _hook(self, root: str) -> tuple[object, Callable[..., Any]]:
         if self.compression == "fp16":
@@ -281,38 +276,35 @@ class DistributedDataParallel(Distribution):
         """Enable the reduction for the backward that completes a window, for the modules of this update only."""
         update = engine.state.update
         own = self._of_update.get(update.name, ())
-        for wrapper in self._wrapped.values():
-            syncs = update.sync_gradients and wrapper in own
-            wrapper.module.__dict__["called"] = False  # another update may have called it
-            if wrapper.require_backward_grad_sync is not syncs:
-                wrapper.require_backward_grad_sync = syncs
+        for one in self._wrapped.values():
+            one.use.called = False  # another update may have called it
+            syncs = update.sync_gradients and one in own
+            if one.ddp.require_backward_grad_sync is not syncs:  # setting an attribute of a module takes a while
+                one.ddp.require_backward_grad_sync = syncs
 
     @on("backward_event", phase=Phase.PREPARE, reads=[], writes=[])
     def record_backward(self, engine: Engine) -> None:
         """Record which modules the backward has reduced: those called for it, if it synchronises."""
-        for wrapper in self._of_update.get(engine.state.update.name, ()):
-            flags = wrapper.module.__dict__
-            flags["reduced"] = flags["called"] and wrapper.require_backward_grad_sync
-            flags["called"] = False
+        for one in self._of_update.get(engine.state.update.name, ()):
+            one.use.reduced = one.use.called and one.ddp.require_backward_grad_sync
+            one.use.called = False
 
     def reduce(self, engine: Engine, update: UpdateState) -> None:
         """Reduce modules that no backward has reduced.
 
         Either this rank has no loss, or only the original module was called, or the batch may have run out of memory.
         """
-        for wrapper in self._of_update.get(update.name, ()):
-            flags, tracker = wrapper.module.__dict__, wrapper.module
-            if not flags["reduced"]:
-                if self.sync_batch_norm and not flags["called"]:
+        for one in self._of_update.get(update.name, ()):
+            if not one.use.reduced:
+                if self.sync_batch_norm and not one.use.called:
                     raise RuntimeError(
                         f"{self.name!r}: rank {self.processes.rank} has no batch in iteration {engine.state.iteration}, but "
                         "sync_batch_norm=True needs one on every rank; use a loader with drop_last=True and a number of batches "
                         "that is divisible by the number of processes"
                     )
-                wrapper.require_backward_grad_sync = True
-                notice = tracker.message is not None and engine.group.notice(update, computed=True)
-                _backward_of_nothing(wrapper, notice=notice)
-            flags["reduced"] = flags["called"] = False
+                one.ddp.require_backward_grad_sync = True
+                one.backward_of_nothing(notice=one.message is not None and engine.group.notice(update, computed=True))
+            one.use.reduced = one.use.called = False
         if free := self._free.get(update.name):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in free]
             for parameter, gradient in zip(free, gradients, strict=True):
@@ -323,23 +315,22 @@ class DistributedDataParallel(Distribution):
 
     def send(self, update: UpdateState, notice: bool) -> tuple[Tensor, Tensor] | None:
         """Let the backward carry a notice with the gradients of a module; if it does not call that module, `reduce` does."""
-        wrapper = self._carrying.get(update.name)
-        if wrapper is None:
+        one = self._carrying.get(update.name)
+        if one is None:
             assert self._separate is not None
             return self._separate.send(update, notice)
-        message = wrapper.module.message
-        reduces = wrapper.module.__dict__["called"] and wrapper.require_backward_grad_sync
-        return (message, _VALUES[notice].to(message.dtype)) if reduces else None
+        return one.told(notice) if one.use.called and one.ddp.require_backward_grad_sync else None
 
     def receive(self, update: UpdateState) -> bool:
         """Whether any rank gave notice: then the mean over the ranks is not zero."""
-        wrapper = self._carrying.get(update.name)
-        if wrapper is None:
+        one = self._carrying.get(update.name)
+        if one is None:
             assert self._separate is not None
             return self._separate.receive(update)
-        message = wrapper.module.message
-        mean, message.grad = message.grad.item(), None
-        return bool(mean != 0)
+        assert one.message is not None
+        assert one.message.grad is not None
+        mean, one.message.grad = one.message.grad.item(), None
+        return mean != 0
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=["modules"])
     def unwrap(self, engine: Engine) -> None:
@@ -373,42 +364,78 @@ class DistributedDataParallel(Distribution):
 _DUMMY = object()
 """The input of a wrapper on a rank without a loss; the output is a zero that depends on all parameters."""
 
-_VALUES = torch.zeros(1), torch.ones(1)
-"""What the gradient of a message is, on a rank without a notice and on one with it."""
+
+class _Use:
+    """What is known of a wrapped module in a window.
+
+    Attributes:
+        called: Whether it was called through the wrapper since the last backward.
+        reduced: Whether the last backward has reduced its gradients.
+    """
+
+    __slots__ = ("called", "reduced")
+
+    def __init__(self) -> None:
+        self.called = self.reduced = False
 
 
-def _backward_of_nothing(wrapper: TorchDDP, *, notice: bool = False) -> None:
-    """A backward with zero gradients, which reduces those that the parameters hold, and carries a notice."""
-    message, nothing = wrapper.module.message, wrapper(_DUMMY)
-    if message is None:
-        nothing.backward()
-    else:
-        torch.autograd.backward((nothing, message), (None, _VALUES[notice].to(message.dtype)))
+class _Wrapped:
+    """A module in torch's DDP.
+
+    Attributes:
+        ddp: The wrapper.
+        use: What was done with it in this window. The wrapper holds this, too, and nothing that holds the wrapper: once it is
+            let go, its hooks on the parameters are gone at once.
+        message: A parameter that no output depends on: its gradient is what a rank tells the others, and lies in the first
+            bucket. None where it cannot carry anything.
+    """
+
+    def __init__(
+        self, module: nn.Module, trained: list[nn.Parameter], *, carries: bool, options: Mapping[str, Any]
+    ) -> None:
+        self.use = _Use()
+        self.message = nn.Parameter(torch.zeros(1, dtype=trained[0].dtype)) if carries else None
+        if self.message is not None:
+            self._values = torch.zeros_like(self.message), torch.ones_like(self.message)
+        tracker = _CallTracker(module, trained, self.message, self.use)
+        # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
+        self.ddp = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **options)
+
+    def told(self, notice: bool) -> tuple[Tensor, Tensor]:
+        """The message, and its gradient on a rank with a notice or without one."""
+        assert self.message is not None
+        return self.message, self._values[notice]
+
+    def backward_of_nothing(self, *, notice: bool = False) -> None:
+        """A backward with zero gradients, which reduces those that the parameters hold, and carries a notice."""
+        nothing = self.ddp(_DUMMY)
+        if self.message is None:
+            nothing.backward()
+        else:
+            message, value = self.told(notice)
+            torch.autograd.backward((nothing, message), (None, value))
 
 
 class _CallTracker(nn.Module):
     """The module that torch's DDP wraps: tracks whether the original module was called, and provides a dummy output.
 
-    With the dummy's zero gradients, a rank without a loss participates in the reduction. The message is a parameter that no
-    output depends on: its gradient is what a rank tells the others, and lies in the first bucket.
+    With the dummy's zero gradients, a rank without a loss participates in the reduction.
     """
 
-    message: nn.Parameter | None
-
-    def __init__(self, module: nn.Module, trained: list[nn.Parameter], *, carries: bool) -> None:
+    def __init__(self, module: nn.Module, trained: list[nn.Parameter], message: nn.Parameter | None, use: _Use) -> None:
         super().__init__()
         self.module = module
-        self.message = nn.Parameter(torch.zeros(1, dtype=trained[0].dtype)) if carries else None
-        reduced = {*trained, self.message}
+        self.message = message
+        self._trained = tuple(trained)
+        self._use = use
+        reduced = {*trained, message}
         self._ddp_params_and_buffers_to_ignore = [key for key, p in self.named_parameters() if p not in reduced]
-        # Set in __dict__, because nn.Module's __setattr__ would register parameters.
-        self.__dict__.update(called=False, reduced=False, trained=trained)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if inputs and inputs[0] is _DUMMY:
-            return sum(p.flatten()[:0].sum() for p in self.__dict__["trained"])
+            return sum(p.flatten()[:0].sum() for p in self._trained)
         if torch.is_grad_enabled():
-            self.__dict__["called"] = True
+            self._use.called = True
         return self.module(*inputs, **options)
 
 

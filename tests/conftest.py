@@ -17,6 +17,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# torch.distributed looks up the name of each address that connects to a store. A name server that does not answer holds up the
+# whole store for as long as the resolver waits, 5 s by default: longer than many a timeout in these tests.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # On a small shared machine, two threads are many times slower, and sums come out otherwise.
 torch.set_num_threads(1)
 

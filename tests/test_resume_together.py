@@ -307,9 +307,10 @@ def loaded(path: Path) -> State:
 class NotAsBefore(Distributed):
     """Lets DDP order its buckets anew after the first backward of each run."""
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
-        called = super()._wrap(root, module, parameters, carries=carries).module
-        return TorchDDP(called, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> Any:
+        wrapped = super()._wrap(root, module, parameters, carries=carries)
+        wrapped.ddp = TorchDDP(wrapped.ddp.module, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        return wrapped
 
 
 @pytest.mark.slow

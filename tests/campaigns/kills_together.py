@@ -332,10 +332,13 @@ class Model(nn.Module):
 class Late(DistributedDataParallel):
     """How it is not done: the buckets get their order in the first backward of each process."""
 
-    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> TorchDDP:
-        wrapped = super()._wrap(root, module, parameters, carries=carries).module
+    def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> Any:
+        wrapped = super()._wrap(root, module, parameters, carries=carries)
+        module = wrapped.ddp.module
+        del wrapped.ddp
         gc.collect()  # with the wrapper that is ready go its hooks
-        return TorchDDP(wrapped, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        wrapped.ddp = TorchDDP(module, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        return wrapped
 
 
 def build(folder: Path, shared: Shared, recipe: Recipe, timeout: float, broken: str) -> tuple[Engine, History]:
@@ -861,6 +864,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(summary(json.loads((SHARDED_RESULT if options.sharded else RESULT).read_text())))
         return 0
     torch.set_num_threads(1)
+    # A name server that does not answer would hold up the store, which looks up the name of each address that connects to it, by
+    # 5 s: as long as the timeout.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     folder = Path(tempfile.mkdtemp(prefix="kills-together-", dir=options.folder))
     found: dict[str, Any] = {"processes": {}, "controls": {}, "seed": options.seed}
     try:
