@@ -168,6 +168,10 @@ class Overrides(Part):
         """
         self.claim(Override.GRADIENTS_PER_STEP, by=by)
 
+    def owner_of(self, what: Enum, target: str | None = None) -> str | None:
+        """The name of the handler that overrides this; None without one."""
+        return self._owners.get((what, target))
+
     def owned_by(self, handler: Handler | str) -> set[Enum]:
         """What a handler overrides."""
         name = handler if isinstance(handler, str) else handler.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .batches import tensors_in
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["note_error"]
+__all__ = ["is_out_of_memory", "note_error"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of a device, or of the process, does not suffice.
+
+    On a CPU torch raises a RuntimeError, which only its text tells from others.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "bad_alloc" in str(error))
 
 
 def note_error(error: BaseException, part: str, engine: Engine, update: UpdateState) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .events import Events
+from .explain import is_out_of_memory
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) ->
     failed = False
     try:
         compute()
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         failed = True  # what the traceback holds has to be freed before anything is tried again
     if not engine.processes.any(failed):
         return True

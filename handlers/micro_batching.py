@@ -18,6 +18,7 @@ from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
 from signalfire.checks import check_bool, check_int, check_name
+from signalfire.explain import is_out_of_memory
 from signalfire.restore import attempt
 
 __all__ = ["MicroBatching"]
@@ -49,7 +50,7 @@ class MicroBatching(Handler):
             everything else is passed to each piece unchanged.
         samples: Called as ``samples(batch)``, returns the number of samples in a batch or a piece, for batches where this is
             not the first dimension of the first tensor. Requires ``split``.
-        halve_on_oom: Whether to retry with pieces of half the size after a ``torch.OutOfMemoryError``.
+        halve_on_oom: Whether to retry with pieces of half the size where the memory runs out, on a GPU or a CPU.
         update: Name of the update whose batches are split; all by default.
 
     Attributes:
@@ -138,9 +139,10 @@ class MicroBatching(Handler):
             if not self.halve_on_oom or (smallest and not processes.distributed):
                 try:
                     work()
-                except torch.OutOfMemoryError as error:
-                    error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
-                                   + self._way_out(largest))  # fmt: skip
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
+                                       + self._way_out(largest))  # fmt: skip
                     raise
                 break
             signals = self._recording_signals(engine, update)
@@ -244,9 +246,10 @@ class MicroBatching(Handler):
         self._ran_out = False
         try:
             work()
-        except torch.OutOfMemoryError:
-            self._ran_out = True
-            self.reduced = max(1, largest // 2)  # before UPDATE_RETRIED is emitted
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._ran_out = True
+                self.reduced = max(1, largest // 2)  # before UPDATE_RETRIED is emitted
             raise
 
     def _way_out(self, largest: int) -> str:

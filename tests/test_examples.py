@@ -101,6 +101,16 @@ def check_ablation(folder: Path) -> None:
     assert is_picture(folder / "runs" / "ablation" / "ablation.png")
 
 
+def check_finders(folder: Path) -> None:
+    output = run("finders.py", "--rates", "0.1", "1", folder=folder)
+    assert re.match(r"learning rates from 1e-05, \d+ steps, diverged at [\d.]+: suggestion [\d.]+\n", output), output
+    assert len(re.findall(r"^ +(\d+)  yes ", output, re.MULTILINE)) == 6, output
+    slow, suggested = map(float, re.findall(r"1000 steps: accuracy ([\d.]+) %", output))
+    assert suggested >= 85
+    assert suggested > slow
+    assert is_picture(folder / "learning_rate.png")
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
@@ -109,6 +119,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "lbfgs.py": check_lbfgs,
     "distributed.py": check_distributed,
     "ablation.py": check_ablation,
+    "finders.py": check_finders,
 }
 
 

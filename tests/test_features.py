@@ -221,6 +221,32 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_schedule_is_drawn",
         ],
     },
+    "R3 learning-rate finder": {
+        "engine/tuning/test_learning_rate.py": [
+            "test_the_losses_are_those_of_a_plain_loop_and_the_suggestion_scales_with_the_problem",
+            "test_everything_is_as_before_and_the_run_that_follows_is_the_same",
+            "test_an_interrupt_at_any_iteration_leaves_no_trace",
+            "test_no_shipped_handler_shows_a_trace",
+            "test_a_point_of_accumulated_batches_is_their_mean",
+            "test_a_nan_is_kept_and_left_out_of_the_suggestion",
+            "test_a_curve_without_an_answer_says_what_to_change",
+            "test_groups_keep_their_ratios",
+            "test_of_several_updates_one_is_named_and_the_other_trains_at_its_own_rate",
+            "test_two_processes_get_one_curve_and_leave_no_trace",
+            "test_less_data_than_points_goes_round_and_says_so",
+        ],
+    },
+    "R4 batch-size finder": {
+        "engine/tuning/test_batch_size.py": [
+            "test_the_largest_size_that_fits_is_found_and_was_tried",
+            "test_no_size_is_tried_beyond_the_samples_or_the_maximum",
+            "test_memory_that_runs_out_in_the_second_step_or_in_the_evaluation_is_noticed",
+            "test_another_error_leaves_with_everything_as_before",
+            "test_the_smallest_memory_of_two_processes_counts",
+            "test_the_run_that_follows_is_the_same_and_losses_are_those_of_a_new_run",
+            "test_a_limit_of_the_memory_of_a_process_is_found",
+        ],
+    },
     "R5 averaged weights": {
         "handlers/test_ema.py": [
             "test_averages_and_weights_equal_a_plain_loop",

@@ -22,6 +22,7 @@ ROOMS = {
     "engine/checkpoints": {"engine", "engine/distributed"},
     "engine/ablation": {"engine", "engine/data", "engine/findings"},
     "engine/findings": {"engine", "engine/data", "engine/distributed"},
+    "engine/tuning": {"engine", "engine/data", "engine/findings"},
     "engine": {"engine/data", "engine/distributed", "engine/findings"},
     "handlers/_common": {"engine", "engine/data", "engine/distributed", "engine/checkpoints", "engine/findings"},
     "handlers": {

@@ -1,0 +1,346 @@
+"""The batch-size finder: trials of a few steps at rising sizes, which leave no trace."""
+
+from __future__ import annotations
+
+import gc
+import html
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from ..acts import Override
+from ..connection import Phase
+from ..events import Events
+from ..explain import is_out_of_memory
+from ..handler import Handler, on
+from ..restore import attempt
+from .rehearsal import rehearsal
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..update import UpdateState
+
+__all__ = ["BatchSizes", "Trial", "find_batch_size"]
+
+_NAME = "find_batch_size"
+
+
+class Trial(NamedTuple):
+    """One size that was tried.
+
+    Attributes:
+        size: The number of samples in a batch, of each process.
+        ok: Whether the memory sufficed.
+        peak: The largest amount of memory in use, in bytes: of the accelerator, or of this process on a CPU with Linux; None
+            where it is not known, or did not suffice.
+        samples_per_second: Over all steps but the first, of each process; None where the memory did not suffice.
+    """
+
+    size: int
+    ok: bool
+    peak: int | None
+    samples_per_second: float | None
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The sizes that were tried, by size.
+
+    Attributes:
+        trials: The trials.
+        largest: The size to use: the largest one that fits, less the margin; it was tried.
+        limit: Why no larger size was tried; empty if the memory did not suffice for one.
+    """
+
+    trials: tuple[Trial, ...]
+    largest: int
+    limit: str = ""
+
+    @property
+    def fastest(self) -> int:
+        """The size with the most samples per second, among those that fit."""
+        return max((one for one in self.trials if one.ok), key=lambda one: one.samples_per_second or 0.0).size
+
+    def __str__(self) -> str:
+        lines = [f"{'size':>8}  {'fits':<4} {'peak MiB':>9} {'samples/s':>11}"]
+        for one in self.trials:
+            peak = "" if one.peak is None else f"{one.peak / 2**20:.0f}"
+            speed = "" if one.samples_per_second is None else f"{one.samples_per_second:.0f}"
+            marks = [
+                mark
+                for mark, size in (("largest", self.largest), ("fastest", self.fastest))
+                if one.ok and size == one.size
+            ]
+            note = f"  <- {', '.join(marks)}" if marks else ""
+            lines.append(f"{one.size:>8}  {'yes' if one.ok else 'no':<4} {peak:>9} {speed:>11}{note}")
+        if self.limit:
+            lines.append(self.limit)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def find_batch_size(
+    engine: Engine,
+    loader_of: Callable[[int], Iterable[Any]],
+    *,
+    start: int = 2,
+    mode: Literal["power", "bisect"] = "power",
+    margin: float = 0.05,
+    maximum: int | None = None,
+    steps: int = 3,
+    evaluation: tuple[Engine, Callable[[int], Iterable[Any]]] | None = None,
+) -> BatchSizes:
+    """Try batch sizes until the memory does not suffice, and put everything back as it was.
+
+    Each size is tried for some optimizer steps, as in training: with clipping, mixed precision, accumulation, several processes.
+    Logs, checkpoints, validation, averages and schedules are disabled, as in `find_learning_rate`. Afterwards weights,
+    optimizers, handlers, counters, random generators and the position in the data are what they were before.
+
+    Args:
+        engine: The engine to train; it must not be running.
+        loader_of: Called with a size; returns data in batches of so many samples, such as a DataLoader. If its ``dataset`` has a
+            length, no larger size is tried.
+        start: The first size.
+        mode: "power": sizes are doubled until one does not fit; "bisect": then the range in between is halved until the largest
+            size is found.
+        margin: Share of the largest size that is left unused, since memory that is used varies; the size that results is tried,
+            too.
+        maximum: The largest size that is tried.
+        steps: Optimizer steps of a trial, at least 2: optimizers such as Adam take their memory in the first one, and need it
+            in the second.
+        evaluation: An evaluator, and what returns its data for a size, to be evaluated at the end of each trial.
+
+    Returns:
+        The trials, with the largest size and the fastest one.
+
+    Raises:
+        ValueError: for arguments that make no sense, for an engine that does not train, or with `MicroBatching`, which splits
+            batches that do not fit.
+        torch.OutOfMemoryError: if the memory does not suffice for a single sample.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> data = torch.utils.data.TensorDataset(torch.ones(50, 4), torch.zeros(50, 1))
+        >>> step = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(step, model=torch.nn.Linear(4, 1))
+        >>> sizes = find_batch_size(engine, partial(torch.utils.data.DataLoader, data), margin=0.0)
+        >>> [trial.size for trial in sizes.trials], sizes.limit
+        ([2, 4, 8, 16, 32, 50], 'the data has 50 samples')
+    """
+    _check(start, mode, margin, maximum, steps)
+    if not engine.training:
+        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
+    if (owner := engine.overrides.owner_of(Override.GRADIENTS)) is not None:
+        raise ValueError(
+            f"{_NAME}(): {owner!r} computes the gradients in pieces of its own size, so that the size of a batch decides "
+            f"nothing; detach it, or disable it: with engine.without({owner!r})"
+        )
+    search = _Search(partial(_try, engine, loader_of, steps=steps, evaluation=evaluation), mode, margin)
+    limit = _samples_of(loader_of(start))
+    why = "" if limit is None else f"the data has {limit} samples"
+    if maximum is not None and (limit is None or maximum < limit):
+        limit, why = maximum, f"maximum={maximum}"
+    largest, reached = search.run(start, limit)
+    trials = tuple(sorted(search.trials.values()))
+    return BatchSizes(trials, largest, why if reached else "")
+
+
+class _Search:
+    """Which sizes are tried; each of them once."""
+
+    def __init__(self, trial: Callable[[int], Trial], mode: str, margin: float) -> None:
+        self._trial = trial
+        self._mode = mode
+        self._margin = margin
+        self.trials: dict[int, Trial] = {}
+
+    def fits(self, size: int) -> bool:
+        if size not in self.trials:
+            self.trials[size] = self._trial(size)
+        return self.trials[size].ok
+
+    def run(self, start: int, limit: int | None) -> tuple[int, bool]:
+        """The size to use, and whether no larger one could be tried."""
+        size = start if limit is None else min(start, limit)
+        while not self.fits(size):
+            if size == 1:
+                raise torch.OutOfMemoryError(f"{_NAME}(): the memory does not suffice for a batch of a single sample")
+            size //= 2
+        fits, too_large = size, min((one for one, trial in self.trials.items() if not trial.ok), default=None)
+        while too_large is None and fits != limit:
+            size = 2 * fits if limit is None else min(2 * fits, limit)
+            fits, too_large = (size, None) if self.fits(size) else (fits, size)
+        while self._mode == "bisect" and too_large is not None and too_large - fits > 1:
+            size = (fits + too_large) // 2
+            fits, too_large = (size, too_large) if self.fits(size) else (fits, size)
+        wanted = max(1, int(fits * (1 - self._margin) + 1e-9)) if too_large is not None else fits
+        while not self.fits(wanted):  # memory varies
+            wanted = max(1, wanted // 2)
+        return wanted, too_large is None
+
+
+def _try(
+    engine: Engine,
+    loader_of: Callable[[int], Iterable[Any]],
+    size: int,
+    *,
+    steps: int,
+    evaluation: tuple[Engine, Callable[[int], Iterable[Any]]] | None,
+) -> Trial:
+    """Train with batches of one size, and evaluate; nothing remains of it."""
+    data = loader_of(size)
+    measure = _Measure(steps)
+    device = engine.device
+    _free()
+    memory = _Peak(device)
+    failed = False
+    with ExitStack() as stack:
+        stack.enter_context(rehearsal(engine, data, where=f"{_NAME}()"))
+        if evaluation is not None:
+            evaluator, held_out = evaluation[0], evaluation[1](size)
+            stack.enter_context(rehearsal(evaluator, held_out, where=f"{_NAME}(evaluation=)"))
+        try:
+            with engine.attach(measure):
+                engine.run(data, max_iters=engine.state.iteration + _ENOUGH, check=False)
+            if evaluation is not None and not measure.failed:
+                engine.evaluate(evaluator, held_out, max_iters=1)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True  # what the traceback holds is freed before anything is put back
+        if failed or measure.failed:
+            _free()
+    failed = engine.processes.any(failed or measure.failed)
+    peak, speed = (None, None) if failed else (memory.read(), measure.samples_per_second)
+    del memory, measure
+    _free()
+    return Trial(size, not failed, peak, speed)
+
+
+_ENOUGH = 10**9
+"""More iterations than a trial has: it ends itself."""
+
+
+class _Measure(Handler):
+    """Ends a trial after its steps, counts samples and time, and lets all ranks know where the memory of one does not suffice."""
+
+    trains = True
+    decides_alike = True
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(name=_NAME)
+        self.steps = steps
+        self.failed = False
+        self.samples_per_second: float | None = None
+        self._made = 0
+        self._samples = 0
+        self._since = 0  # the iteration of the first step
+        self._began = 0.0
+
+    def attached(self, engine: Engine) -> None:
+        if engine.processes.distributed:
+            engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
+
+    def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
+        """Compute the gradients before they are reduced: a rank that fails alone would leave the others waiting."""
+        synchronises, update.sync_gradients = update.sync_gradients, False
+        done = attempt(engine, update, compute)
+        update.sync_gradients = synchronises
+        if not done:
+            self.failed = True
+            update.skip("the memory does not suffice")
+            engine.terminate("the memory does not suffice", by=self.name)
+
+    @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.CONTROL, reads=["step"], writes=["stop"])
+    def count_step(self, engine: Engine) -> None:
+        if engine.state.update is engine.updates[0]:
+            self._made += 1
+            if self._made == self.steps:
+                engine.terminate("the trial is complete", by=self.name)
+
+    @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["batch"], writes=[])
+    def count_samples(self, engine: Engine) -> None:
+        """Count the samples, and take the time, from the end of the first step to that of the last one."""
+        if self._made == 0:
+            return
+        if self._since == 0:
+            self._since = engine.state.iteration
+            _synchronize(engine.device)
+            self._began = time.perf_counter()
+            return
+        if engine.state.batch is not None:
+            self._samples += engine.updates[0].samples_in(engine.state.batch)
+        if self._made == self.steps:
+            _synchronize(engine.device)
+            self.samples_per_second = self._samples / (time.perf_counter() - self._began)
+
+
+class _Peak:
+    """The largest amount of memory in use since it was made, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerated = device.type != "cpu"
+        self._resets = False
+        if self._accelerated:
+            torch.accelerator.reset_peak_memory_stats(device)
+        elif sys.platform == "linux":
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # begins the peak of VmHWM anew
+                self._resets = True
+            except OSError:  # a container may forbid it
+                self._resets = False
+
+    def read(self) -> int | None:
+        if self._accelerated:
+            return int(torch.accelerator.max_memory_allocated())
+        if not self._resets:
+            return None
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _samples_of(data: Any) -> int | None:
+    """The number of samples in the data, by the dataset of a DataLoader; None if it is not known."""
+    if isinstance(data, Iterator):
+        return None  # an error in the first trial
+    dataset = getattr(data, "dataset", None)
+    if not isinstance(dataset, Sized):
+        return None
+    try:
+        return len(dataset) or None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check(start: int, mode: str, margin: float, maximum: int | None, steps: int) -> None:
+    for name, value, least in (("start", start, 1), ("steps", steps, 2), ("maximum", maximum, 1)):
+        if value is None and name == "maximum":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{_NAME}({name}={value!r}): expected an int of {least} or more")
+    if mode not in ("power", "bisect"):
+        raise ValueError(f"{_NAME}(mode={mode!r}): expected 'power' or 'bisect'")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
+        raise ValueError(f"{_NAME}(margin={margin!r}): expected a share of 0 up to less than 1")

@@ -1,0 +1,220 @@
+"""The learning-rate finder: a sweep over rates, which leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from ..blame import warn
+from ..connection import Phase
+from ..events import Events
+from ..handler import Handler, on
+from .curve import LearningRateCurve
+from .rehearsal import rehearsal
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..update import UpdateState
+
+__all__ = ["find_learning_rate"]
+
+_NAME = "find_learning_rate"
+_PATIENCE = 5
+"""After so many losses in a row that are not finite, the sweep ends."""
+
+
+def find_learning_rate(
+    engine: Engine,
+    data: Iterable[Any],
+    *,
+    low: float = 1e-7,
+    high: float = 10.0,
+    steps: int = 100,
+    spacing: Literal["exponential", "linear"] = "exponential",
+    diverges: float | None = 4.0,
+    update: str | None = None,
+) -> LearningRateCurve:
+    """Train for some steps with a rising learning rate, record the losses, and put everything back as it was.
+
+    Each optimizer step has a higher rate than the one before; with accumulation, a step has several batches, whose mean loss is
+    recorded. Rates of several parameter groups keep their ratios: the largest one follows the sweep. What makes a step takes
+    part as in training: clipping, mixing, precision, several processes. What does not is disabled for the sweep: logs,
+    checkpoints, validation, averages, schedules, patience, guards against losses that are not finite. Functions of your own
+    that are connected in Phase.CHANGE are called as in training.
+
+    Afterwards weights, optimizers, handlers, counters, random generators and the position in the data are what they were before,
+    also after an error or Ctrl-C, so that the run that follows is the same as without the sweep.
+
+    Args:
+        engine: The engine to train; it must not be running.
+        data: Its data. If it has fewer batches than are needed, the sweep goes round, with a warning.
+        low, high: The first and the last rate.
+        steps: Number of rates, each of which is used for one optimizer step.
+        spacing: "exponential": each rate is the same factor higher than the one before; "linear": the same amount.
+        diverges: The sweep ends once the loss exceeds the smallest one so far by this factor, or five losses in a row are not
+            finite; None to end at ``high`` only.
+        update: The name of the update whose rate is swept; needed if there are several.
+
+    Returns:
+        The curve, with its `suggestion`, `table` and `plot`.
+
+    Raises:
+        ValueError: for bounds that make no sense, or an engine that does not train.
+        TypeError: for data that can be iterated once only.
+
+    Source:
+        Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017).
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> batch = torch.ones(4, 1), torch.zeros(4, 1)
+        >>> curve = find_learning_rate(Engine(step, model=model), [batch] * 20, low=1e-3, high=1.0, steps=20)
+        >>> len(curve), curve.rates[0], curve.diverged
+        (20, 0.001, False)
+    """
+    rates = _rates(low, high, steps, spacing)
+    if diverges is not None and not _is_number(diverges, above=1.0):
+        raise ValueError(f"{_NAME}(diverges={diverges!r}): expected a factor above 1, or None")
+    if not engine.training:
+        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
+    if update is None and len(engine.updates) > 1:
+        names = ", ".join(repr(one.name) for one in engine.updates)
+        raise ValueError(f"{_NAME}(): the engine has the updates {names}; name one of them: update=...")
+    sweep = _Sweep(rates, engine.find_update(update).name, diverges)
+    with rehearsal(engine, data, where=f"{_NAME}()"), engine.attach(sweep):
+        engine.run(data, max_iters=engine.state.iteration + _ENOUGH, check=False)
+    if not sweep.losses:
+        raise RuntimeError(
+            f"{_NAME}(): no step was made: the update {sweep.update!r} gave no loss, or each step was skipped"
+        )
+    passes = max(sweep.passes, 1)
+    if passes > 1:
+        warn(
+            f"{_NAME}(): the data has fewer batches than the sweep needs, which began {passes} passes over it: later losses are "
+            "of batches that were seen before; give more data, or fewer steps"
+        )
+    return LearningRateCurve(
+        tuple(rates[: len(sweep.losses)]), tuple(sweep.losses), low=low, high=high, diverged=sweep.diverged, passes=passes,
+        update=sweep.update,
+    )  # fmt: skip
+
+
+_ENOUGH = 10**9
+"""More iterations than a sweep has: it ends itself."""
+
+
+class _Sweep(Handler):
+    """Sets the rate of each step, and records the mean loss of its window."""
+
+    trains = True
+    decides_alike = True
+
+    def __init__(self, rates: list[float], update: str, diverges: float | None) -> None:
+        super().__init__(name=_NAME)
+        self.rates = rates
+        self.update = update
+        self.diverges = math.inf if diverges is None else diverges
+        self.losses: list[float] = []
+        self.diverged = False
+        self.passes = 0
+        self._window: list[tuple[Tensor, float]] = []
+        self._ratios: list[float] = []
+        self._refused = 0  # steps in a row that were skipped though their loss was finite
+
+    @on(Events.STARTED, phase=Phase.CONTROL, reads=["rates", "optimizer"], writes=[])
+    def find_ratios(self, engine: Engine) -> None:
+        """The rate of each parameter group relative to the largest one."""
+        groups = _groups(engine.find_update(self.update))
+        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        if not max(rates) > 0:
+            raise ValueError(f"{_NAME}(): all parameter groups of update {self.update!r} have a learning rate of 0")
+        self._ratios = [rate / max(rates) for rate in rates]
+
+    @on(Events.EPOCH_STARTED | Events.DATA_EXHAUSTED, phase=Phase.RECORD, reads=[], writes=[])
+    def count_pass(self, engine: Engine) -> None:
+        self.passes += 1
+
+    @on(Events.LOSS_COMPUTED, phase=Phase.RECORD, reads=["loss"], writes=[])
+    def record_loss(self, engine: Engine) -> None:
+        update = engine.state.update
+        if update.name == self.update and update.loss is not None:
+            self._window.append((update.loss, engine.feed.share()))
+
+    @on(Events.OPTIMIZER_STEP_STARTED, phase=Phase.PREPARE, reads=[], writes=["rates"])
+    def set_rate(self, engine: Engine) -> None:
+        update = engine.state.update
+        if update.name != self.update:
+            return
+        groups = _groups(update)
+        ratios = self._ratios + [1.0] * (len(groups) - len(self._ratios))  # groups may be added in the run
+        for group, ratio in zip(groups, ratios, strict=True):
+            rate = self.rates[len(self.losses)] * ratio
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.CONTROL, reads=["loss", "step", "processes"], writes=["stop"])
+    def record_step(self, engine: Engine) -> None:
+        """Record the mean loss of the window; end the sweep after the last rate, or where the loss diverges."""
+        update = engine.state.update
+        if update.name != self.update:
+            return
+        window, self._window = self._window, []
+        losses, weights = engine.processes.sum(
+            sum(float(loss) * weight for loss, weight in window), float(sum(weight for _, weight in window))
+        )
+        if weights == 0:
+            return
+        loss = losses / weights
+        if update.skipped is not None and math.isfinite(loss) and self._refused < _MOST_REFUSED:
+            self._refused += 1  # such as by a scale of float16 that is too high: the rate is tried again
+            return
+        self._refused = 0
+        self.losses.append(loss)
+        self.diverged = self._has_diverged()
+        if self.diverged or len(self.losses) == len(self.rates):
+            engine.terminate("the sweep is complete", by=self.name)
+
+    def _has_diverged(self) -> bool:
+        latest = self.losses[-_PATIENCE:]
+        if len(latest) == _PATIENCE and not any(map(math.isfinite, latest)):
+            return math.isfinite(self.diverges)
+        best = min((loss for loss in self.losses if math.isfinite(loss)), default=math.inf)
+        return self.losses[-1] > self.diverges * best > 0
+
+
+_MOST_REFUSED = 30
+"""So often a rate is tried again: a scale of 2**16 may have to be halved 16 times."""
+
+
+def _groups(update: UpdateState) -> list[dict[str, Any]]:
+    assert update.optimizer is not None
+    return update.optimizer.param_groups
+
+
+def _rates(low: float, high: float, steps: int, spacing: str) -> list[float]:
+    for name, value in (("low", low), ("high", high)):
+        if not _is_number(value, above=0.0):
+            raise ValueError(f"{_NAME}({name}={value!r}): expected a learning rate above 0")
+    if low >= high:
+        raise ValueError(f"{_NAME}(low={low!r}, high={high!r}): low must be smaller than high")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 3:
+        raise ValueError(f"{_NAME}(steps={steps!r}): expected an int of 3 or more")
+    if spacing not in ("exponential", "linear"):
+        raise ValueError(f"{_NAME}(spacing={spacing!r}): expected 'exponential' or 'linear'")
+    places = [step / (steps - 1) for step in range(steps)]
+    if spacing == "linear":
+        return [low + (high - low) * place for place in places]
+    return [low * (high / low) ** place for place in places]
+
+
+def _is_number(value: object, *, above: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf

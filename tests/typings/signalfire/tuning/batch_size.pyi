@@ -1,0 +1,1 @@
+from engine.tuning.batch_size import *
