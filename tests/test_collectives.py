@@ -147,6 +147,24 @@ def test_an_iteration_makes_the_collectives_of_plain_fsdp(stack: str, tmp_path: 
     assert of_engine == [of_plain + 1] * EPOCH
 
 
+def counted_between_epochs(shuffled: bool) -> int:
+    """The collectives from the last iteration of an epoch to the first one of the next."""
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=make_model(), seed=0)
+    engine.attach(DistributedDataParallel(timeout=60.0))
+    seen: list[int] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(collectives()))
+    engine.connect(Events.GET_BATCH_STARTED, lambda engine: seen.append(collectives()))
+    loader = DataLoader(samples(8 * EPOCH), batch_size=4, shuffle=shuffled)
+    engine.run(loader if shuffled else list(loader), max_epochs=2)
+    return max(after - before for before, after in zip(seen[1:-1:2], seen[2::2], strict=True))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_the_ranks_agree_three_times_between_epochs_and_share_an_order_that_is_drawn(shuffled: bool) -> None:
+    found = assert_alike(run_together(counted_between_epochs, 2, shuffled))
+    assert found == (5 if shuffled else 3), "two of them for the state of the generators: its size, and itself"
+
+
 # ---- evaluations -----------------------------------------------------------------------------------------------------------
 
 

@@ -201,7 +201,7 @@ class Source:
             set_epochs(self.data, epoch)
         # The generators before the order is drawn, so that a resumed run draws the same order.
         states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
-        if self.policy == "round_robin":  # all ranks use the order that rank 0 draws
+        if self.policy == "round_robin" and not is_plain(self.data):  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
         self.saved = {
