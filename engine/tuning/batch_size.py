@@ -146,48 +146,72 @@ def find_batch_size(
             f"{_NAME}(): {owner!r} computes the gradients in pieces of its own size, so that the size of a batch decides "
             f"nothing; detach it, or disable it: with engine.without({owner!r})"
         )
-    search = _Search(partial(_try, engine, loader_of, steps=steps, evaluation=evaluation), mode, margin)
     limit = _samples_of(loader_of(start))
     why = "" if limit is None else f"the data has {limit} samples"
     if maximum is not None and (limit is None or maximum < limit):
         limit, why = maximum, f"maximum={maximum}"
-    largest, reached = search.run(start, limit)
-    trials = tuple(sorted(search.trials.values()))
-    return BatchSizes(trials, largest, why if reached else "")
+    search = _Search(partial(_try, engine, loader_of, steps=steps, evaluation=evaluation), limit, why)
+    largest = search.run(start, mode, margin)
+    return BatchSizes(tuple(sorted(search.trials.values())), largest, search.why if search.too_large is None else "")
 
 
 class _Search:
-    """Which sizes are tried; each of them once."""
+    """Which sizes are tried; each of them once.
 
-    def __init__(self, trial: Callable[[int], Trial], mode: str, margin: float) -> None:
+    Attributes:
+        trials: The trials by size.
+        limit: The largest size that can be tried; None while it is not known.
+        why: What limits it.
+        too_large: The smallest size that did not fit.
+    """
+
+    def __init__(self, trial: Callable[[int], Trial], limit: int | None, why: str) -> None:
         self._trial = trial
-        self._mode = mode
-        self._margin = margin
+        self.limit = limit
+        self.why = why
         self.trials: dict[int, Trial] = {}
 
-    def fits(self, size: int) -> bool:
-        if size not in self.trials:
-            self.trials[size] = self._trial(size)
-        return self.trials[size].ok
+    @property
+    def fitting(self) -> int:
+        """The largest size that did fit; 0 without one."""
+        return max((size for size, trial in self.trials.items() if trial.ok), default=0)
 
-    def run(self, start: int, limit: int | None) -> tuple[int, bool]:
-        """The size to use, and whether no larger one could be tried."""
-        size = start if limit is None else min(start, limit)
+    @property
+    def too_large(self) -> int | None:
+        return min((size for size, trial in self.trials.items() if not trial.ok), default=None)
+
+    def fits(self, size: int) -> bool:
+        if size in self.trials:
+            return self.trials[size].ok
+        trial = self._trial(size)
+        if trial.size > size or trial.size <= self.fitting < size:
+            raise ValueError(
+                f"{_NAME}(): loader_of({size}) gives batches of {trial.size} samples; return data in batches of the size that it "
+                "is called with, such as partial(DataLoader, dataset)"
+            )
+        if trial.size < size:
+            self.limit, self.why = trial.size, f"the batches have at most {trial.size} samples"
+        self.trials[trial.size] = trial
+        return trial.ok
+
+    def run(self, start: int, mode: str, margin: float) -> int:
+        """Try sizes; returns the one to use."""
+        size = start if self.limit is None else min(start, self.limit)
         while not self.fits(size):
             if size == 1:
                 raise torch.OutOfMemoryError(f"{_NAME}(): the memory does not suffice for a batch of a single sample")
             size //= 2
-        fits, too_large = size, min((one for one, trial in self.trials.items() if not trial.ok), default=None)
-        while too_large is None and fits != limit:
-            size = 2 * fits if limit is None else min(2 * fits, limit)
-            fits, too_large = (size, None) if self.fits(size) else (fits, size)
-        while self._mode == "bisect" and too_large is not None and too_large - fits > 1:
-            size = (fits + too_large) // 2
-            fits, too_large = (size, too_large) if self.fits(size) else (fits, size)
-        wanted = max(1, int(fits * (1 - self._margin) + 1e-9)) if too_large is not None else fits
+        while self.too_large is None and self.fitting != self.limit:
+            size = 2 * self.fitting
+            self.fits(size if self.limit is None else min(size, self.limit))
+        while mode == "bisect" and self.too_large is not None and self.too_large - self.fitting > 1:
+            self.fits((self.fitting + self.too_large) // 2)
+        wanted = self.fitting
+        if self.too_large is not None:
+            wanted = max(1, int(wanted * (1 - margin) + 1e-9))
         while not self.fits(wanted):  # memory varies
             wanted = max(1, wanted // 2)
-        return wanted, too_large is None
+        return wanted
 
 
 def _try(
@@ -223,9 +247,10 @@ def _try(
             _free()
     failed = engine.processes.any(failed or measure.failed)
     peak, speed = (None, None) if failed else (memory.read(), measure.samples_per_second)
+    taken = measure.taken
     del memory, measure
     _free()
-    return Trial(size, not failed, peak, speed)
+    return Trial(taken or size, not failed, peak, speed)
 
 
 _ENOUGH = 10**9
@@ -243,6 +268,7 @@ class _Measure(Handler):
         self.steps = steps
         self.failed = False
         self.samples_per_second: float | None = None
+        self.taken = 0  # samples of the first batch
         self._made = 0
         self._samples = 0
         self._since = 0  # the iteration of the first step
@@ -261,6 +287,12 @@ class _Measure(Handler):
             self.failed = True
             update.skip("the memory does not suffice")
             engine.terminate("the memory does not suffice", by=self.name)
+
+    @on(Events.ITERATION_STARTED, phase=Phase.RECORD, reads=["batch"], writes=[])
+    def note_size(self, engine: Engine) -> None:
+        """Note how many samples the batches really have."""
+        if not self.taken and engine.state.batch is not None:
+            self.taken = engine.updates[0].samples_in(engine.state.batch)
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.CONTROL, reads=["step"], writes=["stop"])
     def count_step(self, engine: Engine) -> None:

@@ -43,7 +43,8 @@ def find_learning_rate(
     recorded. Rates of several parameter groups keep their ratios: the largest one follows the sweep. What makes a step takes
     part as in training: clipping, mixing, precision, several processes. What does not is disabled for the sweep: logs,
     checkpoints, validation, averages, schedules, patience, guards against losses that are not finite. Functions of your own
-    that are connected in Phase.CHANGE are called as in training.
+    that are connected in Phase.CHANGE are called as in training; what they change beside the engine, such as a scheduler that
+    they step, is not put back.
 
     Afterwards weights, optimizers, handlers, counters, random generators and the position in the data are what they were before,
     also after an error or Ctrl-C, so that the run that follows is the same as without the sweep.
@@ -89,10 +90,14 @@ def find_learning_rate(
         raise ValueError(f"{_NAME}(): the engine has the updates {names}; name one of them: update=...")
     sweep = _Sweep(rates, engine.find_update(update).name, diverges)
     with rehearsal(engine, data, where=f"{_NAME}()"), engine.attach(sweep):
-        engine.run(data, max_iters=engine.state.iteration + _ENOUGH, check=False)
+        reason = engine.run(data, max_iters=engine.state.iteration + _ENOUGH, check=False).stop_reason
     if not sweep.losses:
         raise RuntimeError(
             f"{_NAME}(): no step was made: the update {sweep.update!r} gave no loss, or each step was skipped"
+        )
+    if not sweep.complete:
+        warn(
+            f"{_NAME}(): the sweep ended after {len(sweep.losses)} of {steps} steps, because the run was stopped: {reason}"
         )
     passes = max(sweep.passes, 1)
     if passes > 1:
@@ -123,10 +128,11 @@ class _Sweep(Handler):
         self.diverges = math.inf if diverges is None else diverges
         self.losses: list[float] = []
         self.diverged = False
+        self.complete = False
         self.passes = 0
         self._window: list[tuple[Tensor, float]] = []
         self._ratios: list[float] = []
-        self._refused = 0  # steps in a row that were skipped though their loss was finite
+        self._refused = 0  # windows in a row without a loss, or whose step was skipped though their loss was finite
 
     @on(Events.STARTED, phase=Phase.CONTROL, reads=["rates", "optimizer"], writes=[])
     def find_ratios(self, engine: Engine) -> None:
@@ -171,16 +177,17 @@ class _Sweep(Handler):
         losses, weights = engine.processes.sum(
             sum(float(loss) * weight for loss, weight in window), float(sum(weight for _, weight in window))
         )
-        if weights == 0:
-            return
-        loss = losses / weights
-        if update.skipped is not None and math.isfinite(loss) and self._refused < _MOST_REFUSED:
+        loss = losses / weights if weights else None
+        if loss is None or (update.skipped is not None and math.isfinite(loss)):
             self._refused += 1  # such as by a scale of float16 that is too high: the rate is tried again
+            if self._refused > _MOST_REFUSED:
+                engine.terminate(f"{self._refused} steps in a row were skipped", by=self.name)
             return
         self._refused = 0
         self.losses.append(loss)
         self.diverged = self._has_diverged()
-        if self.diverged or len(self.losses) == len(self.rates):
+        self.complete = self.diverged or len(self.losses) == len(self.rates)
+        if self.complete:
             engine.terminate("the sweep is complete", by=self.name)
 
     def _has_diverged(self) -> bool:

@@ -240,6 +240,19 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
         find_batch_size(build(Limited(10)), loader_of(), **options)
 
 
+def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_limit() -> None:
+    fixed = kit.batches([8] * 5, 4, (), classes=3)
+    with pytest.raises(
+        ValueError, match=r"loader_of\(16\) gives batches of 8 samples; return data in batches of the size"
+    ):
+        find_batch_size(build(Limited(10**6)), lambda size: fixed, start=8)
+    with pytest.raises(ValueError, match=r"loader_of\(4\) gives batches of 8 samples"):
+        find_batch_size(build(Limited(10**6)), lambda size: fixed, start=4)
+    sizes = find_batch_size(build(Limited(10**6)), lambda size: kit.batches([min(size, 20)] * 5, 4, (), classes=3))
+    assert [one.size for one in sizes.trials] == [2, 4, 8, 16, 20]
+    assert sizes.limit == "the batches have at most 20 samples"
+
+
 def test_micro_batching_and_engines_that_do_not_train_are_refused() -> None:
     engine = build(Limited(10), MicroBatching(2))
     with pytest.raises(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Handler, Phase, Update, seed_everything
+from signalfire import Engine, Events, Handler, Phase, Update, allow, seed_everything
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -455,6 +455,35 @@ def test_rates_of_zero_are_refused() -> None:
     engine = Engine(Update.supervised(F.cross_entropy, partial(torch.optim.SGD, lr=0.0)), model=model(), seed=0)
     with pytest.raises(ValueError, match="all parameter groups of update 'main' have a learning rate of 0"):
         find_learning_rate(engine, batches(5))
+
+
+def test_a_sweep_that_something_else_stops_says_so() -> None:
+    engine = build()
+    engine.connect(Events.ITERATION_COMPLETED(once=5), lambda engine: engine.terminate("enough for today"))
+    with pytest.warns(UserWarning, match="ended after 5 of 10 steps, because the run was stopped: enough for today"):
+        curve = find_learning_rate(engine, batches(10), steps=10, low=1e-4, high=1e-2)
+    assert len(curve) == 5
+
+
+def test_a_sweep_without_a_step_ends_with_an_error() -> None:
+    def nothing(engine: Engine, batch: Batch) -> None:
+        return None
+
+    engine = Engine(Update.from_function(nothing, optimizer=partial(torch.optim.SGD, lr=0.1)), model=model(), seed=0)
+    with pytest.raises(
+        RuntimeError, match="no step was made: the update 'main' gave no loss, or each step was skipped"
+    ):
+        find_learning_rate(engine, batches(10), steps=10)
+
+
+def test_steps_that_are_skipped_are_made_again_at_the_same_rate() -> None:
+    engine = build()
+    skipped = Events.GRADIENTS_READY(when=lambda engine: engine.state.iteration in (2, 3, 7))
+    engine.connect(skipped, lambda engine: engine.state.update.skip("not this one"))
+    curve = find_learning_rate(engine, batches(20), steps=10, low=1e-4, high=1e-2)
+    assert len(curve) == 10
+    kept = [one for place, one in enumerate(batches(20), 1) if place not in (2, 3, 7)]
+    assert curve.losses == find_learning_rate(build(), kept, steps=10, low=1e-4, high=1e-2).losses
 
 
 # ---- showing ----------------------------------------------------------------------------------------------------------
