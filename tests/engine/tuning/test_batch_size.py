@@ -184,7 +184,7 @@ loader_of = lambda size: torch.utils.data.DataLoader(data, batch_size=size)
 before = fingerprint(engine)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 400 * 2**20,) * 2)
-sizes = find_batch_size(engine, loader_of, start=64, mode="bisect", steps=2)
+sizes = find_batch_size(engine, loader_of, start=64, mode="bisect", steps=3, margin=0.25)
 assert fingerprint(engine) == before
 engine.run(loader_of(sizes.largest), max_iters=3)
 print(sizes)
