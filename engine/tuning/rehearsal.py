@@ -16,7 +16,6 @@ from ..data.loading import epochs_of, generators_of, set_epochs
 from ..events import Events
 from ..findings import allow
 from ..handler import Handler
-from ..restore import Modes
 from ..saving import copied, gather, put_back
 from ..state import State
 
@@ -144,7 +143,6 @@ class _Before:
         self.parameters = [(p, p.data, p.requires_grad, p.grad, copied(p.grad)) for p in parameters]
         modules = {module for root in engine.modules.values() for module in root.modules()}
         self.buffers = [(module, dict(module._buffers)) for module in modules]
-        self.modes = Modes(engine.modules.values())
         self.model = engine.model
         self.fields = [
             (part, dict(vars(part))) for part in (engine.feed, engine.snapshots, engine.boundary, engine.findings)
@@ -182,7 +180,6 @@ class _Before:
         for name, value in self.position.items():
             setattr(engine.state, name, value)
         engine.model = self.model
-        self.modes.put_back()
         for parameter, _, trained, gradient, values in self.parameters:
             parameter.requires_grad_(trained)
             parameter.grad = None if gradient is None else gradient.copy_(values)

@@ -277,6 +277,13 @@ def test_no_shipped_handler_shows_a_trace(case: str, trained: bool) -> None:
     assert ends[0] == ends[1]
 
 
+def test_what_a_function_freezes_in_the_sweep_is_trained_afterwards() -> None:
+    engine = build()
+    engine.connect(Events.EPOCH_STARTED, lambda engine: engine.model[0].requires_grad_(False) and None)
+    find_learning_rate(engine, batches(10), steps=5, low=1e-4, high=1e-3)
+    assert all(p.requires_grad for p in engine.model.parameters())
+
+
 # ---- windows, groups, updates, processes ------------------------------------------------------------------------------
 
 
@@ -341,6 +348,19 @@ def test_of_several_updates_one_is_named_and_the_other_trains_at_its_own_rate() 
     curve = find_learning_rate(engine, batches(10), steps=5, low=1e-3, high=1e-1, update="second")
     assert curve.update == "second"
     assert rates == [0.1] * 5
+
+
+def of_uneven() -> tuple[float, ...]:
+    engine = build(DistributedDataParallel(timeout=60.0))
+    return find_learning_rate(engine, kit.batches([4, 2] * 10, 4, (), classes=3), steps=10, low=1e-4, high=1e-1).losses
+
+
+def test_batches_of_ranks_count_by_their_samples() -> None:
+    found = run_together(of_uneven, 2)
+    data = kit.batches([4, 2] * 10, 4, (), classes=3)
+    joined = [tuple(map(torch.cat, zip(*data[start : start + 2], strict=True))) for start in range(0, 20, 2)]
+    curve = find_learning_rate(build(), joined, steps=10, low=1e-4, high=1e-1)
+    assert found[0] == found[1] == pytest.approx(curve.losses, rel=1e-5)
 
 
 def of_two(kind: type[Handler]) -> tuple[Any, ...]:
