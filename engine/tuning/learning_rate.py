@@ -81,34 +81,52 @@ def find_learning_rate(
         (20, 0.001, False)
     """
     rates = _rates(low, high, steps, spacing)
-    if diverges is not None and not _is_number(diverges, above=1.0):
-        raise ValueError(f"{_NAME}(diverges={diverges!r}): expected a factor above 1, or None")
-    if not engine.training:
-        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
-    if update is None and len(engine.updates) > 1:
-        names = ", ".join(repr(one.name) for one in engine.updates)
-        raise ValueError(f"{_NAME}(): the engine has the updates {names}; name one of them: update=...")
-    sweep = _Sweep(rates, engine.find_update(update).name, diverges)
+    sweep = _Sweep(rates, _update_of(engine, update), _factor(diverges))
     with rehearsal(engine, data, where=f"{_NAME}()"), engine.attach(sweep):
         reason = engine.run(data, max_iters=engine.state.iteration + _ENOUGH, check=False).stop_reason
-    if not sweep.losses:
+    _report(sweep, reason)
+    return LearningRateCurve(
+        tuple(rates[: len(sweep.losses)]), tuple(sweep.losses), low=low, high=high, diverged=sweep.diverged,
+        passes=max(sweep.passes, 1), update=sweep.update,
+    )  # fmt: skip
+
+
+def _update_of(engine: Engine, name: str | None) -> str:
+    """The name of the update whose rate is swept."""
+    if not engine.training:
+        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
+    if name is None and len(engine.updates) > 1:
+        names = ", ".join(repr(one.name) for one in engine.updates)
+        raise ValueError(f"{_NAME}(): the engine has the updates {names}; name one of them: update=...")
+    return engine.find_update(name).name
+
+
+def _factor(diverges: float | None) -> float:
+    """The factor by which a loss has diverged; infinite for None."""
+    if diverges is not None and not _is_number(diverges, above=1.0):
+        raise ValueError(f"{_NAME}(diverges={diverges!r}): expected a factor above 1, or None")
+    return math.inf if diverges is None else diverges
+
+
+def _report(sweep: _Sweep, reason: str | None) -> None:
+    """Report a sweep that is not what was asked for.
+
+    Args:
+        sweep: The sweep.
+        reason: Why its run was stopped.
+    """
+    made, steps = len(sweep.losses), len(sweep.rates)
+    if not made:
         raise RuntimeError(
             f"{_NAME}(): no step was made: the update {sweep.update!r} gave no loss, or each step was skipped"
         )
     if not sweep.complete:
+        warn(f"{_NAME}(): the sweep ended after {made} of {steps} steps, because the run was stopped: {reason}")
+    if sweep.passes > 1:
         warn(
-            f"{_NAME}(): the sweep ended after {len(sweep.losses)} of {steps} steps, because the run was stopped: {reason}"
+            f"{_NAME}(): the data has fewer batches than the sweep needs, which began {sweep.passes} passes over it: later "
+            "losses are of batches that were seen before; give more data, or fewer steps"
         )
-    passes = max(sweep.passes, 1)
-    if passes > 1:
-        warn(
-            f"{_NAME}(): the data has fewer batches than the sweep needs, which began {passes} passes over it: later losses are "
-            "of batches that were seen before; give more data, or fewer steps"
-        )
-    return LearningRateCurve(
-        tuple(rates[: len(sweep.losses)]), tuple(sweep.losses), low=low, high=high, diverged=sweep.diverged, passes=passes,
-        update=sweep.update,
-    )  # fmt: skip
 
 
 _ENOUGH = 10**9
@@ -121,11 +139,11 @@ class _Sweep(Handler):
     trains = True
     decides_alike = True
 
-    def __init__(self, rates: list[float], update: str, diverges: float | None) -> None:
+    def __init__(self, rates: list[float], update: str, diverges: float) -> None:
         super().__init__(name=_NAME)
         self.rates = rates
         self.update = update
-        self.diverges = math.inf if diverges is None else diverges
+        self.diverges = diverges
         self.losses: list[float] = []
         self.diverged = False
         self.complete = False
