@@ -17,9 +17,9 @@ __all__ = ["is_out_of_memory", "note_error"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of a device, or of the process, does not suffice.
+    """Whether an error reports that the memory of a device or of the process ran out.
 
-    On a CPU torch raises a RuntimeError, which only its text tells from others.
+    On a CPU torch raises a plain RuntimeError, which is recognised by its message.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

@@ -319,7 +319,7 @@ class DistributedDataParallel(Distribution):
         if one is None:
             assert self._separate is not None
             return self._separate.send(update, notice)
-        return one.told(notice) if one.use.called and one.ddp.require_backward_grad_sync else None
+        return one.message_with_gradient(notice) if one.use.called and one.ddp.require_backward_grad_sync else None
 
     def receive(self, update: UpdateState) -> bool:
         """Whether any rank gave notice: then the mean over the ranks is not zero."""
@@ -384,10 +384,10 @@ class _Wrapped:
 
     Attributes:
         ddp: The wrapper.
-        use: What was done with it in this window. The wrapper holds this, too, and nothing that holds the wrapper: once it is
-            let go, its hooks on the parameters are gone at once.
-        message: A parameter that no output depends on: its gradient is what a rank tells the others, and lies in the first
-            bucket. None where it cannot carry anything.
+        use: What was done with it in this window. The wrapper holds this as well, but nothing that holds the wrapper, so that
+            its hooks on the parameters are removed as soon as it is released.
+        message: A parameter that no output depends on: its gradient carries this rank's notice to the others in the first
+            bucket. None if notices travel separately.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class _Wrapped:
         # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
         self.ddp = TorchDDP(tracker, init_sync=False, forward_sync_buffers=False, **options)
 
-    def told(self, notice: bool) -> tuple[Tensor, Tensor]:
+    def message_with_gradient(self, notice: bool) -> tuple[Tensor, Tensor]:
         """The message, and its gradient on a rank with a notice or without one."""
         assert self.message is not None
         return self.message, self._values[notice]
@@ -412,7 +412,7 @@ class _Wrapped:
         if self.message is None:
             nothing.backward()
         else:
-            message, value = self.told(notice)
+            message, value = self.message_with_gradient(notice)
             torch.autograd.backward((nothing, message), (None, value))
 
 

@@ -105,6 +105,9 @@ def find_batch_size(
     Logs, checkpoints, validation, averages and schedules are disabled, as in `find_learning_rate`. Afterwards weights,
     optimizers, handlers, counters, random generators and the position in the data are what they were before.
 
+    With several processes a size that does not fit on one of them fits on none. If the memory of a single one runs out inside the
+    optimizer's step, the search ends with an error after the timeout of the process group.
+
     Args:
         engine: The engine to train; it must not be running.
         loader_of: Called with a size; returns data in batches of so many samples, such as a DataLoader. If its ``dataset`` has a

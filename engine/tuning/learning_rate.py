@@ -56,7 +56,7 @@ def find_learning_rate(
         steps: Number of rates, each of which is used for one optimizer step.
         spacing: "exponential": each rate is the same factor higher than the one before; "linear": the same amount.
         diverges: The sweep ends once the loss exceeds the smallest one so far by this factor, or five losses in a row are not
-            finite; None to end at ``high`` only.
+            finite; None to end at ``high`` only. A smallest loss of zero or less never counts as exceeded.
         update: The name of the update whose rate is swept; needed if there are several.
 
     Returns:
@@ -165,11 +165,12 @@ class _Sweep(Handler):
     def count_pass(self, engine: Engine) -> None:
         self.passes += 1
 
-    @on(Events.LOSS_COMPUTED, phase=Phase.RECORD, reads=["loss"], writes=[])
+    @on(Events.LOSS_COMPUTED, phase=Phase.RECORD, reads=["loss", "loss_weight"], writes=[])
     def record_loss(self, engine: Engine) -> None:
+        """Record a loss with its weight, such as that of a piece of a batch, or of a rank's batch among those of all."""
         update = engine.state.update
         if update.name == self.update and update.loss is not None:
-            self._window.append((update.loss, engine.feed.share()))
+            self._window.append((update.loss, float(update.weight)))
 
     @on(Events.OPTIMIZER_STEP_STARTED, phase=Phase.PREPARE, reads=[], writes=["rates"])
     def set_rate(self, engine: Engine) -> None:

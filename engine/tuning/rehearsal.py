@@ -167,12 +167,8 @@ class _Before:
                 del optimizer.param_groups[len(groups) :]  # those that were added meanwhile
             update.last_skip, update.raw_loss = last_skip, raw_loss
         put_back(engine, self.saved, allowed=frozenset())
-        for (
-            _,
-            optimizer,
-            groups,
-            *_,
-        ) in self.updates:  # after the handlers, some of which set what an optimizer begins with
+        # After the handlers, some of which set what an optimizer begins with.
+        for _, optimizer, groups, *_ in self.updates:
             for group, options in zip(optimizer.param_groups if optimizer is not None else (), groups, strict=True):
                 parameters = group["params"]
                 group.clear()

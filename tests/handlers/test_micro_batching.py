@@ -502,6 +502,8 @@ class Small(nn.Module):
         self.calls = self.calls + 1  # a buffer that is replaced, not changed in place
         output: Tensor = self.net(x)
         if len(x) > self.limit:
+            if self.places == "CPU":
+                torch.empty(2**50)  # an error of the CPU's allocator
             if self.places == "forward":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             output.register_hook(self.fail)
@@ -528,7 +530,7 @@ def run_out(
     return engine, retries
 
 
-@pytest.mark.parametrize("places", ["forward", "backward"])
+@pytest.mark.parametrize("places", ["forward", "backward", "CPU"])
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_retry_leaves_no_trace_in_the_training(places: str, window: int) -> None:
     def others() -> list[Handler]:

@@ -32,6 +32,7 @@ from signalfire.handlers import (
     History,
     LRScheduling,
     Metrics,
+    MicroBatching,
     MixUp,
     NonFiniteGuard,
     Validation,
@@ -231,7 +232,7 @@ def test_a_loaded_state_is_swept_from_and_still_loaded_afterwards(tmp_path: Path
     for sweep in (False, True):
         folder = tmp_path / str(sweep)
         engine, data = full_engine(folder), loader()
-        engine.findings.allowed |= {"W34"}  # each goes on in a folder of its own
+        engine.findings.allowed |= {"W34"}  # each run continues in a folder of its own
         engine.load_state_dict(state)
         if sweep:
             weights = digest(engine.model.state_dict())
@@ -298,6 +299,13 @@ def test_a_point_of_accumulated_batches_is_their_mean() -> None:
     assert len(read) == 400
     assert len(curve) == 100
     assert curve.losses == pytest.approx(whole.losses, abs=1e-6, rel=1e-5)
+
+
+def test_pieces_of_a_batch_count_by_their_samples() -> None:
+    data = kit.batches([5] * 20, 4, (), classes=3)
+    curve = find_learning_rate(build(MicroBatching(3)), data, steps=20, low=1e-4, high=1e-1)
+    whole = find_learning_rate(build(), data, steps=20, low=1e-4, high=1e-1)
+    assert curve.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 def test_groups_keep_their_ratios() -> None:
