@@ -313,11 +313,7 @@ class Loop:
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
-        if (
-            self._attend(together=engine.training and not resumed)
-            or boundary.epoch_stop is not None
-            or boundary.limit_reached()
-        ):
+        if self._attend(together=False) or boundary.epoch_stop is not None or boundary.limit_reached():
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]
         return batches, min(ends, default=sys.maxsize - 1)
@@ -341,8 +337,9 @@ class Loop:
             self._requested, self._epoch = 0, None
             return
         self.check_position()
-        if engine.training and engine.processes.distributed:
-            self._attend(together=True)  # to what was asked for in the last iteration
+        together = engine.training and engine.processes.distributed
+        if together and boundary.epoch_stop is None and not engine.feed.epoch_ended():
+            self._attend(together=True)  # one rank may have ended the epoch in the last iteration
         stopped = state.stop_reason is not None
         if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
@@ -363,8 +360,8 @@ class Loop:
         """Attend to what was asked for outside of an iteration; True if the epoch does not continue.
 
         Args:
-            together: whether several ranks agree here. They do not in the middle of an epoch that is resumed, since they did not
-                when it was saved, nor as an evaluation begins or ends, which costs no collective.
+            together: whether several ranks agree here. They do not in an epoch, since the gradients of its first iteration carry
+                what was asked for before it, nor as an evaluation begins or ends, which costs no collective.
         """
         boundary = self.engine.boundary
         if together:

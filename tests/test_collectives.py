@@ -160,9 +160,9 @@ def counted_between_epochs(shuffled: bool) -> int:
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_the_ranks_agree_three_times_between_epochs_and_share_an_order_that_is_drawn(shuffled: bool) -> None:
+def test_the_ranks_agree_once_between_epochs_and_share_an_order_that_is_drawn(shuffled: bool) -> None:
     found = assert_alike(run_together(counted_between_epochs, 2, shuffled))
-    assert found == (5 if shuffled else 3), "two of them for the state of the generators: its size, and itself"
+    assert found == (2 if shuffled else 1), "one for the state of the generators"
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------------
@@ -193,4 +193,4 @@ def counted_evaluation(batches: int, several: bool) -> list[int]:
 def test_an_evaluation_makes_one_reduction_at_its_end(batches: int, several: bool) -> None:
     between, at_the_end = assert_alike(run_together(counted_evaluation, 2, batches, several))
     assert between == 0
-    assert at_the_end == 2 * (1 + several), "of each Metrics: the size of what is gathered, and what is gathered"
+    assert at_the_end == 1 + several, "one of each Metrics"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,20 @@ from ..batches import map_leaves, tensors_in
 from .rendezvous import bounded, ended_peers, join, launched, launched_in_part, peers
 from .watch import Watch
 
-__all__ = ["SINGLE_PROCESS", "ProcessGroup", "Processes", "expected_processes", "lost_another", "process_group"]
+__all__ = [
+    "BROADCAST_AT_ONCE",
+    "GATHERED_AT_ONCE",
+    "SINGLE_PROCESS",
+    "ProcessGroup",
+    "Processes",
+    "expected_processes",
+    "lost_another",
+    "process_group",
+]
+
+GATHERED_AT_ONCE, BROADCAST_AT_ONCE = 2048, 16384
+"""The bytes of a pickled value that one collective sends."""
+_SIZE_BYTES = 8
 
 
 class Processes:
@@ -174,9 +188,18 @@ class ProcessGroup(Processes):
         return answer
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        packed = pickle.dumps(value)
+        head = _head(packed, GATHERED_AT_ONCE)
+        heads = [torch.empty_like(head) for _ in range(self.world_size)]
+        dist.all_gather(heads, head, group=self.group)
+        sizes = [_size(one) for one in heads]
+        longest = max(sizes)
+        tails: list[Tensor | None] = [None] * self.world_size
+        if longest > GATHERED_AT_ONCE:
+            tail = _tail(packed, GATHERED_AT_ONCE, longest)
+            tails = [torch.empty_like(tail) for _ in range(self.world_size)]
+            dist.all_gather(tails, tail, group=self.group)
+        return [_unpacked(*parts) for parts in zip(heads, tails, strict=True)]
 
     def collect(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
@@ -184,9 +207,14 @@ class ProcessGroup(Processes):
         return values or []
 
     def broadcast(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
+        packed = pickle.dumps(value) if self.is_rank_zero else b""
+        head = _head(packed, BROADCAST_AT_ONCE)
+        dist.broadcast(head, 0, group=self.group)
+        tail = None
+        if (size := _size(head)) > BROADCAST_AT_ONCE:
+            tail = _tail(packed, BROADCAST_AT_ONCE, size)
+            dist.broadcast(tail, 0, group=self.group)
+        return value if self.is_rank_zero else _unpacked(head, tail)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -223,6 +251,31 @@ class ProcessGroup(Processes):
         # Tensors on a device use the main group, which has the backend of the device.
         dist.all_gather(parts, padded, group=self.group if own.device.type == "cpu" else None)
         return torch.cat([part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)])
+
+
+# A value of any size is sent as its size and its first bytes, in one collective; only larger ones need a second.
+
+
+def _head(packed: bytes, at_once: int) -> Tensor:
+    """The size of a pickled value and its first bytes."""
+    head = torch.zeros(_SIZE_BYTES + at_once, dtype=torch.uint8)
+    first = len(packed).to_bytes(_SIZE_BYTES, "little") + packed[:at_once]
+    head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    return head
+
+
+def _tail(packed: bytes, at_once: int, size: int) -> Tensor:
+    """The bytes of a pickled value that are not in its head, padded to the longest of all ranks."""
+    return torch.frombuffer(bytearray(packed[at_once:].ljust(size - at_once, b"\0")), dtype=torch.uint8)
+
+
+def _size(head: Tensor) -> int:
+    return int.from_bytes(head[:_SIZE_BYTES].numpy().tobytes(), "little")
+
+
+def _unpacked(head: Tensor, tail: Tensor | None) -> Any:
+    packed = head[_SIZE_BYTES:].numpy().tobytes() + (b"" if tail is None else tail.numpy().tobytes())
+    return pickle.loads(packed[: _size(head)])
 
 
 def lost_another(error: BaseException) -> bool:

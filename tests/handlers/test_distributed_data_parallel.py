@@ -460,7 +460,7 @@ def test_what_one_process_asks_for_all_do(size: int) -> None:
         "stop on all": {"iteration": 5, "reason": "enough"},
         "end the epoch": {"iteration": whole - TURNS + 3, "epoch": 3, "reason": None},
         "end the epoch inside": {"iteration": whole - TURNS + 4, "epoch": 3, "steps": [5], "reason": None},
-        "end the epoch as it begins": {"iteration": whole - TURNS, "epoch": 3, "reason": None},
+        "end the epoch as it begins": {"iteration": whole - TURNS + 1, "epoch": 3, "reason": None},
         "preempt": {"iteration": 6, "steps": [2], "reason": "moved", "preempted": [0]},
         "preempt at the epoch's end": {"iteration": TURNS, "epoch": 1, "reason": "moved", "preempted": [0]},
     }

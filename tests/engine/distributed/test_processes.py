@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from signalfire.distributed import SINGLE_PROCESS, lost_another, process_group
+from signalfire.distributed.processes import BROADCAST_AT_ONCE, GATHERED_AT_ONCE
 from signalfire.handlers import DistributedDataParallel
 from tests.processes import assert_alike, run_together
 
@@ -95,6 +97,27 @@ def test_what_the_ranks_gather_is_alike_on_all(tmp_path: Path) -> None:
         "once": True,
     }
     assert [own for _, own in found] == [([0, 1], "<rank 0 of 2>", TIMEOUT), ([], "<rank 1 of 2>", TIMEOUT)]
+
+
+SIZES = sorted({size + near for size in (0, GATHERED_AT_ONCE, BROADCAST_AT_ONCE, 10**6) for near in range(-24, 24, 3)})
+"""Of texts, so that pickled they are a little shorter, exactly as long, and a little longer than what one collective sends."""
+
+
+def _values_of_any_size() -> list[bool]:
+    processes = process_group(timeout=TIMEOUT)
+    rank = processes.rank
+    right = []
+    for place, size in enumerate(map(partial(max, 0), SIZES)):
+        sizes = [size, max(0, SIZES[-1 - place])] if place % 2 else [size, size]
+        right.append(
+            processes.gather(sizes[rank] * str(rank)) == [length * str(one) for one, length in enumerate(sizes)]
+        )
+        right.append(processes.broadcast(size * "a" if rank == 0 else None) == size * "a")
+    return right
+
+
+def test_values_of_any_size_are_gathered_and_broadcast() -> None:
+    assert all(assert_alike(run_together(_values_of_any_size, 2)))
 
 
 def _samples() -> dict[str, Any]:
