@@ -40,6 +40,7 @@ class Override(Enum):
     FILE = "the file"
     FINAL_WEIGHTS = "the weights at the end of the run"
     FREEZING = "which parameters are frozen"
+    GARBAGE_COLLECTION = "when garbage is collected"
     GRADIENTS_PER_STEP = "how often a step computes its gradients"
     LABEL_SMOOTHING = "label smoothing"
     LEARNING_RATE = "the learning rate"

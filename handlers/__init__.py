@@ -18,6 +18,7 @@ from .ema import EMA
 from .fast_dev_run import FastDevRun
 from .freezing import Freezing, discriminative_rates
 from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .garbage_collection import GarbageCollection
 from .gradient_accumulation import GradientAccumulation
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
@@ -65,6 +66,7 @@ __all__ = [
     "FastDevRun",
     "Freezing",
     "FullyShardedDataParallel",
+    "GarbageCollection",
     "GradientAccumulation",
     "GradientClipping",
     "GradientNoise",

@@ -463,6 +463,20 @@ ROWS: dict[str, dict[str, list[str]]] = {
     "O8 rank-aware print": {
         "engine/distributed/test_processes.py": ["test_rank_0_prints_and_with_all_every_rank_with_its_number"],
     },
+    "O9 garbage collection in step": {
+        "handlers/test_garbage_collection.py": [
+            "test_garbage_is_collected_at_the_interval_and_at_the_end_of_an_epoch_and_at_no_other_time",
+            "test_all_is_collected_after_many_collections_of_young_objects",
+            "test_all_is_collected_before_an_evaluation",
+            "test_pythons_collection_is_as_before_however_the_run_ends",
+            "test_what_was_frozen_before_stays_so_and_nothing_is_added",
+            "test_pauses_are_short",
+            "test_what_it_took_is_counted_and_shown_by_the_profiler",
+            "test_a_forked_worker_collects_on_its_own",
+            "test_all_ranks_collect_at_the_same_iterations",
+            "test_a_second_one_is_refused",
+        ],
+    },
     "X1 separate streams": {
         "engine/test_streams.py": [
             "test_switching_a_handler_off_moves_no_mask_no_order_and_no_other_handlers_draw",

@@ -34,6 +34,7 @@ from signalfire.handlers import (
     FastDevRun,
     Freezing,
     FullyShardedDataParallel,
+    GarbageCollection,
     GradientAccumulation,
     GradientClipping,
     GradientNoise,
@@ -181,6 +182,7 @@ CASES: dict[str, Case] = {
     ),
     "FastDevRun": Case(lambda: FastDevRun(2), True),
     "Freezing": Case(lambda: Freezing({"*features*": 2}), True),
+    "GarbageCollection": Case(lambda: GarbageCollection(every="2it"), False),
     "GradientAccumulation": Case(lambda: GradientAccumulation(2), True),
     "GradientAccumulation, weighted": Case(
         lambda: GradientAccumulation(2, weight=lambda engine: 1.0 + engine.state.iteration % 2), True

@@ -1,0 +1,1 @@
+from handlers.garbage_collection import *
