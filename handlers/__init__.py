@@ -43,6 +43,7 @@ from .progress_bar import ProgressBar
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
+from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
 from .true_precision import TruePrecision
@@ -82,6 +83,8 @@ __all__ = [
     "MicroBatching",
     "MixUp",
     "MixedPrecision",
+    "ModelSummary",
+    "ModuleSummary",
     "MovingAverage",
     "NonFiniteGuard",
     "OverfitBatches",
@@ -92,6 +95,7 @@ __all__ = [
     "ProgressBar",
     "Seeding",
     "SharpnessAwareMinimization",
+    "Summary",
     "TensorBoardLogger",
     "Timing",
     "TruePrecision",
@@ -103,6 +107,7 @@ __all__ = [
     "one_cycle",
     "piecewise",
     "polynomial",
+    "summary",
     "warmup",
     "warmup_stable_decay",
 ]

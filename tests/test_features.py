@@ -460,6 +460,21 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_weights_are_those_of_a_run_without_it_and_nothing_of_it_stays",
         ],
     },
+    "O7 model summary": {
+        "handlers/test_summary.py": [
+            "test_the_totals_are_what_torch_holds_with_shared_parameters_counted_once",
+            "test_a_module_under_two_names_is_shown_twice_and_counted_once",
+            "test_complex_and_lazy_parameters",
+            "test_shapes_and_calls_are_those_of_the_first_forward",
+            "test_operations_are_the_formulas_and_what_torch_counts",
+            "test_attention_is_counted_on_the_cpu",
+            "test_nothing_of_it_stays_also_after_an_error_in_the_forward",
+            "test_rows_are_chosen_by_depth_and_by_pattern",
+            "test_of_a_compiled_model_only_parameters_are_shown",
+            "test_a_thousand_modules_take_little_time",
+            "test_of_a_sharded_model_all_parameters_are_counted",
+        ],
+    },
     "O8 rank-aware print": {
         "engine/distributed/test_processes.py": ["test_rank_0_prints_and_with_all_every_rank_with_its_number"],
     },
