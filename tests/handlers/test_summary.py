@@ -150,8 +150,8 @@ class Retrying(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with contextlib.suppress(TypeError):
             self.second(None)
-        scores: Tensor = self.first(x)
-        return scores + 0 * self.second(x)
+        scores: Tensor = self.first(x) + 0 * self.second(x)
+        return scores
 
 
 def test_operations_after_an_error_that_the_model_catches_belong_to_their_own_module() -> None:
