@@ -50,6 +50,7 @@ class Override(Enum):
     PARAMETER_GROUP = "the parameter group field"
     PRECISION = "the precision"
     PROCESS_GROUP = "how the model is distributed over processes"
+    PRUNING = "which weights are pruned"
     RECEIVER_CALLS = "how receivers are called"
     SEEDING = "seeding"
     TIME_CHUNKS = "the time chunks"

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from .connection import Phase, check_place
 from .declarations import Things, check_things
@@ -262,6 +263,13 @@ class Handler:
         """
         return self._arguments
 
+    def parameter_copies(self) -> Mapping[str, Tensor]:
+        """Copies of parameters that the handler keeps, such as averages, by module and name: "model.0.weight".
+
+        What another handler does to the weights for good, such as setting some to zero, it does to these as well.
+        """
+        return {}
+
     def metric_names(self, engine: Engine) -> Iterable[str]:
         """Names of the metrics that the handler writes, as far as they are known before a run; for `Engine.check`."""
         return [name for name, owner in engine.state.metrics.owners.items() if owner == self.name]
@@ -335,6 +343,7 @@ _OPTIONAL = (
     "detached",
     "findings",
     "metric_names",
+    "parameter_copies",
     "rehearse",
     "state_dict",
     "load_state_dict",

@@ -40,6 +40,7 @@ from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
+from .pruning import Pruning
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
@@ -93,6 +94,7 @@ __all__ = [
     "Preemption",
     "Profiler",
     "ProgressBar",
+    "Pruning",
     "Seeding",
     "SharpnessAwareMinimization",
     "Summary",

@@ -223,7 +223,7 @@ class Summary(Handler):
         self._watched: set[str] = set()  # the updates whose forward was seen
         self._connected: list[Attachment] = []
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=["modules"], writes=[])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def watch_first_iteration(self, engine: Engine) -> None:
         """Watch the forwards of the first iteration, and no other."""
         if self.summary is None:

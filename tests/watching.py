@@ -29,6 +29,7 @@ from signalfire.handlers import (
     EarlyStopping,
     FastDevRun,
     Freezing,
+    GarbageCollection,
     GradientAccumulation,
     GradientClipping,
     LRScheduling,
@@ -39,7 +40,9 @@ from signalfire.handlers import (
     Predictions,
     Preemption,
     ProgressBar,
+    Pruning,
     Seeding,
+    Summary,
     TensorBoardLogger,
     UpdateFrequency,
     Validation,
@@ -291,11 +294,40 @@ def short(folder: Path) -> Engine:
     return build(mlp(5, 8, 1), FastDevRun(2))
 
 
+def pruned(folder: Path) -> Engine:
+    """Weights are loaded in place of pruned ones."""
+    model = mlp(5, 8, 1)
+    dense = {"model": {key: value.clone() for key, value in model.state_dict().items()}}
+    engine = build(model, Pruning(0.5, end=6, every=2), Freezing({"0": 2}), EMA(0.5), GarbageCollection(), Summary())
+    engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
+    return engine
+
+
+def pruned_later(folder: Path) -> Engine:
+    """Weights are pruned that have been trained."""
+    engine = build(mlp(5, 8, 1))
+    engine.run(batches(), max_iters=2)
+    engine.attach(Pruning(0.5))
+    return engine
+
+
 COMPOSITIONS: dict[str, Recipe] = {
     **{name: one for name, one in RECIPES.items() if name != "workers"},
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
-        for one in (scaled, kept, resumed, interrupted, failing, thawing, thawing_again, turns, plateau)
+        for one in (
+            scaled,
+            kept,
+            resumed,
+            interrupted,
+            failing,
+            thawing,
+            thawing_again,
+            turns,
+            plateau,
+            pruned,
+            pruned_later,
+        )
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),

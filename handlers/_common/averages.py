@@ -114,6 +114,9 @@ class AveragedWeights(Handler):
         self._averages.release()
         self._versions = _versions_of(engine)
 
+    def parameter_copies(self) -> Mapping[str, Tensor]:
+        return self._averages.values
+
     def state_dict(self) -> dict[str, Any]:
         return self._averages.state_dict()
 

@@ -34,6 +34,9 @@ ADD_NOISE, CLIP_ADAPTIVELY = -20, -10
 """GRADIENTS_READY / CHANGE: noise first, so that clipping bounds what the step uses; then the adaptive clip of each unit;
 then the clips by value and by global norm, which bound everything before them."""
 
+MASK_GRADIENTS = -15
+"""GRADIENTS_READY / CHANGE: gradients of pruned weights are zero once noise was added, so that clips do not count them."""
+
 CHECK_FINITE = 10
 """GRADIENTS_READY / FINALIZE: the guard checks after the gradient scaler, which handles its own overflows."""
 
@@ -43,6 +46,10 @@ this phase sees a step skipped for non-finite gradients if its rank is greater."
 
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
+
+PRUNE = -15
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: pruned weights are zero before averages take them. STARTED / FINALIZE: weights are pruned
+once layers are frozen, and before they are wrapped."""
 
 REHEARSE = 10
 """EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""

@@ -1,0 +1,302 @@
+"""Pruning: weights of small magnitude are set to zero, and stay zero."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_choice, check_int, check_name, check_number
+from signalfire.distributed import is_sharded
+from signalfire.findings import Finding, finding
+from signalfire.interval import Interval
+from signalfire.planning import steps_to_come
+
+from ._common.parameters import all_names, longest_match, unmatched
+from ._common.ranks import MASK_GRADIENTS, PRUNE
+from ._common.updates import made_step
+
+__all__ = ["Pruning"]
+
+EVERY_STEP = Interval(1, "st")
+
+
+class Pruning(Handler):
+    """Sets the weights of smallest magnitude to zero, more and more of them, and keeps them there.
+
+    The model stays as it is: parameters keep their names, order and shapes, so that checkpoints, averages and exports hold plain
+    tensors with true zeros. After every optimizer step pruned weights are zero again, also with momentum or weight decay. Their
+    gradients are zero, and so are the optimizer's moments and averages such as `EMA` from when they are pruned. Detaching the
+    handler leaves the zeros. The share of zeros is written to ``state.metrics`` as "sparsity" whenever it grows.
+
+    Args:
+        amount: Share of the weights that are zero in the end, such as 0.8; not with ``structure``.
+        start: Number of optimizer steps before the first weights are pruned.
+        end: Number of steps at which the amount is reached; by default all are pruned at ``start``.
+        every: Number of steps between prunings from ``start`` to ``end``.
+        schedule: Function from progress (0 at ``start``, 1 at ``end``) to the share of the amount that is pruned; by default
+            cubic, ``1 - (1 - progress) ** 3``, which prunes most in the beginning.
+        scope: "global" compares the weights of all parameters; "layer" prunes the same share of each.
+        structure: "2:4" keeps the two largest of each four consecutive weights of a unit's inputs, as sparse tensor cores of
+            GPUs require; any other "n:m" works likewise. All at once, at ``start``.
+        parameters: Patterns of the names of the parameters to prune, such as "backbone" or ["*.weight"]; by default all
+            parameters with two or more dimensions. Those that are frozen at a pruning are not pruned, and not counted.
+        update: Name of the update whose steps count; the first by default.
+
+    Source:
+        Zhu and Gupta, "To Prune, or Not to Prune: Exploring the Efficacy of Pruning for Model Compression" (ICLR 2018 workshop);
+        Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv:2104.08378).
+
+    Example:
+        >>> from functools import partial
+        >>> from signalfire import Update
+        >>> update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> trainer = Engine(update, model=nn.Linear(8, 1), seed=0)
+        >>> _ = trainer.attach(Pruning(0.5))
+        >>> _ = trainer.run([(torch.ones(4, 8), torch.ones(4, 1))], max_epochs=3)
+        >>> int((trainer.model.weight == 0).sum())
+        4
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        amount: float | None = None,
+        *,
+        start: int = 0,
+        end: int | None = None,
+        every: int = 100,
+        schedule: Callable[[float], float] | None = None,
+        scope: Literal["global", "layer"] = "global",
+        structure: str | None = None,
+        parameters: str | Iterable[str] | None = None,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.structure = check_name(self, "structure", structure)
+        self._kept, self._of = _parts(structure)
+        if (amount is None) == (structure is None):
+            raise ValueError(f"Pruning(amount={amount!r}, structure={structure!r}): give one of the two")
+        self.amount = (
+            1 - self._kept / self._of if amount is None else check_number(self, "amount", amount, above=0, below=1)
+        )
+        self.start = check_int(self, "start", start, least=0)
+        self.end = self.start if end is None else check_int(self, "end", end, least=self.start)
+        if structure is not None and self.end > self.start:
+            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): a structure is pruned at once; omit end=")
+        self.every = check_int(self, "every", every, least=1)
+        if schedule is not None and not callable(schedule):
+            raise TypeError(
+                f"Pruning(schedule={schedule!r}): expected a function from progress to a share, such as sqrt"
+            )
+        self.schedule = schedule or _cubic
+        self.scope = check_choice(self, "scope", scope, ("global", "layer"))
+        patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
+        if patterns is not None and not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"Pruning(parameters={parameters!r}): expected patterns of names, such as ['*.weight']")
+        self.parameters = patterns
+        self.update = check_name(self, "update", update)
+        self.masks: dict[str, Tensor] = {}  # by name: true where a weight is pruned
+        self._found: dict[str, nn.Parameter] = {}
+        self._pruned: list[tuple[nn.Parameter, Tensor]] = []
+
+    def attached(self, engine: Engine) -> None:
+        engine.find_update(self.update)
+        engine.overrides.claim(Override.PRUNING, by=self)
+
+    def metric_names(self, engine: Engine) -> list[str]:
+        return ["sparsity"]
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Pruning that ends after the run's last step."""
+        update = engine.find_update(self.update)
+        to_come = steps_to_come(engine, update)
+        if to_come is not None and update.steps + to_come < self.end:
+            yield finding(
+                "C17",
+                f"{self.name!r} reaches its amount after {self.end} optimizer steps, but the run makes {update.steps + to_come}",
+                "prune earlier, or train longer",
+                [self.name],
+            )
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the selected weights that are pruned."""
+        counted = sum(parameter.numel() for parameter in self._found.values())
+        return sum(int(mask.sum()) for mask in self.masks.values()) / counted if counted else 0.0
+
+    @on(
+        Events.STARTED | Events.CHECKPOINT_LOADED,
+        phase=Phase.FINALIZE,
+        rank=PRUNE,
+        reads=["modules", "step", "trainable", "weights", "optimizer"],
+        writes=["metrics", "weights", "optimizer"],
+    )
+    def find_parameters(self, engine: Engine) -> None:
+        """Find the parameters, and prune those that were due before the handler joined."""
+        engine.state.metrics.announce(self.name, ["sparsity"])
+        self._found = self._select(engine)
+        for name, mask in self.masks.items():
+            if name not in self._found or self._found[name].shape != mask.shape:
+                raise ValueError(
+                    f"{self.name!r}: the saved state has pruned {name!r}, which is not among the parameters now"
+                )
+        self._bind()
+        steps = engine.find_update(self.update).steps
+        if steps >= self.start and not self.masks and not engine.snapshots.has_loaded_state:
+            self._prune(engine, steps)
+
+    @on(Events.GRADIENTS_READY, rank=MASK_GRADIENTS, reads=["gradients"], writes=["gradients"])
+    def mask_gradients(self, engine: Engine) -> None:
+        """Set the gradients of pruned weights to zero."""
+        for parameter, mask in self._pruned:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(mask, 0)
+
+    @on(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        phase=Phase.PREPARE,
+        rank=PRUNE,
+        reads=["modules", "step", "trainable", "weights", "optimizer"],
+        writes=["metrics", "weights", "optimizer"],
+    )
+    def prune(self, engine: Engine) -> None:
+        """Prune more weights if it is time, and set all pruned weights to zero again."""
+        if made_step(engine, self.update, EVERY_STEP):
+            steps = engine.state.update.steps
+            if self.start <= steps <= self.end and (steps == self.end or (steps - self.start) % self.every == 0):
+                self._prune(engine, steps)
+                return
+        self._apply()
+
+    @on(Events.WEIGHTS_LOADED, reads=[], writes=["weights"])
+    def prune_loaded(self, engine: Engine) -> None:
+        """Set the pruned ones of loaded weights to zero."""
+        self._apply()
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Release the references to parameters."""
+        self._pruned = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masks": dict(self.masks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.masks = dict(state["masks"])
+
+    def _select(self, engine: Engine) -> dict[str, nn.Parameter]:
+        named = all_names(engine.modules)
+        names = [name for several in named.values() for name in several]
+        for pattern in self.parameters or ():
+            if longest_match(names, [pattern]) is None:
+                raise ValueError(f"{self.name!r}: parameters={unmatched(pattern, names)}")
+        found = {
+            several[0]: parameter
+            for parameter, several in named.items()
+            if (parameter.dim() > 1 if self.parameters is None else longest_match(several, self.parameters) is not None)
+        }
+        if not found:
+            raise ValueError(
+                f"{self.name!r}: no parameter has two or more dimensions; name those to prune: parameters="
+            )
+        for name, parameter in found.items():
+            if is_sharded(parameter):
+                raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
+            if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
+                raise ValueError(
+                    f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
+                    f"{name!r} has the shape {tuple(parameter.shape)}; leave it out by parameters="
+                )
+        return found
+
+    @torch.no_grad()
+    def _prune(self, engine: Engine, steps: int) -> None:
+        """Prune up to the amount that is due after a number of steps."""
+        chosen = {name: parameter for name, parameter in self._found.items() if parameter.requires_grad}
+        progress = 1.0 if self.end == self.start else min(1.0, (steps - self.start) / (self.end - self.start))
+        part = self.schedule(progress)
+        if not 0 <= part <= 1:
+            raise ValueError(f"{self.name!r}: schedule({progress:g}) returned {part!r}; expected a share from 0 to 1")
+        share = self.amount * part
+        magnitudes = {
+            name: parameter.detach().abs().masked_fill_(self.masks[name], -1)
+            if name in self.masks
+            else parameter.detach().abs()
+            for name, parameter in chosen.items()
+        }
+        if self.structure is not None:
+            masks = {name: _smallest_of_each(one, self._of - self._kept, self._of) for name, one in magnitudes.items()}
+        elif self.scope == "layer":
+            masks = {name: _smallest([one], share)[0] for name, one in magnitudes.items()}
+        else:
+            masks = dict(zip(magnitudes, _smallest([*magnitudes.values()], share), strict=True))
+        self.masks |= {name: mask | self.masks[name] if name in self.masks else mask for name, mask in masks.items()}
+        self._bind()
+        self._apply()
+        self._clear_copies(engine)
+        engine.state.metrics["sparsity"] = self.sparsity
+
+    def _bind(self) -> None:
+        self.masks = {name: mask.to(self._found[name].device) for name, mask in self.masks.items()}
+        self._pruned = [(self._found[name], mask) for name, mask in self.masks.items()]
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        for parameter, mask in self._pruned:
+            parameter.masked_fill_(mask, 0)
+
+    def _clear_copies(self, engine: Engine) -> None:
+        """Clear what optimizers and averages keep of the pruned weights."""
+        for update in engine.updates:
+            states = {} if update.optimizer is None else update.optimizer.state
+            for parameter, mask in self._pruned:
+                for value in states.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == mask.shape:
+                        value.masked_fill_(mask, 0)
+        masks = {id(parameter): mask for parameter, mask in self._pruned}
+        names = {name: masks[id(parameter)] for root, module in engine.modules.items()
+                 for name, parameter in module.named_parameters(prefix=root) if id(parameter) in masks}  # fmt: skip
+        for handler in engine.handlers.values():
+            for name, copy in handler.parameter_copies().items():
+                if name in names:
+                    copy.masked_fill_(names[name].to(copy.device), 0)
+
+
+def _parts(structure: str | None) -> tuple[int, int]:
+    """The numbers of a structure: how many weights are kept, and of how many."""
+    if structure is None:
+        return 1, 1
+    found = re.fullmatch(r"(\d+):(\d+)", structure)
+    if found is None or not 0 < int(found[1]) < int(found[2]):
+        raise ValueError(f"Pruning(structure={structure!r}): expected 'n:m', which keeps n of m weights, such as '2:4'")
+    return int(found[1]), int(found[2])
+
+
+def _cubic(progress: float) -> float:
+    return 1 - (1 - progress) ** 3
+
+
+def _smallest(magnitudes: list[Tensor], share: float) -> list[Tensor]:
+    """Masks of the smallest of all these magnitudes: as many as the share of them, rounded."""
+    device = magnitudes[0].device
+    flat = torch.cat([one.flatten().to(device) for one in magnitudes])
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[torch.topk(flat, min(len(flat), round(share * len(flat))), largest=False, sorted=False).indices] = True
+    parts = mask.split([one.numel() for one in magnitudes])
+    return [part.view_as(one).to(one.device) for part, one in zip(parts, magnitudes, strict=True)]
+
+
+def _smallest_of_each(magnitudes: Tensor, count: int, of: int) -> Tensor:
+    """A mask of the smallest ones in each group of consecutive magnitudes."""
+    groups = magnitudes.reshape(-1, of)
+    mask = torch.zeros_like(groups, dtype=torch.bool)
+    mask.scatter_(1, torch.topk(groups, count, largest=False, dim=1).indices, True)
+    return mask.view_as(magnitudes)
