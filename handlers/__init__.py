@@ -36,6 +36,7 @@ from .mixup import MixUp
 from .non_finite_guard import NonFiniteGuard
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
+from .parameter_statistics import ParameterStatistics
 from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
@@ -90,6 +91,7 @@ __all__ = [
     "NonFiniteGuard",
     "OverfitBatches",
     "ParameterScheduling",
+    "ParameterStatistics",
     "Predictions",
     "Preemption",
     "Profiler",

@@ -158,6 +158,12 @@ class Pruning(Handler):
         """Set the gradients of pruned weights to zero."""
         for parameter, mask in self._pruned:
             if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    name = next(name for name, one in self._found.items() if one is parameter)
+                    raise TypeError(
+                        f"{self.name!r}: the gradient of {name!r} is sparse, which pruning does not support; leave it out by "
+                        "parameters=, or build the embedding with sparse=False"
+                    )
                 parameter.grad.masked_fill_(mask, 0)
 
     @on(

@@ -52,6 +52,7 @@ from signalfire.handlers import (
     NonFiniteGuard,
     OverfitBatches,
     ParameterScheduling,
+    ParameterStatistics,
     Predictions,
     Preemption,
     Profiler,
@@ -214,6 +215,7 @@ CASES: dict[str, Case] = {
     "ParameterScheduling, epochs": Case(
         lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
     ),
+    "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),

@@ -37,6 +37,7 @@ from signalfire.handlers import (
     MixedPrecision,
     NonFiniteGuard,
     ParameterScheduling,
+    ParameterStatistics,
     Predictions,
     Preemption,
     ProgressBar,
@@ -298,7 +299,15 @@ def pruned(folder: Path) -> Engine:
     """Weights are loaded in place of pruned ones."""
     model = mlp(5, 8, 1)
     dense = {"model": {key: value.clone() for key, value in model.state_dict().items()}}
-    engine = build(model, Pruning(0.5, end=6, every=2), Freezing({"0": 2}), EMA(0.5), GarbageCollection(), Summary())
+    engine = build(
+        model,
+        Pruning(0.5, end=6, every=2),
+        Freezing({"0": 2}),
+        EMA(0.5),
+        GarbageCollection(),
+        Summary(),
+        ParameterStatistics(every="2st"),
+    )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine
 

@@ -332,6 +332,14 @@ def test_what_does_not_fit_the_model_is_an_error_before_the_first_step(handler: 
     assert engine.state.iteration == 0
 
 
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 1))
+    engine = build(partial(torch.optim.SGD, lr=0.1), model)
+    engine.attach(Pruning(0.5))
+    with pytest.raises(TypeError, match=r"the gradient of '0.weight' is sparse.*parameters="):
+        engine.run([(torch.arange(8).reshape(4, 2), torch.randn(4, 1))] * 3, max_epochs=1)
+
+
 def test_an_end_after_the_last_step_is_reported() -> None:
     engine = build()
     engine.attach(Pruning(0.5, end=100))

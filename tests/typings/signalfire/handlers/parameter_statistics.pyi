@@ -1,0 +1,1 @@
+from handlers.parameter_statistics import *
