@@ -29,6 +29,7 @@ class MetricStore(dict[str, Any]):
         serial: Number of values written, over all metrics.
         serials: Number of values written of each metric.
         owners: Announced metrics, and the name of the writer of each.
+        unsaved: Announced metrics that are not saved, since they are measured of the machine and not of the training.
         directions: Metrics whose direction is known: "max" if greater is better, "min" if smaller is.
         listeners: Called as ``listener(name, value)`` at each write, for loggers.
         running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
@@ -39,6 +40,7 @@ class MetricStore(dict[str, Any]):
         self.serial = 0
         self.serials: dict[str, int] = {}
         self.owners: dict[str, str] = {}
+        self.unsaved: set[str] = set()
         self.directions: dict[str, Direction] = {}
         self.listeners: list[Callable[[str, Any], None]] = []
         self.running: dict[str, Callable[[], float | None]] = {}
@@ -92,13 +94,21 @@ class MetricStore(dict[str, Any]):
                 numbers[name] = number
         return numbers
 
-    def announce(self, owner: str, names: Iterable[str], directions: Mapping[str, Direction] | None = None) -> None:
+    def announce(
+        self,
+        owner: str,
+        names: Iterable[str],
+        directions: Mapping[str, Direction] | None = None,
+        *,
+        saved: bool = True,
+    ) -> None:
         """Declare that ``owner`` will write these metrics.
 
         Args:
             owner: Name of the handler, or "user".
             names: Names of the metrics.
             directions: For metrics that have a direction, "max" if greater is better, "min" if smaller is: {"score": "max"}.
+            saved: Whether checkpoints hold them. Speeds and the like are no part of a state that a resumed run repeats.
 
         Raises:
             ValueError: if another owner announced one of them.
@@ -112,6 +122,8 @@ class MetricStore(dict[str, Any]):
                     f"both {other!r} and {owner!r} write the metric {name!r}; rename one of them, "
                     "for example with Validation(prefix='val_')"
                 )
+            if not saved:
+                self.unsaved.add(name)
         for name, direction in (directions or {}).items():
             if direction not in ("min", "max"):
                 raise ValueError(
@@ -124,6 +136,7 @@ class MetricStore(dict[str, Any]):
         for name, other in self.owners.items():
             if other == owner:
                 self.directions.pop(name, None)
+                self.unsaved.discard(name)
         self.owners = {name: other for name, other in self.owners.items() if other != owner}
 
     def __reduce__(self) -> Any:
@@ -135,10 +148,11 @@ class MetricStore(dict[str, Any]):
         self.serials = {}
 
     def state_dict(self) -> dict[str, Any]:
+        left_out = self.unsaved
         return {
-            "values": dict(sorted(self.items())),
-            "serials": dict(sorted(self.serials.items())),
-            "serial": self.serial,
+            "values": {name: value for name, value in sorted(self.items()) if name not in left_out},
+            "serials": {name: count for name, count in sorted(self.serials.items()) if name not in left_out},
+            "serial": self.serial - sum(self.serials.get(name, 0) for name in left_out),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ from .sharpness_aware_minimization import SharpnessAwareMinimization
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
+from .throughput import Throughput
 from .true_precision import TruePrecision
 from .truncated_bptt import TruncatedBPTT
 from .update_frequency import UpdateFrequency
@@ -101,6 +102,7 @@ __all__ = [
     "SharpnessAwareMinimization",
     "Summary",
     "TensorBoardLogger",
+    "Throughput",
     "Timing",
     "TruePrecision",
     "TruncatedBPTT",

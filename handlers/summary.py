@@ -11,15 +11,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TextIO
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_int, check_name, check_stream
 from signalfire.findings.dropout import is_compiled
+
+from ._common.operations import OperationCounter
 
 __all__ = ["ModelSummary", "ModuleSummary", "Summary", "summary"]
 
@@ -260,15 +259,14 @@ class Summary(Handler):
         print(found.table(self.depth, self.modules), file=self.file or sys.stderr, flush=True)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperationCounter):
     """What the modules return inside this context, and the operations they compute."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.outputs: dict[int, str] = {}  # by id of the module
         self.calls: dict[int, int] = {}
         self.flops: dict[int, int] = {}
-        self.total = 0
         self._modules = {id(one): one for root in roots for one in root.modules()}
         self._open: list[int] = []  # the modules that are called now
         self._hooks = ExitStack()
@@ -285,15 +283,10 @@ class _Watch(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(func._overloadpacket)
-        if formula is not None:
-            flops = formula(*args, **(kwargs or {}), out_val=output)
-            self.total += flops
-            for key in set(self._open):
-                self.flops[key] = self.flops.get(key, 0) + flops
-        return output
+    def count(self, operations: int) -> None:
+        super().count(operations)
+        for key in set(self._open):
+            self.flops[key] = self.flops.get(key, 0) + operations
 
     def uncounted(self, roots: Iterable[nn.Module]) -> dict[str, int]:
         """The kinds of modules that multiply by weights of their own, but of which no operations were counted."""
@@ -312,17 +305,6 @@ class _Watch(TorchDispatchMode):
         self._open.remove(key)
         self.calls[key] = self.calls.get(key, 0) + 1
         self.outputs[key] = _described(output)
-
-
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, out_val: Any, **options: Any) -> int:
-    flops: int = sdpa_flop(query.shape, key.shape, value.shape)
-    return flops
-
-
-_FORMULAS: dict[Any, Any] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-}
 
 
 def _rows(roots: Mapping[str, nn.Module], watch: _Watch | None) -> list[ModuleSummary]:

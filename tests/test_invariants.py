@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -62,6 +62,7 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
     Summary,
     TensorBoardLogger,
+    Throughput,
     TruePrecision,
     TruncatedBPTT,
     UpdateFrequency,
@@ -140,6 +141,11 @@ def build_two() -> Engine:
 def build_evaluator() -> Engine:
     torch.manual_seed(0)
     return Engine(Update.supervised(nn.functional.cross_entropy), model=Classifier(), allow=["W10"])
+
+
+def ticks() -> Callable[[], float]:
+    """A clock that goes on by a second whenever it is read."""
+    return partial(next, map(float, count()))
 
 
 def validation(every: str) -> Validation:
@@ -227,6 +233,7 @@ CASES: dict[str, Case] = {
     "SharpnessAwareMinimization": Case(lambda: SharpnessAwareMinimization(0.1), True),
     "Summary": Case(lambda: Summary(file=io.StringIO()), False),
     "TensorBoardLogger": Case(lambda: TensorBoardLogger(FOLDER / "events", every="2it"), False),
+    "Throughput": Case(lambda: Throughput(every="2it", warmup=1, waiting=True, flops="count", clock=ticks()), False),
     "TruePrecision": Case(lambda: TruePrecision("fp64"), True),
     "TruncatedBPTT": Case(lambda: TruncatedBPTT(4, dim=2), True),
     "UpdateFrequency": Case(lambda: UpdateFrequency(second=2), True, build_two),

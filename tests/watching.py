@@ -45,6 +45,7 @@ from signalfire.handlers import (
     Seeding,
     Summary,
     TensorBoardLogger,
+    Throughput,
     UpdateFrequency,
     Validation,
 )
@@ -305,6 +306,7 @@ def pruned(folder: Path) -> Engine:
         Freezing({"0": 2}),
         EMA(0.5),
         GarbageCollection(),
+        Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
         ParameterStatistics(every="2st"),
     )

@@ -8,6 +8,9 @@ BEFORE_ALL, AFTER_ALL = -(10**6), 10**6
 RECORD_EVENT = -1000
 """PREPARE: an event is recorded, for the report of a lost rank, before any other receiver runs."""
 
+MEASURE_RATES = -900
+"""PREPARE of the completed events: rates are measured before validations and averages take their time."""
+
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 

@@ -1,0 +1,207 @@
+"""Throughput: samples, tokens, batches and steps per second, and how much of the peak performance is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Literal
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_bool, check_int, check_number
+from signalfire.findings.dropout import is_compiled
+from signalfire.interval import check_every, event_of
+
+from ._common.operations import OperationCounter
+from ._common.ranks import AFTER_ALL, BEFORE_ALL, MEASURE_RATES
+
+__all__ = ["Throughput"]
+
+
+class Throughput(Handler):
+    """Measures how many samples, batches and optimizer steps are trained in a second, in all processes together.
+
+    In ``state.metrics``: "samples_per_second", "batches_per_second" and "steps_per_second", over the iterations since the
+    previous measurement. Evaluations, checkpoints and the first iterations of a run do not count, so that a resumed run shows no
+    drop. With accumulation, a step has several batches. Optionally "tokens_per_second"; "waiting_for_data", the share of the
+    time spent waiting for the next batch; "flops_per_second"; and "mfu", the share of the processors' peak performance that the
+    model's operations use (model FLOPs utilisation).
+
+    On a GPU, kernels run asynchronously: rates are right where iterations wait for them now and then, as reading a loss does.
+
+    Args:
+        every: Interval between two measurements.
+        warmup: Number of iterations of each run that are not measured.
+        tokens: Function from a batch to its number of tokens.
+        waiting: Whether to measure the time spent waiting for data, which takes two more calls in an iteration.
+        flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to those of
+            the batch; or "count", which counts those of the first batch as torch does, not of compiled models. An LSTM is not
+            counted; see `Summary`.
+        peak: Peak performance of one process's processor in operations per second, such as 989e12 for bfloat16 on an H100.
+        clock: Clock in seconds.
+
+    Source:
+        MFU: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (JMLR 2023), appendix B.
+
+    Example:
+        >>> Throughput(every="50it", tokens=lambda batch: batch[0].numel()).every
+        Interval(value=50, unit='it')
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        *,
+        every: str | Interval | AnyEvent = "100it",
+        warmup: int = 10,
+        tokens: Callable[[Any], int] | None = None,
+        waiting: bool = False,
+        flops: float | Callable[[Any], float] | Literal["count"] | None = None,
+        peak: float | None = None,
+        clock: Callable[[], float] = perf_counter,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every)
+        self.warmup = check_int(self, "warmup", warmup, least=1)
+        for argument, function in (("tokens", tokens), ("clock", clock)):
+            if function is not None and not callable(function):
+                raise TypeError(f"Throughput({argument}={function!r}): expected a function")
+        if isinstance(flops, str) and flops != "count":
+            raise ValueError(f"Throughput(flops={flops!r}): expected a number, a function of the batch, or 'count'")
+        if flops is not None and not isinstance(flops, str) and not callable(flops):
+            check_number(self, "flops", flops, above=0)
+        if peak is not None:
+            check_number(self, "peak", peak, above=0)
+            if flops is None:
+                raise ValueError(f"Throughput(peak={peak!r}): give flops= as well: a number for a sample, or 'count'")
+        self.tokens = tokens
+        self.flops = flops
+        self.peak = peak
+        self.clock = clock
+        self.record_event = event_of(self.every)
+        self.wait_event = Events.GET_BATCH_STARTED if check_bool(self, "waiting", waiting) else None
+        self.arrive_event = Events.GET_BATCH_COMPLETED if waiting else None
+        self.count_event = Events.FORWARD_STARTED if flops == "count" else None
+        self.count_backward_event = Events.BACKWARD_STARTED if flops == "count" else None
+        self.counted_event = Events.BACKWARD_COMPLETED if flops == "count" else None
+        self._begun: float | None = None  # when the window began; None in the warm-up
+        self._left = 0  # iterations of the warm-up
+        self._paused_at: float | None = None
+        self._paused = self._waited = self._asked = 0.0
+        self._iterations = self._samples = self._tokens = self._batches = self._steps = 0
+        self._operations = 0.0
+        self._counter: OperationCounter | None = None
+        self._counted = 0  # its operations up to the end of a backward
+        self._of_sample: float | None = None  # operations counted in the first batch
+
+    def metric_names(self, engine: Engine) -> list[str]:
+        optional = {
+            "tokens_per_second": self.tokens is not None,
+            "waiting_for_data": self.wait_event is not None,
+            "flops_per_second": self.flops is not None,
+            "mfu": self.peak is not None,
+        }
+        return [
+            "samples_per_second",
+            "batches_per_second",
+            "steps_per_second",
+            *(name for name, measured in optional.items() if measured),
+        ]
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
+    def begin(self, engine: Engine) -> None:
+        """Begin the warm-up, and announce the names of the metrics."""
+        engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
+        self._begun, self._left, self._counter = None, self.warmup, None
+
+    @on("count_event", phase=Phase.RECORD, reads=[], writes=[])
+    @on("count_backward_event", phase=Phase.RECORD, reads=[], writes=[])
+    def count_operations(self, engine: Engine) -> None:
+        """Count the operations of the first batch."""
+        first = self._left == self.warmup and engine.state.update.evaluation == 0
+        if first and self._of_sample is None and not is_compiled(engine):
+            self._counter = self._counter or OperationCounter()
+            engine.regions.enter(self._counter)
+
+    @on("counted_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    def end_counting(self, engine: Engine) -> None:
+        """Take what was counted up to here; a step may compute the gradients again."""
+        if self._counter is not None and engine.state.update.evaluation == 0:
+            self._counted = self._counter.total
+
+    @on("wait_event", phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
+    def begin_waiting(self, engine: Engine) -> None:
+        """Note when a batch was asked for."""
+        self._asked = self.clock()
+
+    @on("arrive_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    def end_waiting(self, engine: Engine) -> None:
+        """Note how long it took."""
+        self._waited += self.clock() - self._asked
+
+    @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    def pause(self, engine: Engine) -> None:
+        """Stop the time while something else than training happens."""
+        self._paused_at = self.clock()
+
+    @on(Events.EVALUATION_COMPLETED | Events.CHECKPOINT_SAVED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
+    def proceed(self, engine: Engine) -> None:
+        """Let the time go on."""
+        if self._paused_at is not None:
+            self._paused += self.clock() - self._paused_at
+            self._paused_at = None
+
+    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=["batch", "step"], writes=[])
+    def count(self, engine: Engine) -> None:
+        """Count an iteration."""
+        self.proceed(engine)  # also after a checkpoint that could not be saved
+        if self._left:
+            if self._counter is not None and (samples := engine.updates[0].samples_in(engine.state.batch)):
+                self._of_sample, self._counter = self._counted / samples, None
+            self._left -= 1
+            if self._left == 0:
+                self._begin_window(engine)
+            return
+        batch = engine.state.batch
+        self._iterations += 1
+        if batch is not None:
+            self._batches += 1
+            self._samples += engine.updates[0].samples_in(batch)
+            if self.tokens is not None:
+                self._tokens += self.tokens(batch)
+            if callable(self.flops):
+                self._operations += self.flops(batch)
+
+    @on("record_event", phase=Phase.PREPARE, rank=MEASURE_RATES, reads=["processes", "step"], writes=["metrics"])
+    def record(self, engine: Engine) -> None:
+        """Write the rates of the window, and begin the next one."""
+        if self._begun is None or self._iterations == 0:
+            return
+        seconds = self.clock() - self._begun - self._paused
+        of_sample = self._of_sample if self.flops == "count" else self.flops
+        operations = self._operations if callable(self.flops) else self._samples * float(of_sample or 0)  # type: ignore[arg-type]
+        waited, steps = self._waited, engine.updates[0].steps - self._steps
+        samples, batches, tokens, operations = engine.processes.sum(
+            self._samples, self._batches, self._tokens, operations
+        )
+        self._begin_window(engine)
+        if seconds <= 0:  # by a coarse clock
+            return
+        values = {
+            "samples_per_second": samples / seconds,
+            "batches_per_second": batches / seconds,
+            "steps_per_second": steps / seconds,
+            "tokens_per_second": tokens / seconds,
+            "waiting_for_data": waited / seconds,
+            "flops_per_second": operations / seconds,
+            "mfu": operations / seconds / (self.peak or 1.0) / engine.processes.world_size,
+        }
+        measured = self.metric_names(engine)
+        engine.state.metrics.update({name: value for name, value in values.items() if name in measured})
+
+    def _begin_window(self, engine: Engine) -> None:
+        self._begun = self.clock()
+        self._paused = self._waited = self._operations = 0.0
+        self._iterations = self._samples = self._tokens = self._batches = 0
+        self._steps = engine.updates[0].steps
