@@ -11,6 +11,7 @@ from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
+from .device_statistics import DeviceStatistics
 from .device_transfer import DeviceTransfer
 from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
@@ -64,6 +65,7 @@ __all__ = [
     "Checkpoint",
     "CutMix",
     "Cutout",
+    "DeviceStatistics",
     "DeviceTransfer",
     "DistributedDataParallel",
     "EarlyStopping",

@@ -26,6 +26,7 @@ from signalfire.handlers import (
     Average,
     Checkpoint,
     CSVLogger,
+    DeviceStatistics,
     EarlyStopping,
     FastDevRun,
     Freezing,
@@ -308,6 +309,7 @@ def pruned(folder: Path) -> Engine:
         GarbageCollection(),
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
+        DeviceStatistics(every="2it"),
         ParameterStatistics(every="2st"),
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))

@@ -1,0 +1,86 @@
+"""Memory of the process and of the GPU as metrics."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.interval import check_every, event_of
+
+from ._common.ranks import MEASURE_RATES
+
+__all__ = ["DeviceStatistics"]
+
+MIB = 2**20
+_GPU = {  # by metric: the entry of torch's statistics, and its unit
+    "gpu_allocated_mib": ("allocated_bytes.all.current", MIB),
+    "gpu_reserved_mib": ("reserved_bytes.all.current", MIB),
+    "gpu_peak_mib": ("allocated_bytes.all.peak", MIB),
+    "gpu_allocation_retries": ("num_alloc_retries", 1),
+    "gpu_out_of_memory": ("num_ooms", 1),
+}
+
+
+class DeviceStatistics(Handler):
+    """Measures memory: of this process, and of the GPU that the engine's model is on.
+
+    In ``state.metrics``: "process_mib", the main memory that the process holds, and "process_peak_mib", the most that it has
+    held; on a GPU of CUDA "gpu_allocated_mib" (tensors), "gpu_reserved_mib" (with what torch keeps for later ones),
+    "gpu_peak_mib" (the most that tensors have taken), "gpu_allocation_retries" (each is a slow search for memory; more than a
+    few mean that it is nearly full) and "gpu_out_of_memory" (errors that were caught). With several processes these are those
+    of rank 0. Checkpoints do not hold them.
+
+    All are whole numbers of MiB. Reading them does not wait for the device.
+
+    Args:
+        every: Interval between two measurements.
+
+    Source:
+        ``torch.cuda.memory_stats``; the files of Linux in /proc/self.
+
+    Example:
+        >>> DeviceStatistics(every="1ep").every
+        Interval(value=1, unit='ep')
+    """
+
+    rank_zero_only = True
+
+    def __init__(self, *, every: str | Interval | AnyEvent = "100it", name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every)
+        self.measure_event = event_of(self.every)
+
+    def metric_names(self, engine: Engine) -> list[str]:
+        return ["process_mib", "process_peak_mib", *(_GPU if engine.device.type == "cuda" else ())]
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=["metrics"])
+    def announce_metrics(self, engine: Engine) -> None:
+        """Announce the names of the metrics, once the model is where it is trained."""
+        engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
+
+    @on("measure_event", phase=Phase.PREPARE, rank=MEASURE_RATES, reads=["device"], writes=["metrics"])
+    def measure(self, engine: Engine) -> None:
+        """Write the current values."""
+        metrics = engine.state.metrics
+        current, peak = _of_process()
+        metrics["process_peak_mib"] = peak
+        if current is not None:
+            metrics["process_mib"] = current
+        if engine.device.type == "cuda":
+            statistics = torch.cuda.memory_stats(engine.device)
+            for name, (entry, unit) in _GPU.items():
+                metrics[name] = statistics.get(entry, 0) // unit
+
+
+def _of_process() -> tuple[int | None, int]:
+    """The memory that this process holds in MiB, None where Linux does not tell, and the most that it has held."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return None, peak // MIB
+    return int(statm.read_text().split()[1]) * resource.getpagesize() // MIB, peak // MIB

@@ -1,0 +1,1 @@
+from handlers.device_statistics import *
