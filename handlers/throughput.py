@@ -179,8 +179,7 @@ class Throughput(Handler):
         if self._begun is None or self._iterations == 0:
             return
         seconds = self.clock() - self._begun - self._paused
-        of_sample = self._of_sample if self.flops == "count" else self.flops
-        operations = self._operations if callable(self.flops) else self._samples * float(of_sample or 0)  # type: ignore[arg-type]
+        operations = self._operations + self._samples * self._operations_of_sample()
         waited, steps = self._waited, engine.updates[0].steps - self._steps
         samples, batches, tokens, operations = engine.processes.sum(
             self._samples, self._batches, self._tokens, operations
@@ -199,6 +198,11 @@ class Throughput(Handler):
         }
         measured = self.metric_names(engine)
         engine.state.metrics.update({name: value for name, value in values.items() if name in measured})
+
+    def _operations_of_sample(self) -> float:
+        """As given or counted; 0 where a function gives those of each batch, or none are known."""
+        known = self._of_sample if self.flops == "count" else self.flops
+        return float(known) if isinstance(known, int | float) else 0.0
 
     def _begin_window(self, engine: Engine) -> None:
         self._begun = self.clock()
