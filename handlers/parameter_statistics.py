@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded
 from signalfire.interval import check_every
 
-from ._common.parameters import longest_match, named_parameters, unmatched
+from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
 from ._common.updates import selected_updates
 
 __all__ = ["ParameterStatistics"]
@@ -54,19 +54,14 @@ class ParameterStatistics(Handler):
         *,
         every: str | Interval = "100st",
         per_parameter: bool = True,
-        parameters: str | Iterable[str] | None = None,
+        parameters: str | Sequence[str] | None = None,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         self.every = check_every(self, every, units=["st"])
         self.per_parameter = check_bool(self, "per_parameter", per_parameter)
-        patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
-        if patterns is not None and not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(
-                f"ParameterStatistics(parameters={parameters!r}): expected patterns of names, such as ['*.weight']"
-            )
-        self.parameters = patterns
+        self.parameters = check_patterns(self, "parameters", parameters)
         self.update = check_name(self, "update", update)
         self._names: dict[int, str] = {}
         self._before: dict[str, Tensor] = {}  # by name: the weights before the step under way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from signalfire.findings import Finding, finding
 from signalfire.interval import Interval
 from signalfire.planning import steps_to_come
 
-from ._common.parameters import all_names, longest_match, unmatched
+from ._common.parameters import all_names, check_patterns, longest_match, unmatched
 from ._common.ranks import MASK_GRADIENTS, PRUNE
 from ._common.updates import made_step
 
@@ -75,22 +75,15 @@ class Pruning(Handler):
         schedule: Callable[[float], float] | None = None,
         scope: Literal["global", "layer"] = "global",
         structure: str | None = None,
-        parameters: str | Iterable[str] | None = None,
+        parameters: str | Sequence[str] | None = None,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         self.structure = check_name(self, "structure", structure)
         self._kept, self._of = _parts(structure)
-        if (amount is None) == (structure is None):
-            raise ValueError(f"Pruning(amount={amount!r}, structure={structure!r}): give one of the two")
-        self.amount = (
-            1 - self._kept / self._of if amount is None else check_number(self, "amount", amount, above=0, below=1)
-        )
         self.start = check_int(self, "start", start, least=0)
         self.end = self.start if end is None else check_int(self, "end", end, least=self.start)
-        if structure is not None and self.end > self.start:
-            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): a structure is pruned at once; omit end=")
         self.every = check_int(self, "every", every, least=1)
         if schedule is not None and not callable(schedule):
             raise TypeError(
@@ -98,11 +91,15 @@ class Pruning(Handler):
             )
         self.schedule = schedule or _cubic
         self.scope = check_choice(self, "scope", scope, ("global", "layer"))
-        patterns = [parameters] if isinstance(parameters, str) else None if parameters is None else list(parameters)
-        if patterns is not None and not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"Pruning(parameters={parameters!r}): expected patterns of names, such as ['*.weight']")
-        self.parameters = patterns
+        self.parameters = check_patterns(self, "parameters", parameters)
         self.update = check_name(self, "update", update)
+        if (amount is None) == (structure is None):
+            raise ValueError(f"Pruning(amount={amount!r}, structure={structure!r}): give one of the two")
+        self.amount = (
+            1 - self._kept / self._of if amount is None else check_number(self, "amount", amount, above=0, below=1)
+        )
+        if structure is not None and self.end > self.start:
+            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): a structure is pruned at once; omit end=")
         self.masks: dict[str, Tensor] = {}  # by name: true where a weight is pruned
         self._found: dict[str, nn.Parameter] = {}
         self._pruned: list[tuple[nn.Parameter, Tensor]] = []

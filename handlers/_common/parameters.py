@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ __all__ = [
     "alike",
     "all_names",
     "any_sharded",
+    "check_patterns",
     "gradients_of",
     "longest_match",
     "matches",
@@ -52,6 +54,22 @@ def matches(name: str, pattern: str) -> bool:
         return fnmatchcase(name, pattern)
     path = pattern.rstrip(".")
     return name == path or name.startswith(f"{path}.")
+
+
+def check_patterns(owner: object, argument: str, value: Any) -> list[str] | None:
+    """A pattern of parameter names, or several, as a list; None for None.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if value is None:
+        return None
+    patterns = [value] if isinstance(value, str) else list(value) if isinstance(value, list | tuple | set) else []
+    if patterns and all(isinstance(pattern, str) and pattern for pattern in patterns):
+        return patterns
+    raise TypeError(
+        f"{type(owner).__name__}({argument}={value!r}): expected a pattern of names, or several, such as ['*.weight']"
+    )
 
 
 def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
