@@ -24,7 +24,8 @@ class Boundary(Part):
     With several ranks, what a handler asks for that decides on all ranks alike (`Handler.decides_alike`) takes effect at once,
     as in a single process. What else is asked for may be asked for on one rank only: this rank gives notice with the next
     gradients that are reduced (`Group.send_notice`), and it takes effect at the end of that iteration; or at the end of the
-    epoch, where the ranks agree in any case. An evaluation stops between its epochs only.
+    epoch, where the ranks agree in any case. So what one rank asks for as an epoch begins
+    takes effect after its first iteration. An evaluation stops between its epochs only.
 
     Attributes:
         stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.

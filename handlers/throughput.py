@@ -142,12 +142,12 @@ class Throughput(Handler):
 
     @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def pause(self, engine: Engine) -> None:
-        """Stop the time while something else than training happens."""
+        """Pause the clock during an evaluation or a checkpoint."""
         self._paused_at = self.clock()
 
     @on(Events.EVALUATION_COMPLETED | Events.CHECKPOINT_SAVED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def proceed(self, engine: Engine) -> None:
-        """Let the time go on."""
+        """Resume the clock after an evaluation or a checkpoint."""
         if self._paused_at is not None:
             self._paused += self.clock() - self._paused_at
             self._paused_at = None

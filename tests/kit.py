@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import signalfire.handlers
-from signalfire import Engine, EventEnum, Handler, Update
+from signalfire import Engine, EventEnum, Events, Handler, Phase, Update
 from signalfire.checkpoints import Content
 from signalfire.handlers import Average, Metrics
 
@@ -48,6 +48,7 @@ __all__ = [
     "linear",
     "mlp",
     "needs",
+    "new_metrics",
     "python",
     "quick",
     "recorder",
@@ -271,6 +272,21 @@ def idle_engine(*catalogues: type[EventEnum]) -> Engine:
     for catalogue in catalogues:
         engine.register_events(catalogue)
     return engine
+
+
+def new_metrics(engine: Engine) -> list[tuple[int, dict[str, float]]]:
+    """A list that a run fills: each iteration at which metrics were written, and these."""
+    seen: list[tuple[int, dict[str, float]]] = []
+    serials: dict[str, int] = {}
+
+    def look(engine: Engine) -> None:
+        new = engine.state.metrics.numbers_since(serials)
+        serials.update(engine.state.metrics.serials)
+        if new:
+            seen.append((engine.state.iteration, new))
+
+    engine.connect(Events.ITERATION_COMPLETED, look, phase=Phase.RECORD)
+    return seen
 
 
 def recorder(log: list[str], name: str) -> Callable[[Engine], str]:

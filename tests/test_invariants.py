@@ -145,7 +145,7 @@ def build_evaluator() -> Engine:
 
 
 def ticks() -> Callable[[], float]:
-    """A clock that goes on by a second whenever it is read."""
+    """A clock that advances by a second at each reading."""
     return partial(next, map(float, count()))
 
 

@@ -1,4 +1,4 @@
-"""DeviceStatistics against what the system tells of this process."""
+"""DeviceStatistics against the memory that Linux reports for this process."""
 
 from __future__ import annotations
 

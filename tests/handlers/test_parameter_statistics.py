@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, Update
 from signalfire.handlers import (
     FullyShardedDataParallel,
     GradientAccumulation,
@@ -35,16 +35,7 @@ def build(model: nn.Module | None = None) -> Engine:
 def written(engine: Engine, *handlers: Any, count: int = 6) -> list[tuple[int, dict[str, float]]]:
     """The iteration and the metrics at which something new was written."""
     engine.attach(*handlers)
-    seen: list[tuple[int, dict[str, float]]] = []
-    serials: dict[str, int] = {}
-
-    def look(engine: Engine) -> None:
-        new = engine.state.metrics.numbers_since(serials)
-        serials.update(engine.state.metrics.serials)
-        if new:
-            seen.append((engine.state.iteration, new))
-
-    engine.connect(Events.ITERATION_COMPLETED, look, phase=Phase.RECORD)
+    seen = kit.new_metrics(engine)
     engine.run(batches(count), max_epochs=1)
     return seen
 
