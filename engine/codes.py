@@ -58,8 +58,12 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W36": ("warning", "a run begins anew although the folder holds the state in which it was preempted"),
     "W37": ("warning", "a run ended, and a checkpoint that should save it wrote nothing"),
     "W38": ("warning", "another process writes to the same log, or has removed it"),
-    "W39": ("warning", "a handler that writes files was made and never attached"),
+    "W39": (
+        "warning",
+        "what should be written is lost: a handler was never attached, or nobody receives what is logged",
+    ),
     # W4x: how things are attached and connected
+    "W40": ("warning", "values that are not finite are left out of a histogram"),
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),

@@ -22,6 +22,7 @@ from .findings.check import check
 from .group import Group
 from .handler import Handler
 from .interval import Interval
+from .log import Log
 from .loop import Loop
 from .modules import Modules, model_of
 from .randomness import check_seed
@@ -60,11 +61,11 @@ class Engine:
         state: where the run stands.
         model: what the forward calls, perhaps wrapped or sharded.
         modules: the bare modules by name, for state, averages and optimizers; with the losses that have parameters.
-        updates: the updates at work.
-        handlers: the attached handlers by name.
+        updates, handlers: the updates at work; the attached handlers by name.
         signals: the blinker namespace of the signals.
         seed, training: as given, or as derived from torch and from the updates.
         findings: what looked wrong in the latest run (`Reports.of_run`).
+        log: logs users' own values: ``engine.log("kl", value)``; see `Log`.
         dry_run: whether handlers that write files (`Handler.writes`) are disabled in every run.
 
     Authors of handlers find more on the parts; `signalfire.handler` lists it.
@@ -109,6 +110,7 @@ class Engine:
         self.group = Group(self)
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
+        self.log = Log(self)
 
     def run(
         self,
@@ -170,10 +172,6 @@ class Engine:
             inherit: whether its batches are moved and converted, and its precision is, as in this engine: see `inherited`.
             bounds: for ``evaluator.run``.
         """
-        if not isinstance(evaluator, Engine) or evaluator.training:
-            raise ValueError(
-                f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()"
-            )
         return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
@@ -351,9 +349,7 @@ class Engine:
         self.handlers.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "an Engine can be neither copied nor pickled; build another, and give it this one's state_dict()"
-        )
+        raise TypeError("an Engine cannot be copied or pickled; build another, and give it this one's state_dict()")
 
     def __str__(self) -> str:
         return str(self.wiring())

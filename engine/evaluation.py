@@ -32,6 +32,8 @@ def evaluate(
     **bounds: Any,
 ) -> dict[str, Any]:
     """Run an evaluator on data, and store what it measures in the engine's metrics; see `Engine.evaluate`."""
+    if getattr(evaluator, "training", True):
+        raise ValueError(f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()")
     seen = dict(evaluator.state.metrics.serials)
     data = _data_for(engine, evaluator, data)
     with _as_part_of(engine, evaluator, inherit=inherit):
@@ -46,6 +48,7 @@ def evaluate(
     engine.state.metrics.directions.update(
         {prefix + name: one for name, one in directions.items() if prefix + name in measured}
     )
+    engine.state.metrics.evaluated.update(measured)
     engine.state.metrics.update(measured)
     engine.signals.emit(engine, Events.EVALUATION_COMPLETED)
     return measured

@@ -30,6 +30,7 @@ class MetricStore(dict[str, Any]):
         serials: Number of values written of each metric.
         owners: Announced metrics, and the name of the writer of each.
         unsaved: Announced metrics that are not saved, since they are measured of the machine and not of the training.
+        evaluated: Metrics that an evaluation has measured, and not the training.
         directions: Metrics whose direction is known: "max" if greater is better, "min" if smaller is.
         listeners: Called as ``listener(name, value)`` at each write, for loggers.
         running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
@@ -41,6 +42,7 @@ class MetricStore(dict[str, Any]):
         self.serials: dict[str, int] = {}
         self.owners: dict[str, str] = {}
         self.unsaved: set[str] = set()
+        self.evaluated: set[str] = set()
         self.directions: dict[str, Direction] = {}
         self.listeners: list[Callable[[str, Any], None]] = []
         self.running: dict[str, Callable[[], float | None]] = {}
@@ -101,6 +103,7 @@ class MetricStore(dict[str, Any]):
         directions: Mapping[str, Direction] | None = None,
         *,
         saved: bool = True,
+        evaluated: bool = False,
     ) -> None:
         """Declare that ``owner`` will write these metrics.
 
@@ -109,6 +112,7 @@ class MetricStore(dict[str, Any]):
             names: Names of the metrics.
             directions: For metrics that have a direction, "max" if greater is better, "min" if smaller is: {"score": "max"}.
             saved: Whether checkpoints hold them. Speeds and the like are no part of a state that a resumed run repeats.
+            evaluated: Whether they are measured in an evaluation.
 
         Raises:
             ValueError: if another owner announced one of them.
@@ -124,6 +128,8 @@ class MetricStore(dict[str, Any]):
                 )
             if not saved:
                 self.unsaved.add(name)
+            if evaluated:
+                self.evaluated.add(name)
         for name, direction in (directions or {}).items():
             if direction not in ("min", "max"):
                 raise ValueError(
@@ -137,6 +143,7 @@ class MetricStore(dict[str, Any]):
             if other == owner:
                 self.directions.pop(name, None)
                 self.unsaved.discard(name)
+                self.evaluated.discard(name)
         self.owners = {name: other for name, other in self.owners.items() if other != owner}
 
     def __reduce__(self) -> Any:
@@ -146,6 +153,7 @@ class MetricStore(dict[str, Any]):
         super().clear()
         self.serial = 0
         self.serials = {}
+        self.evaluated = set()
 
     def state_dict(self) -> dict[str, Any]:
         left_out = self.unsaved
@@ -153,6 +161,7 @@ class MetricStore(dict[str, Any]):
             "values": {name: value for name, value in sorted(self.items()) if name not in left_out},
             "serials": {name: count for name, count in sorted(self.serials.items()) if name not in left_out},
             "serial": self.serial - sum(self.serials.get(name, 0) for name in left_out),
+            "evaluated": sorted(self.evaluated - left_out),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,6 +169,7 @@ class MetricStore(dict[str, Any]):
         super().update(state["values"])
         self.serials = dict(state["serials"])
         self.serial = state["serial"]
+        self.evaluated = set(state.get("evaluated", ()))
 
 
 def did_you_mean(name: str, there: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
 from .guards import Guards
+from .histograms import Histograms
 from .history import History
 from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
@@ -78,6 +79,7 @@ __all__ = [
     "GradientNoise",
     "GradientNorms",
     "Guards",
+    "Histograms",
     "History",
     "JSONLinesLogger",
     "LRScheduling",

@@ -21,7 +21,7 @@ class CSVLogger(TextLogger):
 
     The file is in long format, one row per value, with the columns ``epoch,iteration,step,name,value``; ``step`` counts the
     optimizer steps of the first update. New names can appear at any time, and rows are only appended. Names are the same as
-    in TensorBoard: ``loss``, ``learning_rate``, ``metrics/accuracy``. Values are written in full precision, or as ``nan``,
+    in TensorBoard: ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``,
     ``inf`` and ``-inf``. To get one column per name with pandas::
 
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")
@@ -31,8 +31,8 @@ class CSVLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations at which losses and learning rates are written; with "10it" the first are those of iteration
-            10. Each new value of a metric is written in the iteration in which it was measured, and after evaluations and epochs.
+        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
+            All other new values of metrics are written, with the iteration in which they were measured.
         time: Whether to add a column ``time`` before ``name``: when the row was written, in seconds since 1970.
 
     Raises:

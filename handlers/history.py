@@ -152,7 +152,7 @@ class History(Handler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._records = {name: [(e, i, v) for e, i, v in records] for name, records in state["records"].items()}
-        self._new.load(state["seen"])
+        self._new.load(state)
         self.dropped = dict(state.get("dropped", {}))
         for name in self._records:
             self._thin_out(name)

@@ -20,8 +20,8 @@ class JSONLinesLogger(TextLogger):
 
     Each line is an object with the values that are new at that iteration::
 
-        {"epoch": 1, "iteration": 10, "step": 10, "loss": 0.25, "learning_rate": 0.1}
-        {"epoch": 1, "iteration": 12, "step": 12, "metrics/accuracy": 0.75}
+        {"epoch": 1, "iteration": 10, "step": 10, "train/loss": 0.25, "lr": 0.1}
+        {"epoch": 1, "iteration": 12, "step": 12, "val/accuracy": 0.75}
 
     ``step`` counts the optimizer steps of the first update. Names are the same as in TensorBoard. Values are written in full
     precision. JSON has no non-finite numbers: they are written as the strings "NaN", "Infinity" and "-Infinity", which are
@@ -32,8 +32,8 @@ class JSONLinesLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations at which losses and learning rates are written, such as "10it". Each new value of a metric
-            is written in the iteration in which it was measured, and after evaluations and epochs.
+        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
+            All other new values of metrics are written, with the iteration in which they were measured.
         time: Whether to add a ``time`` to each record: when it was written, in seconds since 1970.
 
     Raises:

@@ -1,41 +1,58 @@
-"""TensorBoard logs: losses, metrics and learning rates, written by tensorboardX."""
+"""TensorBoard logs: losses, rates and metrics, and what users log: images, figures, texts, histograms, hyperparameters."""
 
 from __future__ import annotations
 
+import io
 import os
-import re
-import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from importlib.util import find_spec
 from typing import Any
 
-from tensorboardX import FileWriter, RecordWriter, SummaryWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+import numpy as np
+import torch
+from tensorboardX import SummaryWriter
+from tensorboardX import summary as summaries
+from tensorboardX.proto.summary_pb2 import Summary
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.acts import Override
+from signalfire.blame import warn
+from signalfire.checks import check_bool
+from signalfire.distributed import is_sharded
+from signalfire.randomness import unchanged_random_state
+from signalfire.restore import Buffers, Modes
 
+from ._common.event_files import EventWriter, png
 from ._common.folders import check_folder, open_folder
 from ._common.scalars import Record, ScalarLogger
 
 __all__ = ["TensorBoardLogger"]
 
-_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.(?:(\d{9})\.)?")
-_FLUSH_SECONDS = 30  # a killed process loses at most this much
-
 
 class TensorBoardLogger(ScalarLogger):
-    """Writes losses, scalar metrics and the learning rates of the steps as TensorBoard scalars.
+    """Writes losses, rates and metrics as TensorBoard scalars, and everything that is logged with ``engine.log``.
 
-    The horizontal axis is the iteration. For one clean curve, a resumed run hides what an earlier run logged after its starting
-    point, and a new training run hides all of it; the earlier files are kept. The file is closed when the run ends, also after
-    an exception, and flushed to disk before a checkpoint refers to it.
+    Losses and the metrics of the training are under "train/", those of evaluations under "val/", learning rates under "lr". The
+    horizontal axis is the iteration. Hyperparameters (``engine.log.hyperparameters``) and the last values of the metrics are one
+    row of the HPARAMS tab, in the same file. Of the weights and gradients `Histograms` logs the distributions.
+
+    For one clean curve, a resumed run hides what an earlier run logged after its starting point, and a new training run hides all
+    of it; the earlier files are kept. The file is closed when the run ends, also after an exception, and flushed to disk before
+    a checkpoint refers to it.
 
     Args:
         folder: TensorBoard's log folder, created if it does not exist.
-        every: Interval of losses and learning rates, in iterations, such as "10it". Each new value of a metric is written in
-            the iteration in which it was measured, and after evaluations and epochs.
+        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
+            All other new values of metrics are written, with the iteration in which they were measured.
+        graph: Whether to write the graph of the model, traced in eval mode with the first batch, without a trace in the training.
+            A model that cannot be traced is reported, and training goes on.
+
+    Raises:
+        ImportError: If a graph is asked for and the package tensorboard, with which torch traces it, is not installed.
 
     Example:
         >>> TensorBoardLogger("runs/digits", every="50it").name
@@ -43,18 +60,38 @@ class TensorBoardLogger(ScalarLogger):
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, every: str | Interval = "10it", name: str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        graph: bool = False,
+        name: str | None = None,
     ) -> None:
         super().__init__(every=every, name="tensorboard" if name is None else name)
-        self.folder = check_folder(self, folder)
-        self._writer: _Writer | None = None
+        self.graph = check_bool(self, "graph", graph)
+        self.trace_event = Events.FORWARD_STARTED(once=1) if graph else None
+        self.draw_event = Events.ITERATION_COMPLETED(once=1) if graph else None
+        self._writer: EventWriter | None = None
         self._purge_from: int | None = None  # the step from which TensorBoard purges the entries of other files
         self._running = False
-        self._last: dict[str, float] = {}  # the values written at the last step
+        self._last: list[bytes] = []  # the summaries written at the last step
         self._last_step = 0
+        self._session = False  # whether the hyperparameters are in the file
+        self._hook: RemovableHandle | None = None
+        self._inputs: tuple[Any, ...] | None = None  # of the model in the first forward
+        if graph and find_spec("tensorboard") is None:
+            raise ImportError(
+                "TensorBoardLogger(graph=True): torch traces models for the package tensorboard; install it"
+            )
+        self.folder = check_folder(self, folder)
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
+        if self.graph and len(engine.modules.models) != 1:
+            raise ValueError(
+                f"{self.name!r}: graph=True: TensorBoard shows one graph, but the engine has the modules "
+                f"{list(engine.modules.models)}"
+            )
 
     @property
     def writer(self) -> SummaryWriter | None:
@@ -76,6 +113,8 @@ class TensorBoardLogger(ScalarLogger):
             self._purge_from = 0
         else:
             self._purge_from = None
+        if not engine.snapshots.has_loaded_state:
+            self.write_hyperparameters(engine)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
@@ -84,14 +123,14 @@ class TensorBoardLogger(ScalarLogger):
         super().resume(engine)
         iteration = engine.state.iteration
         self._purge_from = iteration if known else iteration + 1
-        if known and self._last and self._last_step == iteration:
-            for tag, value in self._last.items():
-                self._open().add_scalar(tag, value, self._last_step)
+        if known and self._last_step == iteration:
+            for summary in self._last:
+                self._open().add(Summary.FromString(summary), iteration)
 
-    def _open(self, *, purge: bool = True) -> _Writer:
+    def _open(self, *, purge: bool = True) -> EventWriter:
         opened = self._writer is None
         if self._writer is None:
-            self._writer = _Writer(str(self.folder))
+            self._writer = EventWriter(str(self.folder))
         if purge and self._purge_from is not None:
             # Keep the user's own entries from before the first batch.
             self._writer.purge_from(self._purge_from if opened else max(self._purge_from, 1))
@@ -99,18 +138,82 @@ class TensorBoardLogger(ScalarLogger):
         return self._writer
 
     def record(self, record: Record) -> None:
-        """Write the values as scalars."""
-        if record.iteration != self._last_step:
-            self._last, self._last_step = {}, record.iteration
-        self._last.update(record.values)
-        for tag, value in record.values.items():
-            self._open().add_scalar(tag, value, record.iteration)
+        """Write the values of a row as one event."""
+        self._write(_row(record.values), record.iteration)
+
+    def _write(self, summary: Summary, step: int) -> None:
+        if step != self._last_step:
+            self._last, self._last_step = [], step
+        self._last.append(summary.SerializeToString())
+        self._open().add(summary, step)
+
+    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_image(self, engine: Engine) -> None:
+        """Write an image."""
+        if (entry := engine.log.entry) is not None:
+            self._write_pixels(engine, entry.tag, entry.value)
+
+    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_figure(self, engine: Engine) -> None:
+        """Write a figure as an image."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        if (entry := engine.log.entry) is not None:
+            canvas = FigureCanvasAgg(entry.value)
+            canvas.draw()
+            self._write_pixels(engine, entry.tag, np.asarray(canvas.buffer_rgba())[:, :, :3])
+
+    def _write_pixels(self, engine: Engine, tag: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        height, width, _ = pixels.shape
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(pixels))
+        self._write(Summary(value=[Summary.Value(tag=_clean(tag), image=image)]), engine.state.iteration)
+
+    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_text(self, engine: Engine) -> None:
+        """Write a text, which TensorBoard shows as Markdown."""
+        if (entry := engine.log.entry) is not None:
+            self._write(summaries.text(_clean(entry.tag), entry.value), engine.state.iteration)
+
+    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_histogram(self, engine: Engine) -> None:
+        """Write a histogram."""
+        if (entry := engine.log.entry) is not None:
+            counts, edges, total, squares, _ = entry.value
+            summary = summaries.histogram_raw(
+                _clean(entry.tag), edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts
+            )
+            self._write(summary, engine.state.iteration)
+
+    @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_hyperparameters(self, engine: Engine) -> None:
+        """Write the hyperparameters that are known as the run begins: TensorBoard takes no others afterwards."""
+        if not self._running or not engine.log.given:
+            return
+        if self._session:
+            warn(
+                f"{self.name!r}: TensorBoard shows only the hyperparameters that a run begins with; log them all at once, before "
+                "run()"
+            )
+            return
+        tags = [f"train/loss/{one.name}" for one in engine.updates] if len(engine.updates) > 1 else ["train/loss"]
+        tags += [self.tag_of(engine, metric) for metric in engine.state.metrics.owners]
+        experiment, start, _ = summaries.hparams(engine.log.given, dict.fromkeys(map(_clean, tags)))
+        for summary in (experiment, start):
+            self._open().add(summary, 0)
+        self._session = True
+
+    @on(Events.COMPLETED, phase=Phase.PERSIST, reads=[], writes=["files"])
+    def end_session(self, engine: Engine) -> None:
+        """Mark the run as complete in the HPARAMS tab, unless it was stopped to be resumed."""
+        if self._session and not engine.boundary.preempted:
+            self._open().add(summaries.hparams({}, {})[2], engine.state.iteration)
 
     @on(Events.ENDED, phase=Phase.PERSIST, reads=["metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush and close the file."""
         super().close(engine)
-        self._running = False
+        self._running = self._session = False
+        self._forget_inputs()
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -119,82 +222,74 @@ class TensorBoardLogger(ScalarLogger):
         state = super().state_dict()
         if self._writer is not None:
             self._writer.flush()
-        return state | ({"step": self._last_step, "values": dict(self._last)} if self._last else {})
+        state |= {"step": self._last_step, "summaries": list(self._last)} if self._last else {}
+        return state | ({"session": True} if self._session else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._last_step, self._last = (state["step"], dict(state["values"])) if "step" in state else (0, {})
+        self._last_step, self._last = state.get("step", 0), list(state.get("summaries", ()))
+        if "values" in state:  # of version 0.1.0
+            self._last = [_row(state["values"]).SerializeToString()]
+        self._session = "session" in state
 
+    # ---- the graph of the model -----------------------------------------------------------------------------------
 
-def _latest(folder: str) -> int:
-    """The time in the name of the last event file of a folder, in ns; 0 without one."""
-    with suppress(OSError):
-        names = [_EVENT_FILE.match(name) for name in os.listdir(folder)]
-        return max((int(m[1]) * 10**9 + int(m[2] or 10**9) for m in names if m is not None), default=0)
-    return 0
+    @on("trace_event", phase=Phase.RECORD, reads=["modules"], writes=["modules"])
+    def watch_inputs(self, engine: Engine) -> None:
+        """Note what the model is called with in its first forward."""
+        (model,) = engine.modules.models.values()
 
+        def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if self._inputs is None:
+                self._inputs = tuple(one.detach() if isinstance(one, torch.Tensor) else one for one in inputs)
 
-class _EventFile:
-    """tensorboardX's event file without its thread, in which a full disk would go unnoticed and hang the run."""
+        self._hook = model.register_forward_pre_hook(note)
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.failed = False
-        self.flushed = time.monotonic()
-        # TensorBoard reads the files in the order of their names; two files of one name would lose events. The clock may have
-        # been set back since the last file.
-        seconds, nanoseconds = divmod(max(time.time_ns(), _latest(folder) + 1), 10**9)
-        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{uuid.uuid4().hex[:8]}"
-        with self._path_in_errors():
-            self.file = RecordWriter(os.path.join(folder, name))
-        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+    @on("draw_event", phase=Phase.RECORD, reads=["batch", "weights", "buffers"], writes=["files", "modules"])
+    def write_graph(self, engine: Engine) -> None:
+        """Trace the model, and write its graph."""
+        inputs, (model,) = self._inputs, engine.modules.models.values()
+        self._forget_inputs()
+        if any(map(is_sharded, model.parameters())):
+            problem = "its parameters are sharded over the ranks"
+        elif not inputs:
+            problem = "it was not called with tensors, or is compiled, so that no hook sees its inputs"
+        else:
+            problem = self._trace(engine, model, inputs)
+        if problem:
+            warn(f"{self.name!r}: the graph of the model is not written: {problem}")
 
-    def get_logdir(self) -> str:
-        return self.folder
+    def _trace(self, engine: Engine, model: nn.Module, inputs: tuple[Any, ...]) -> str:
+        """Write the graph; returns what prevented it."""
+        from torch.utils.tensorboard._pytorch_graph import graph
 
-    def add_event(self, event: Event) -> None:
-        with self._path_in_errors():
-            self.file.write(event.SerializeToString())
-        if time.monotonic() - self.flushed > _FLUSH_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        self.flushed = time.monotonic()
-        if not self.failed:
-            with self._path_in_errors():
-                self.file.flush()
-
-    def close(self) -> None:
-        with suppress(OSError) if self.failed else self._path_in_errors():
-            self.file.close()
-
-    @contextmanager
-    def _path_in_errors(self) -> Iterator[None]:
+        modes = Modes([model])
         try:
-            yield
-        except OSError as error:
-            self.failed = True
-            error.add_note(f"TensorBoardLogger: the events could not be written to {self.folder!r}")
-            raise
+            with (
+                Buffers([model]).unchanged(), unchanged_random_state(), torch.no_grad(), redirect_stdout(io.StringIO()),
+                warnings.catch_warnings(),
+            ):  # fmt: skip
+                warnings.simplefilter("ignore")
+                drawn, _ = graph(model, inputs, use_strict_trace=False)
+        except Exception as error:  # whatever a model raises when it is traced
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        finally:
+            modes.put_back()
+        self._open().write_graph(drawn)
+        return ""
+
+    def _forget_inputs(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._inputs = None
 
 
-class _FileWriter(FileWriter):  # type: ignore[misc]
-    def __init__(self, folder: str) -> None:
-        self.event_writer = _EventFile(folder)
-        self._default_metadata: dict[str, Any] = {}
+def _row(values: Mapping[str, float]) -> Summary:
+    """Scalars as one summary, so as one event."""
+    return Summary(value=[Summary.Value(tag=_clean(tag), simple_value=value) for tag, value in values.items()])
 
 
-class _Writer(SummaryWriter):  # type: ignore[misc]
-    """tensorboardX's writer, but writing in the run's own thread."""
-
-    file_writer: _FileWriter | None
-
-    def _get_file_writer(self) -> _FileWriter:
-        if self.file_writer is None:
-            self.file_writer = _FileWriter(self.logdir)
-            self.all_writers = {self.logdir: self.file_writer}
-        return self.file_writer
-
-    def purge_from(self, step: int) -> None:
-        """Make TensorBoard purge earlier entries with this step or a greater one."""
-        self._get_file_writer().add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+def _clean(tag: str) -> str:
+    """A tag as TensorBoard takes it."""
+    cleaned: str = summaries._clean_tag(tag)
+    return cleaned

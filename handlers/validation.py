@@ -105,7 +105,8 @@ class Validation(Handler):
         measured = self.evaluator.state.metrics
         for prefix in map(self._prefix, self.data_sets):
             directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
-            engine.state.metrics.announce(self.name, [prefix + name for name in measured.owners], directions)
+            names = [prefix + name for name in measured.owners]
+            engine.state.metrics.announce(self.name, names, directions, evaluated=True)
 
     def metric_names(self, engine: Engine) -> list[str]:
         names = list(self.evaluator.state.metrics.owners)

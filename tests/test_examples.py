@@ -37,7 +37,7 @@ def check_main(folder: Path) -> None:
     )
     events = EventAccumulator(str(left))
     events.Reload()
-    assert [event.step for event in events.Scalars("metrics/accuracy")] == list(range(1000, 12001, 1000))
+    assert [event.step for event in events.Scalars("val/accuracy")] == list(range(1000, 12001, 1000))
     assert (left / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau
 
@@ -33,6 +34,7 @@ from signalfire.handlers import (
     GarbageCollection,
     GradientAccumulation,
     GradientClipping,
+    Histograms,
     LRScheduling,
     Metrics,
     MixedPrecision,
@@ -316,6 +318,26 @@ def pruned(folder: Path) -> Engine:
     return engine
 
 
+def shown(folder: Path) -> Engine:
+    """Everything that can be logged is, and the model's graph."""
+    engine = build(
+        mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5)),
+        Histograms(every="2it"),
+        TensorBoardLogger(folder / "events", graph=True),
+        Metrics(train_loss=Average()),
+    )
+    engine.log.hyperparameters(lr=0.1)
+
+    @engine.on(Events.ITERATION_COMPLETED(every=2))
+    def log(engine: Engine) -> None:
+        engine.log("value", 1.0)
+        engine.log.image("image", torch.zeros(2, 2))
+        engine.log.figure("figure", Figure(figsize=(1, 1)))
+        engine.log.text("text", "a")
+
+    return engine
+
+
 def pruned_later(folder: Path) -> Engine:
     """Weights are pruned that have been trained."""
     engine = build(mlp(5, 8, 1))
@@ -334,6 +356,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             resumed,
             interrupted,
             failing,
+            shown,
             thawing,
             thawing_again,
             turns,

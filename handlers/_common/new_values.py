@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from signalfire import Engine
 from signalfire.state import as_number
 
@@ -26,13 +28,19 @@ class NewValues:
     The values of one iteration make one record, those of its epoch's end another. Of a metric that is written several times
     in between, the last value counts. Tensors are converted only when the records are taken.
 
+    Args:
+        every: Of a metric that is written in consecutive iterations, only every n-th value is collected; all others are.
+
     Attributes:
         pending: What was written since the records were last taken.
         seen: How often each metric was written by then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
         self.seen: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # with `every`: the iteration in which each metric was last written
+        self._passed: set[str] = set()  # metrics whose last value was not collected
         self._engine: Engine | None = None
         self.pending: dict[tuple[int, bool], tuple[int, int, int, dict[str, Any]]] = {}
         self._serial = -1
@@ -42,6 +50,7 @@ class NewValues:
         self.stop()
         self._engine = engine
         self._serial = -1
+        self._last = {name: last for name, last in self._last.items() if last <= engine.state.iteration}
         if not keep_seen:
             self.skip(engine)
         engine.state.metrics.listeners.append(self._add)
@@ -67,9 +76,23 @@ class NewValues:
         assert engine is not None
         state = engine.state
         key = state.iteration, state.epoch_open
+        if self.every > 1 and state.epoch_open and self._passes(name, state.iteration):
+            return
         if key not in self.pending:
             self.pending[key] = state.epoch, state.iteration, engine.updates[0].steps, {}
-        self.pending[key][3][name] = value
+        # A copy: until the records are taken, the tensor may be changed in place.
+        self.pending[key][3][name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def _passes(self, name: str, iteration: int) -> bool:
+        """Whether a value is not collected, since the metric was written in the iteration before as well."""
+        last = self._last.get(name, -1)
+        if last != iteration:
+            self._last[name] = iteration
+            if last == iteration - 1 and iteration % self.every:
+                self._passed.add(name)
+            else:
+                self._passed.discard(name)
+        return name in self._passed
 
     def take(self, engine: Engine) -> list[Record]:
         """The new values since the last call, in the order in which they were measured; names are sorted.
@@ -80,7 +103,7 @@ class NewValues:
         if metrics.serial == self._serial:
             return []
         pending, self.pending = list(self.pending.values()), {}
-        taken = {name for *_, values in pending for name in values}
+        taken = {name for *_, values in pending for name in values} | self._passed
         # From a loaded state, in which a value may have been new.
         others = {name: value for name, value in metrics.new_since(self.seen).items() if name not in taken}
         if others:
@@ -89,10 +112,22 @@ class NewValues:
         records = (Record(epoch, at, step, _numbers(values)) for epoch, at, step, values in pending)
         return [record for record in records if record.values]
 
-    def load(self, seen: Mapping[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """How often each metric was seen, and which were written in the iteration that is complete."""
+        state: dict[str, Any] = {"seen": dict(sorted(self.seen.items()))} if self.seen else {}
+        if self._engine is not None and self._last:
+            now = self._engine.state.iteration
+            if recent := {name: name in self._passed for name, last in sorted(self._last.items()) if last == now}:
+                state["recent"] = {"iteration": now, "passed": recent}
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self.pending = {}
-        self.seen, self._serial = dict(seen), -1
+        self.seen, self._serial = dict(state.get("seen", {})), -1
+        recent = state.get("recent", {"iteration": 0, "passed": {}})
+        self._last = dict.fromkeys(recent["passed"], recent["iteration"])
+        self._passed = {name for name, passed in recent["passed"].items() if passed}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

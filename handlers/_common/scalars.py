@@ -20,8 +20,9 @@ class ScalarLogger(Handler):
     the next step. Each new value of a metric is written once, even if the run stops and resumes in between.
 
     Args:
-        every: Interval of losses and learning rates, in iterations: with "10it" the first are those of iteration 10. Each new
-            value of a metric is written in the iteration in which it was measured, and after evaluations and epochs.
+        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration: with "10it"
+            the first are those of iteration 10. All other new values of metrics are written, with the iteration in which they
+            were measured.
     """
 
     writes = True
@@ -34,10 +35,19 @@ class ScalarLogger(Handler):
         self.rates_event: AnyEvent = Events.OPTIMIZER_STEP_STARTED(every=count)
         self._rates: dict[str, float] = {}
         self._rates_at = 0
-        self._new = NewValues()
+        self._new = NewValues(count)
         self._wrote_losses = False
         self._seen_loaded = False  # what `_new` has seen is from a loaded state
         self._early: list[Record] = []
+
+    @staticmethod
+    def tag_of(engine: Engine, metric: str) -> str:
+        """The name of a metric in a log: under "train/", or "val/" for an evaluation's "loss", "val/loss" or "val_loss"."""
+        evaluated = engine.state.metrics.evaluated
+        if metric not in evaluated:
+            return metric if metric.startswith("train/") else f"train/{metric}"
+        bare = metric.removeprefix("val_") if metric.removeprefix("val_") not in evaluated else metric
+        return bare if bare.startswith("val/") else f"val/{bare}"
 
     def record(self, record: Record) -> None:
         """Write the values."""
@@ -73,7 +83,7 @@ class ScalarLogger(Handler):
             self._rates, self._rates_at = {}, engine.state.iteration
         self._rates.update(_rates(engine, engine.state.update))
 
-    @on("every", phase=Phase.RECORD, reads=["loss", "rates", "optimizer", "step"], writes=["files"])
+    @on("every", phase=Phase.RECORD, reads=["loss", "metrics", "rates", "optimizer", "step"], writes=["files"])
     def write_losses(self, engine: Engine) -> None:
         """Write the losses and the rates, after the metrics of earlier iterations."""
         if self._new.pending:
@@ -86,7 +96,7 @@ class ScalarLogger(Handler):
         for update in engine.updates:
             loss = update.loss
             if loss is not None and update.omitted_in != iteration:  # else the loss is from an earlier iteration
-                values[f"loss/{update.name}" if several else "loss"] = loss.item()
+                values[f"train/loss/{update.name}" if several else "train/loss"] = loss.item()
             for tag, rate in _rates(engine, update).items():
                 values[tag] = self._rates.get(tag, rate)
         if values:
@@ -102,7 +112,9 @@ class ScalarLogger(Handler):
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
         for record in self._new.take(engine):
-            self._record(record._replace(values={f"metrics/{name}": value for name, value in record.values.items()}))
+            self._record(
+                record._replace(values={self.tag_of(engine, name): value for name, value in record.values.items()})
+            )
 
     @on(Events.COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_interval(self, engine: Engine) -> None:
@@ -126,16 +138,16 @@ class ScalarLogger(Handler):
     def state_dict(self) -> dict[str, Any]:
         if (engine := self.engine) is not None and self._new.collects:  # a checkpoint is to hold what was measured
             self.write_metrics(engine)
-        return {"seen": dict(sorted(self._new.seen.items()))} if self._new.seen else {}
+        return self._new.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._new.load(state.get("seen", {}))
+        self._new.load(state)
         self._seen_loaded = True
 
 
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     groups = [] if update.optimizer is None else update.optimizer.param_groups
-    tag = "learning_rate" if len(engine.updates) == 1 else f"learning_rate/{update.name}"
+    tag = "lr" if len(engine.updates) == 1 else f"lr/{update.name}"
     if len(groups) == 1:
         rate = groups[0]["lr"]
         return {} if rate is None else {tag: float(rate)}  # Adafactor finds its rates itself where the group's is None

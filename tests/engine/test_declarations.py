@@ -79,6 +79,18 @@ NOT_IN_THESE_RUNS = {
     ("UpdateFrequency", "mark_updates"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TextLogger", "resume"): "the file is that of the checkpoint",
     ("TextLogger", "close"): "closing writes no byte that was not written",
+    ("Histograms", "log_weights"): "only where something receives what it logs",
+    **{
+        ("TensorBoardLogger", name): "events are in a buffer until the file is flushed"
+        for name in (
+            "write_image",
+            "write_figure",
+            "write_text",
+            "write_hyperparameters",
+            "write_graph",
+            "end_session",
+        )
+    },
     ("ProgressBar", "resume"): "a bar is there only in an epoch that is resumed",
 }
 
@@ -130,6 +142,7 @@ NOT_BY_ITSELF = {
     },  # by the checks of the evaluator's first run, and by its metrics
     ("Validation", "sanity_check"): {"trainable"},
     ("FastDevRun", "rehearse_all"): {"trainable"},
+    ("TensorBoardLogger", "write_graph"): {"gradients", "trainable"},  # by torch, which traces the model
 }
 
 # Things that are read in none of these runs, or not through what is recorded.

@@ -64,9 +64,9 @@ def test_losses_rates_and_metrics_are_those_of_a_plain_loop(tmp_path: Path, logg
                 steps += 1
             if iteration % 2 == 0:
                 place = [str(epoch), str(iteration), str(steps)]
-                expected += [[*place, "loss", repr(losses[-1])], [*place, "learning_rate", repr(rate)]]
+                expected += [[*place, "train/loss", repr(losses[-1])], [*place, "lr", repr(rate)]]
         mean = (torch.tensor(losses, dtype=torch.float64).sum() / 6).item()
-        expected.append([str(epoch), str(iteration), str(steps), "metrics/train_loss", repr(mean)])
+        expected.append([str(epoch), str(iteration), str(steps), "train/train_loss", repr(mean)])
     found = rows(tmp_path / "log.csv")
     assert [row[:4] for row in found] == [row[:4] for row in expected]
     for row, other in zip(found[1:], expected[1:], strict=True):
@@ -86,10 +86,10 @@ def test_a_name_may_come_later_and_may_hold_anything_and_values_need_not_be_fini
 
     engine.run(batches(), max_epochs=2)
     assert rows(tmp_path / "log.csv")[1:] == [
-        ["2", "12", "12", 'metrics/a "name", with a comma', "0.1"],
-        ["2", "12", "12", "metrics/b", "nan"],
-        ["2", "12", "12", "metrics/c", "inf"],
-        ["2", "12", "12", "metrics/d", "-inf"],
+        ["2", "12", "12", 'train/a "name", with a comma', "0.1"],
+        ["2", "12", "12", "train/b", "nan"],
+        ["2", "12", "12", "train/c", "inf"],
+        ["2", "12", "12", "train/d", "-inf"],
     ]
 
 

@@ -49,7 +49,7 @@ def test_loggers_write_them_and_checkpoints_do_not_hold_them(tmp_path: Path) -> 
     engine.run(batches(4), max_epochs=2)
     rows = [line.split(",") for line in (tmp_path / "log.csv").read_text().splitlines()]
     for name in ("process_mib", "process_peak_mib"):
-        assert sum(f"metrics/{name}" in row for row in rows) == 2
+        assert sum(f"train/{name}" in row for row in rows) == 2
     assert not engine.state_dict()["engine"]["metrics"]["values"]
 
 

@@ -47,7 +47,7 @@ def test_losses_and_rates_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         inputs, targets = batches()[number % 6]
         loss = nn.functional.mse_loss(model(inputs), targets)
         place = {"epoch": 1 + number // 6, "iteration": number + 1, "step": number + 1}
-        expected.append(place | {"loss": loss.item(), "learning_rate": optimizer.param_groups[0]["lr"]})
+        expected.append(place | {"train/loss": loss.item(), "lr": optimizer.param_groups[0]["lr"]})
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,10 +69,10 @@ def test_metrics_are_records_of_their_own_and_values_that_are_not_finite_are_str
         "epoch": 1,
         "iteration": 6,
         "step": 6,
-        "metrics/a": "NaN",
-        "metrics/b": "Infinity",
-        "metrics/c": "-Infinity",
-        "metrics/d": 0.5,
+        "train/a": "NaN",
+        "train/b": "Infinity",
+        "train/c": "-Infinity",
+        "train/d": 0.5,
     }
-    assert math.isnan(float(record["metrics/a"]))
-    assert float(record["metrics/c"]) == -math.inf
+    assert math.isnan(float(record["train/a"]))
+    assert float(record["train/c"]) == -math.inf

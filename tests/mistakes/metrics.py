@@ -148,3 +148,18 @@ def a_min_delta_in_percent(right: bool) -> None:
         Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(share=1 - 0.5**engine.state.epoch)
     )
     engine.run(batches(8), max_epochs=4)
+
+
+@mistake("W39")
+def an_image_that_no_logger_writes(right: bool, folder: Path) -> None:
+    engine = build(mlp(5, 8, 1), (TensorBoardLogger if right else CSVLogger)(folder / "log"))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log.image("samples", torch.zeros(2, 2)))
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W40")
+def a_histogram_of_values_of_which_one_is_not_a_number(right: bool, folder: Path) -> None:
+    engine = build(mlp(5, 8, 1), TensorBoardLogger(folder))
+    values = torch.tensor([1.0, 0.0 if right else float("nan")])
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log.histogram("ratio", values))
+    engine.run(batches(), max_epochs=1)

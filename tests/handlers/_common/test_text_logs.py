@@ -227,7 +227,7 @@ def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_r
     path = tmp_path / "log.txt"
     whole, saved = uninterrupted(kind, path)
     file = next(file for iteration, file in saved if iteration == 7)
-    changed = whole.replace(b"learning_rate", b"lr", 1)  # edited manually, long before iteration 7
+    changed = whole.replace(b"lr", b"LR", 1)  # edited manually, long before iteration 7
     path.write_bytes(changed)
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(file))
