@@ -13,6 +13,7 @@ from signalfire.distributed import is_sharded, local_part
 from signalfire.interval import check_every
 
 from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
+from ._common.ranks import LOG_HISTOGRAMS
 
 __all__ = ["Histograms"]
 
@@ -20,7 +21,7 @@ __all__ = ["Histograms"]
 class Histograms(Handler):
     """Logs histograms of each parameter and of its gradient, with ``engine.log.histogram``, to every attached logger.
 
-    The weights are those after every n-th iteration, under "weights/". The gradients are those of the next step, under
+    The weights are those after every n-th iteration, under "weights/". The gradients are those of the next step that is made, under
     "gradients/": as the optimizer sees them, so after clipping. Values that are not finite are left out and reported; of
     complex ones, the magnitudes count. Of sharded parameters, the histogram is that of rank 0's part.
 
@@ -70,7 +71,7 @@ class Histograms(Handler):
         """Wait for the step whose gradients the saved run was going to log."""
         self._wait(engine, self._due)
 
-    @on("every", phase=Phase.RECORD, reads=["weights", "modules"], writes=["files"])
+    @on("every", phase=Phase.RECORD, rank=LOG_HISTOGRAMS, reads=["weights", "modules"], writes=["files"])
     def log_weights(self, engine: Engine) -> None:
         """Log the weights, and wait for the next step to log the gradients."""
         if self.weights:
@@ -84,7 +85,9 @@ class Histograms(Handler):
         self._stop_waiting()
         self._due = due
         if due:
-            self._waiting = engine.connect(Events.GRADIENTS_READY, self._log_gradients, phase=Phase.RECORD)
+            self._waiting = engine.connect(
+                Events.GRADIENTS_READY, self._log_gradients, phase=Phase.RECORD, rank=LOG_HISTOGRAMS
+            )
 
     def _stop_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
@@ -94,7 +97,7 @@ class Histograms(Handler):
     def _log_gradients(self, engine: Engine) -> None:
         """Log the gradients of an update before they are cleared."""
         update = engine.state.update
-        if update.name not in self._due:
+        if update.name not in self._due or update.skipped is not None:
             return
         own = set(map(id, update.parameters))
         for name, parameter in self._selected(engine).items():

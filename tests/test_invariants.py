@@ -112,7 +112,13 @@ def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
     update = Update.supervised(nn.functional.cross_entropy, optimizer)
     engine = Engine(update, model=Classifier(), seed=0)
     engine.attach(Metrics(train_loss=Average(), name="train_metrics"))
+    engine.connect(Events.HISTOGRAM_LOGGED, look_at_entry)
     return engine
+
+
+def look_at_entry(engine: Engine) -> None:
+    """Receive what is logged, as a logger does."""
+    assert engine.log.entry is not None
 
 
 def build_two() -> Engine:
@@ -136,6 +142,7 @@ def build_two() -> Engine:
 
     first = Update(first_forward, loss, ADAM, "main", parameters("model"))
     engine = Engine([first, Update(forward, loss, ADAM, "second", parameters("second"))], model=models, seed=0)
+    engine.connect(Events.HISTOGRAM_LOGGED, look_at_entry)
     engine.attach(Metrics(train_loss=Average(), update="main", name="train_metrics"))
     return engine
 

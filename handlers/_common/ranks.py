@@ -11,6 +11,9 @@ RECORD_EVENT = -1000
 MEASURE_RATES = -900
 """PREPARE of the completed events: rates are measured before validations and averages take their time."""
 
+LOG_HISTOGRAMS = -10
+"""RECORD: what a handler logs comes in a log before the row of losses, whichever of the two is attached first."""
+
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 
