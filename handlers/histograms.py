@@ -21,8 +21,8 @@ __all__ = ["Histograms"]
 class Histograms(Handler):
     """Logs histograms of each parameter and of its gradient, with ``engine.log.histogram``, to every attached logger.
 
-    The weights are those after every n-th iteration, under "weights/". The gradients are those of the next step that is made, under
-    "gradients/": as the optimizer sees them, so after clipping. Values that are not finite are left out and reported; of
+    The weights are those after every n-th iteration, under "weights/". The gradients are those of the next step that is made,
+    under "gradients/": as the optimizer sees them, so after clipping. Values that are not finite are left out and reported; of
     complex ones, the magnitudes count. Of sharded parameters, the histogram is that of rank 0's part.
 
     Args:
