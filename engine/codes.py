@@ -36,7 +36,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W16": ("warning", "gradients were cleared inside an accumulation window"),
     "W17": ("warning", "something else than the engine calls optimizer.step()"),
     "W18": ("warning", "the learning rate is 0 for an epoch, or negative"),
-    "W19": ("warning", "steps are left out, because their gradients or losses are not finite"),
+    "W19": ("warning", "steps are left out, because their gradients or losses are not finite, or far above the usual"),
     # W2x: data
     "W20": ("warning", "the samples of an evaluation are drawn with replacement, so that some are missing"),
     "W21": ("warning", "the data gives more batches than its length"),

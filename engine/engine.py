@@ -25,6 +25,7 @@ from .interval import Interval
 from .log import Log
 from .loop import Loop
 from .modules import Modules, model_of
+from .past import Past, Place
 from .randomness import check_seed
 from .regions import Regions
 from .registry import Attachment, Registry
@@ -110,7 +111,7 @@ class Engine:
         self.group = Group(self)
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
-        self.log = Log(self)
+        self.log, self.past = Log(self), Past(self)
 
     def run(
         self,
@@ -323,6 +324,17 @@ class Engine:
         """
         self.snapshots.load_state_dict(state, allow=allow)
 
+    def rewind(self, to: int, *, leave_out: int = 0) -> list[Place]:
+        """Go back to the end of iteration ``to``, in this run, and leave out the ``leave_out`` batches that follow it.
+
+        At the end of the iteration under way the newest state from before is put back in place, and the run continues from there
+        bit for bit as before, up to ``to``. A handler has to keep states: `Rewindable`, or `SpikeGuard`, which calls this itself.
+
+        Returns:
+            The batches that are left out.
+        """
+        return self.past.rewind(to, leave_out=leave_out)
+
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used: with averages in place, where a handler has them.
 
@@ -342,7 +354,7 @@ class Engine:
         """Begin anew: counters, handlers and optimizers as new (but for optimizers that were given built), weights kept."""
         if self.running:
             raise RuntimeError("reset() was called during a run; call it between runs")
-        for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals):
+        for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals, self.past):
             part.reset()
         for update in self.updates:
             update.reset()

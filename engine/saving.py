@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .blame import warn
 from .connection import Phase
-from .distributed.differences import for_rank, of_all
+from .distributed.differences import for_rank, of_all, own_alone
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
 from .findings.resumption import check_complete, composition
@@ -31,13 +31,14 @@ __all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back", "spread_over"]
 FORMAT = 1
 
 
-def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
+def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dict[str, Any]:
     """Everything that an exact resume needs; in distributed runs, rank 0 gets the state of all ranks.
 
     Args:
         engine: The engine.
         at_once: Whether the state is written before anything can change, so that it may share tensors with the engine.
             Otherwise its tensors are copies.
+        alone: Whether each rank gets its own state, without communication.
     """
     taken = partial(copied, tensor=_itself) if at_once else copied
     position = engine.state.state_dict() | engine.boundary.state_dict()
@@ -56,7 +57,7 @@ def gather(engine: Engine, *, at_once: bool = False) -> dict[str, Any]:
         "random": packed(random_state()),
         "composition": composition(engine),
     }
-    return of_all(own, engine.processes)
+    return own_alone(own, engine.processes) if alone else of_all(own, engine.processes)
 
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
@@ -129,7 +130,7 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return own
     warn(
         f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
-        "Open accumulation windows are discarded, and inside an epoch some batches may be repeated",
+        "Open accumulation windows are discarded, and inside an epoch batches may be repeated, also those that were left out",
         RuntimeWarning,
     )
     return _for_new_world_size(own, before, engine)
@@ -167,6 +168,7 @@ def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -
             return iteration - rounds
 
         position["epoch_start"] = converted(position["epoch_start"])
+        data = {key: value for key, value in data.items() if key != "left_out_now"}  # they are other batches now
         extent = data.get("extent_now", {})  # batches of another size are meant, if the number of ranks is another one
         data = dict(data) | {"extent_now": {"samples": extent["samples"]} if "samples" in extent else {}}
         if "started_at" in data:

@@ -84,6 +84,10 @@ class Snapshots(Part):
                 error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
             raise
 
+    def own_state(self) -> dict[str, Any]:
+        """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
+        return gather(self.engine, alone=True)
+
     def take(self, *, at_once: bool = False) -> dict[str, Any]:
         """The `state_dict` of this event, taken once and shared by everybody who asks in Phase.PERSIST of the same event.
 
@@ -308,8 +312,9 @@ class Snapshots(Part):
 
     def apply_restored(self, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
         """Do at the boundary what `restore` has asked for."""
-        engine = self.engine
+        engine, reached = self.engine, self.engine.state.iteration
         position = put_back(engine, saved, allowed=allowed)
+        engine.past.went_back(reached)
         engine.feed.begin_again_at(position, engine.seed)
         engine.signals.rewind(engine)
         engine.boundary.reconsider_stop()

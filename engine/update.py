@@ -350,16 +350,20 @@ class UpdateState:
             then: called with a bool for each flag, in the order of the calls.
             flags: tensors of one element; true where it is not zero.
         """
-        self._asked.append((then, flags))
+        self._asked.append((lambda *values: then(*map(bool, values)), flags))
+
+    def read_numbers_later(self, then: Callable[..., None], *numbers: Tensor) -> None:
+        """As `read_later`, for numbers: ``then`` is called with a float for each, in single precision."""
+        self._asked.append((then, numbers))
 
     def read_flags(self) -> None:
-        """Read all flags that `read_later` was given, in one synchronization with the device, and report their values."""
+        """Read all that `read_later` was given, in one synchronization with the device, and report the values."""
         asked, self._asked = self._asked, []
-        flags = [flag for _, several in asked for flag in several]
+        given = [one for _, several in asked for one in several]
         values = []
-        if flags:
-            device = flags[0].device
-            values = torch.stack([flag.detach().reshape(()).to(device, torch.bool) for flag in flags]).tolist()
+        if given:
+            device = given[0].device
+            values = torch.stack([one.detach().reshape(()).to(device, torch.float32) for one in given]).tolist()
         for then, several in asked:
             then(*values[: len(several)])
             del values[: len(several)]

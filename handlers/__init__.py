@@ -44,9 +44,11 @@ from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .pruning import Pruning
+from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
+from .spike_guard import SpikeGuard
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
@@ -102,8 +104,10 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "Pruning",
+    "Rewindable",
     "Seeding",
     "SharpnessAwareMinimization",
+    "SpikeGuard",
     "Summary",
     "TensorBoardLogger",
     "Throughput",

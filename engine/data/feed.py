@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.processes import Processes
 from ..randomness import unchanged_random_state
+from .left_out import LeftOut
 from .source import DataError, Source
 from .streamed import END
 
@@ -54,7 +55,7 @@ class Feed:
         """
         source = Source(
             data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shard_policy=shard_policy,
-            omit_padding=not training,
+            omit_padding=not training, left_out=self.source.left_out if training and self.source is not None else None,
         )  # fmt: skip
         source.reseed = reseed
         self.state.epoch_length = source.epoch_length
@@ -74,6 +75,7 @@ class Feed:
         """Continue from a saved position; the epoch and iteration are those in the state."""
         source = self.current
         self.position = position
+        source.left_out = LeftOut((position or {}).get("left_out_now"))
         source.load(max(self.state.epoch - 1, 0))
         source.loaded = True
         self.state.epoch_length = source.epoch_length
@@ -90,13 +92,18 @@ class Feed:
             or not (place["epoch_open"] or source.continues)
         ):
             return
-        read = place["iteration"] - position["started_at"]
+        left_out = LeftOut(position.get("left_out_now"))
+        read = left_out.read(position["number"], place["iteration"] - position["started_at"])
         if read > 0 and (source.continues or read != position.get("extent_now", {}).get("batches")):
             source.check_extent(position, f"epoch {place['epoch']}, iteration {place['iteration']}")
 
     def check_can_go_back(self, position: Mapping[str, Any] | None) -> None:
         """Raise DataError if the data cannot go back to a position within this run."""
         self.current.check_can_go_back(position)
+
+    def places_of(self, iterations: Iterable[int]) -> list[tuple[int, int]]:
+        """The pass over the data, and the index in it, of each iteration's batch; see `Source.place_of`."""
+        return [self.current.place_of(iteration) for iteration in iterations]
 
     def begin_again_at(self, position: dict[str, Any] | None, seed: int) -> None:
         """Go back to a position of this run, or of an earlier one, in the same data."""

@@ -14,6 +14,7 @@ from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
 from .extent import check_same_extent, extent_of
 from .held_generators import HeldGenerators, draws_in_workers
+from .left_out import LeftOut
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
 from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
@@ -70,7 +71,9 @@ class Source:
     another begins when the data is exhausted.
 
     Attributes:
-        length: Length of this rank's data in batches; None if unknown.
+        batches: Number of this rank's batches in a pass, with those that are left out; None if unknown.
+        left_out: The batches that are left out.
+        before: Where the pass before this one started, and its number; None if there was none.
         continues: Whether passes continue across epochs.
         started_at: Number of iterations of the run before this pass.
         number: Number of this pass, counted from 0.
@@ -87,7 +90,11 @@ class Source:
         processes: Processes = SINGLE_PROCESS,
         shard_policy: str = "auto",
         omit_padding: bool = False,
+        left_out: LeftOut | None = None,
     ) -> None:
+        self.left_out = LeftOut() if left_out is None else left_out
+        self.number = 0
+        self.before: tuple[int, int] | None = None
         self.processes = processes
         self.shard_policy = shard_policy
         self.omit_padding = omit_padding  # whether to omit the samples that a DistributedSampler repeats
@@ -99,7 +106,6 @@ class Source:
         self.iterated: Any = None  # the data that the iterator belongs to: `ReloadedData` changes it
         self.completed = False  # whether the pass was read to its end
         self.started_at = 0
-        self.number = 0
         self.saved: dict[str, Any] = {}
         self.loaded = False  # whether the position comes from a loaded state
         self._held: tuple[Any, HeldGenerators] | None = None
@@ -132,6 +138,7 @@ class Source:
             processes=self.processes,
             shard_policy=self.shard_policy,
             omit_padding=self.omit_padding,
+            left_out=self.left_out,
         )
         source.reseed = self.reseed
         return source
@@ -147,12 +154,19 @@ class Source:
         first_of = getattr(given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
         self.policy = shard_policy(inner(self.data), self.processes, self.shard_policy)
-        self.length = self._rounds(self.data)
+        self.batches = self._rounds(self.data)
         if self.policy == "own":
-            lengths = self.processes.gather(self.length)
-            self.length = None if None in lengths else max(lengths)
-        self.epoch_length = self.length if self.given_length is None else self.given_length
-        self.continues = self.given_length is not None and self.given_length != self.length
+            lengths = self.processes.gather(self.batches)
+            self.batches = None if None in lengths else max(lengths)
+        self.continues = self.given_length is not None and self.given_length != self.batches
+        self.epoch = epoch
+        self.epoch_length = self.given_length if self.continues else self.length
+
+    @property
+    def length(self) -> int | None:
+        """Number of this rank's batches that are used in the pass; None if unknown."""
+        number = self.number if self.continues else self.epoch
+        return None if self.batches is None else self.batches - self.left_out.count(number)
 
     def _rounds(self, data: Any) -> int | None:
         """Number of this rank's batches of the data; None if unknown."""
@@ -180,7 +194,20 @@ class Source:
 
     def share(self, iteration: int) -> float:
         """Share of this rank's batch in an iteration: 1, unless the batches of the round differ in size."""
-        return self.round_shares.get(iteration - self.started_at - 1, 1)
+        return self.round_shares.get(self.left_out.read(self.number, iteration - self.started_at) - 1, 1)
+
+    def place_of(self, iteration: int) -> tuple[int, int]:
+        """The pass and the index in it of the batch of an iteration of this pass, or of the one before.
+
+        Raises:
+            LookupError: for an earlier iteration.
+        """
+        started_at, number = self.started_at, self.number
+        if iteration <= started_at:
+            if self.before is None or iteration <= self.before[0]:
+                raise LookupError(f"the batch of iteration {iteration} is not known any more")
+            started_at, number = self.before
+        return number, self.left_out.read(number, iteration - started_at) - 1
 
     def announce(self, epoch: int) -> None:
         """Set the data of a new epoch, and call ``set_epoch`` of its samplers."""
@@ -204,9 +231,11 @@ class Source:
         if self.policy == "round_robin" and not is_plain(self.data):  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
+        self.before = (self.started_at, self.number) if self.saved else self.before
         self.saved = {
             "started_at": iteration,
             "number": epoch,
+            "before": self.before,
             "ahead": ahead,
             "random": states[0],
             "generators": states[1],
@@ -223,6 +252,7 @@ class Source:
     def _iterate(self, start: int) -> Iterator[Any]:
         """The batches of the pass described by `saved`, starting at batch ``start`` if they can be skipped."""
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
+        self.before = self.saved.get("before")
         self.skips = True
         self.round_shares = {}
         self.iterated, self.completed, self.left = self.data, False, None
@@ -242,7 +272,9 @@ class Source:
     def _reseeded(self, start: int) -> Iterator[Any]:
         """The batches; with `reseed`, data that may draw random numbers has a separate stream for each batch."""
         batches = self._batches(self.data, start)
-        return batches if self.reseed is None or not may_draw(inner(self.data)) else self._reseeding(batches, start)
+        if self.reseed is not None and may_draw(inner(self.data)):
+            batches = self._reseeding(batches, start)
+        return self.left_out.without(self.number, batches, start if self.skips else 0)
 
     def _reseeding(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
         assert self.reseed is not None
@@ -269,11 +301,11 @@ class Source:
     def _own_batches(self, data: Any, start: int) -> Iterator[Any]:
         """The batches of data that belongs to this rank, padded with None to the number of the other ranks."""
         batches = self._all_batches(data, start)
-        if self.length is None:
+        if self.batches is None:
             return until_all_end(batches, self.processes)
         own = self._rounds(data)
         assert own is not None
-        return chain(batches, repeat(None, max(0, self.length - max(own, start))))
+        return chain(batches, repeat(None, max(0, self.batches - max(own, start))))
 
     def _all_batches(self, data: Any, start: int) -> Iterator[Any]:
         if skippable(data):
@@ -297,6 +329,7 @@ class Source:
     def take_over_iterator(self, other: Source) -> None:
         """Continue the iterator of an earlier run, which cannot be restarted, with the batches read ahead."""
         self.iterator, self.started_at, self.saved = other.iterator, other.started_at, other.saved
+        self.number, self.before = other.number, other.before
         self.iterated, self.round_shares = other.iterated, other.round_shares
 
     def has_iterator(self) -> bool:
@@ -365,7 +398,7 @@ class Source:
                 f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to the first "
                 f"{self.data.count}: start without the loaded state, or detach the handler that limits the data"
             )
-        iterator = self._iterate(wanted)
+        iterator = self._iterate(self.left_out.read(saved["number"], wanted))
         if self.skips:
             return iterator
         warn(
@@ -399,6 +432,8 @@ class Source:
             "first": self.first,
             "extent_now": extent_of(inner(self.data)),
         }
+        if self.left_out:
+            now["left_out_now"] = self.left_out.state_dict()
         if self.held:
             ahead = isinstance(self.iterator, Streamed) and self.iterator.read and self.iterator.held
             now["held_now"] = ahead or self.held.states()
@@ -425,6 +460,7 @@ class Source:
         if saved["first"] != self.first:
             return  # the data was reloaded for this epoch
         self._set_generators(saved["generators_now"])
+        self.before = (saved["started_at"], saved["number"]) if "started_at" in saved else None
         if self.loaded:
             self.held.put_back(saved.get("held_now", {}))
         if announced:

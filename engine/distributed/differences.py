@@ -16,7 +16,7 @@ from torch import Tensor
 from .processes import Processes
 from .sharded import is_sharded
 
-__all__ = ["for_rank", "of_all"]
+__all__ = ["for_rank", "of_all", "own_alone"]
 
 # A difference is None, or a pair of one of these and a value; a list, because torch.load(weights_only=True) accepts it.
 IS, WITHIN = "is", "within"
@@ -30,6 +30,12 @@ def of_all(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
     differing = processes.collect(None if processes.is_rank_zero else _difference(own, digests))
     ranks = {str(rank): part for rank, part in enumerate(differing) if rank}
     return own | {"processes": processes.world_size, "rank": processes.rank, "ranks": ranks}
+
+
+def own_alone(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """The state of this rank in the form of a merged one that has no other ranks."""
+    place = {"processes": processes.world_size, "rank": processes.rank, "ranks": {}}
+    return own | place if processes.distributed else own
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -33,8 +33,11 @@ _EVENTS = list(Events)  # in the order of the loop
 _TO_THE_STEP = _EVENTS[_EVENTS.index(Events.STARTED) : _EVENTS.index(Events.UPDATE_RETRIED) + 1]
 """The events from the start of a run up to the step; not those of evaluations, checkpoints and the end."""
 
-_OFF = {Override.LEARNING_RATE, Override.NON_FINITE, Override.EVALUATED_WEIGHTS, Override.FINAL_WEIGHTS}
-"""Who overrides one of these is disabled: rates are set here, losses may well become infinite, and averages are not used."""
+_OFF = {
+    Override.LEARNING_RATE, Override.NON_FINITE, Override.SPIKES, Override.PAST, Override.EVALUATED_WEIGHTS,
+    Override.FINAL_WEIGHTS,
+}  # fmt: skip
+"""Who overrides one of these is disabled: rates are set here, losses may well rise, and averages are not used."""
 
 _OF_RESUMES = ("W31", "W32", "W34", "W35")
 """Findings about a loaded state: the run that resumes from it is yet to come."""

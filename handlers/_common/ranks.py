@@ -14,6 +14,9 @@ MEASURE_RATES = -900
 LOG_HISTOGRAMS = -10
 """RECORD: what a handler logs comes in a log before the row of losses, whichever of the two is attached first."""
 
+HOLD_STATE = -30
+"""PERSIST: a state is held before a checkpoint is written, which has the oldest one with it."""
+
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 
@@ -45,6 +48,9 @@ MASK_GRADIENTS = -15
 
 CHECK_FINITE = 10
 """GRADIENTS_READY / FINALIZE: the guard checks after the gradient scaler, which handles its own overflows."""
+
+CHECK_SPIKES = 15
+"""GRADIENTS_READY / FINALIZE: what is not finite is no spike, and is skipped first."""
 
 READ_FLAGS = 20
 """GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronisation. A receiver of your own in

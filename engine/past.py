@@ -1,0 +1,188 @@
+"""The states that a run has passed through, kept in memory, and going back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .acts import Override
+from .data.source import DataError
+from .part import Part
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .handler import Handler
+
+__all__ = ["Past", "Place"]
+
+
+class Place(NamedTuple):
+    """A batch of the run.
+
+    Attributes:
+        epoch: the number of the pass over the data, counted from 1: the epoch, unless passes continue across epochs.
+        batch: its index in that pass, counted from 0.
+    """
+
+    epoch: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of epoch {self.epoch}"
+
+
+class Past(Part):
+    """Keeps the newest states of a run in memory, and puts one of them back in place.
+
+    A handler keeps them (`keep_states`), and takes one at every n-th iteration with `hold`. Going back to any iteration since
+    the oldest state is exact: the newest state from before it is put back, and the run makes the iterations in between again, bit
+    for bit. A saved state has the oldest of them with it, so that a resumed run can go back as far.
+
+    Attributes:
+        every: the interval of the states in iterations; 0 if none are kept.
+        keep: how many are kept.
+        reached: the last iteration that was made before the run went back; None if it did not.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.every = 0
+        self.keep = 0
+        self.reached: int | None = None
+        self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
+        self._holding = False
+
+    # ---- keeping states -------------------------------------------------------------------------------------------
+
+    def keep_states(self, *, every: int, keep: int, by: Handler) -> None:
+        """Let a handler keep states of this run, until it is detached."""
+        self.engine.overrides.claim(Override.PAST, by=by)
+        self.every, self.keep = every, keep
+
+    def forget(self) -> None:
+        """Keep no states any more."""
+        self.every = self.keep = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the states."""
+        self._states, self.reached = {}, None
+
+    def begin_run(self) -> None:
+        """Begin with the state in which the run starts, unless there are those of the run that it continues.
+
+        Raises:
+            DataError: for data that cannot go back, such as a generator.
+        """
+        self.reached = None
+        self.engine.feed.check_can_go_back({"random": None})
+        if not self._states:
+            self.hold()
+
+    def hold(self) -> None:
+        """Keep the state of this iteration, and drop the oldest one if there are too many.
+
+        A state from before the first pass over data that keeps its own position is of no use: it is not kept.
+        """
+        engine = self.engine
+        self._holding = True
+        try:
+            state = engine.snapshots.own_state()
+        finally:
+            self._holding = False
+        try:
+            engine.feed.check_can_go_back(state["data"])
+        except DataError:
+            return
+        self._states.pop(engine.state.iteration, None)
+        while len(self._states) >= self.keep:
+            del self._states[next(iter(self._states))]
+        self._states[engine.state.iteration] = state
+
+    @property
+    def oldest(self) -> int | None:
+        """The earliest iteration to which the run can go back; None if it cannot."""
+        return min(self._states, default=None)
+
+    @property
+    def newest(self) -> int | None:
+        """The iteration of the newest state that is kept; None without one."""
+        return max(self._states, default=None)
+
+    def before(self, iteration: int) -> tuple[int, dict[str, Any]]:
+        """The newest state from which an iteration can be made again, and the iteration that it is from.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        fitting = [one for one in self._states if one < iteration]
+        if not fitting:
+            have = (
+                f"the oldest state that is kept is that of iteration {self.oldest}"
+                if self._states
+                else "no states are kept: attach a handler that keeps them, such as SpikeGuard(policy='rewind') or Rewindable()"
+            )
+            raise RuntimeError(f"iteration {iteration} cannot be made again: {have}")
+        return max(fitting), self._states[max(fitting)]
+
+    # ---- going back -----------------------------------------------------------------------------------------------
+
+    def rewind(
+        self, to: int, *, leave_out: int | Sequence[Place] = 0, changes: Mapping[str, Any] | None = None
+    ) -> list[Place]:
+        """Go back to the end of an iteration; see `Engine.rewind`.
+
+        Args:
+            to: the iteration.
+            leave_out: which batches are left out from now on, or how many of those that follow the iteration.
+            changes: what replaces entries of handlers' states, by handler: what is to be remembered of having gone back.
+
+        Returns:
+            The batches that are left out.
+        """
+        engine, now = self.engine, self.engine.state.iteration
+        if not engine.running:
+            raise RuntimeError(f"rewind(to={to!r}): the engine is not running; between runs, load a state")
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < now:
+            raise ValueError(f"rewind(to={to!r}): expected an iteration from 0 to {now - 1}, which the run has made")
+        if isinstance(leave_out, int):
+            if isinstance(leave_out, bool) or leave_out < 0:
+                raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches")
+            leave_out = self.places_of(range(to + 1, min(to + leave_out, now) + 1))
+        _, state = self.before(to + 1)
+        places = [(place.epoch - 1, place.batch) for place in leave_out]
+        state = dict(state)
+        state["data"] = _with_left_out(state["data"], engine.feed.current.left_out.plus(places).state_dict())
+        for name, entries in (changes or {}).items():
+            state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
+        engine.snapshots.restore(state)
+        return list(leave_out)
+
+    def places_of(self, iterations: Iterable[int]) -> list[Place]:
+        """Which batches the iterations of this pass over the data, or of the one before, have used; none without data."""
+        feed = self.engine.feed
+        return [Place(number + 1, index) for number, index in feed.places_of(iterations)] if feed.has_data else []
+
+    def went_back(self, reached: int) -> None:
+        """Drop the states that the run makes anew, once one was put back."""
+        self.reached = reached
+        now = self.engine.state.iteration
+        self._states = {iteration: state for iteration, state in self._states.items() if iteration <= now}
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The oldest state; nothing inside the states that are kept."""
+        if self._holding or not self._states:
+            return {}
+        oldest = min(self._states)
+        return {"iteration": oldest, "state": self._states[oldest]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, in a run that resumes; a state that is put back inside of a run has none with it."""
+        if state:
+            self._states = {state["iteration"]: dict(state["state"])}
+
+
+def _with_left_out(position: Mapping[str, Any] | None, left_out: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    return {**(position or {}), "left_out_now": left_out}

@@ -1,0 +1,72 @@
+"""Keeps states of the run in memory, so that it can go back to an earlier iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_int
+from signalfire.interval import check_every
+
+from ._common.ranks import HOLD_STATE
+
+__all__ = ["Rewindable"]
+
+
+class Rewindable(Handler):
+    """Keeps the newest states of the run in main memory: ``engine.rewind(to=iteration)`` goes back to any iteration since then.
+
+    A state is everything that a resumed run needs: weights, optimizers, handlers, generators, the position in the data. The run
+    goes back within the process, and repeats itself bit for bit. A checkpoint has the oldest of these states with it, so that it
+    is about twice as large, and a resumed run can go back as far.
+
+    Args:
+        every: Interval in iterations between two states.
+        keep: How many states are kept at most: a run can go back at least ``keep - 1`` intervals.
+
+    Raises:
+        DataError: at the start of a run, for data that can be iterated once only, such as a generator.
+
+    Example:
+        >>> Rewindable(every="50it", keep=2).keep
+        2
+    """
+
+    trains = True
+    decides_alike = True
+
+    def __init__(self, *, every: str | Interval = "20it", keep: int = 4, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every, units=["it"])
+        self.keep = check_int(self, "keep", keep)
+
+    def attached(self, engine: Engine) -> None:
+        engine.past.keep_states(every=int(self.every.value), keep=self.keep, by=self)
+
+    def detached(self, engine: Engine) -> None:
+        engine.past.forget()
+
+    @on(Events.STARTED, phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def begin(self, engine: Engine) -> None:
+        """Keep the state of the start."""
+        if not engine.snapshots.has_loaded_state:
+            engine.past.begin_run()
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def resume(self, engine: Engine) -> None:
+        """Keep the loaded state, unless an older one came with it."""
+        if engine.past.reached is None:
+            engine.past.begin_run()
+
+    @on("every", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def hold(self, engine: Engine) -> None:
+        """Keep the state of this iteration."""
+        engine.past.hold()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.engine is None else self.engine.past.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.engine is not None:
+            self.engine.past.load_state_dict(state)

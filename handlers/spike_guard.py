@@ -1,0 +1,383 @@
+"""Acts on spikes of the loss or the gradient norm: skips the step, stops, or goes back and leaves out the batches around it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.acts import Override
+from signalfire.blame import warn
+from signalfire.checks import check_choice, check_int, check_number
+from signalfire.past import Place
+
+from ._common.parameters import gradients_of, total_norm
+from ._common.ranks import CHECK_SPIKES, HOLD_STATE, MEASURE_GRADIENTS, READ_FLAGS
+
+__all__ = ["SpikeGuard"]
+
+_LEAST = 0.1  # in logarithms: whatever the deviation, less than 10 % above the mean is no spike
+
+
+class SpikeGuard(Handler):
+    """Finds spikes of the loss or of the gradient norm, and acts before the step that they would make.
+
+    A value is a spike if its logarithm is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
+    Spikes do not enter the window, nor does what is not finite, which is for `NonFiniteGuard`. Nothing is a spike before the
+    window is full. Of an accumulation window it is the mean loss that counts. The norm is that before clipping. With several
+    ranks, the loss is the mean over all, so all decide alike.
+
+    - "skip" omits the step.
+    - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike comes again, and from which sample.
+    - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
+      that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
+      has never seen these batches. States are kept in main memory, as `Rewindable` does, and a checkpoint has the oldest with it.
+
+    The first action, the 10th, the 100th and so on is reported (W19), as is every rewind.
+
+    Args:
+        policy: What to do.
+        window: Number of steps that say what is usual.
+        sigmas: Threshold in standard deviations of the logarithm. `alarms` tells how many of some recorded losses exceed it.
+        rewind: How many iterations the run goes back, which is also the interval of the states and the number of batches that
+            are left out. It has to be less than an epoch.
+        keep: How many states are kept in memory.
+        at_most: After how many rewinds another spike is an error.
+        watch: What is watched: "loss", "gradient_norm", or both.
+
+    Attributes:
+        actions: What was done, in order: a dict with ``iteration``, ``reason`` and ``batches``, a list of epoch and index (from
+            0) of the batches that were not trained on. It is part of every checkpoint; `export` writes it as JSON.
+
+    Errors:
+        RuntimeError: at a spike after ``at_most`` rewinds, naming the batches that were left out.
+
+    Source:
+        Chowdhery et al., "PaLM", 2022, section 5.1 (going back before a spike and leaving out the batches around it); the
+        threshold is that of OLMo's ``SkipStepOptimizer``, but in logarithms and on windows without the spikes.
+
+    Example:
+        >>> SpikeGuard(policy="rewind", rewind=50).rewind
+        50
+    """
+
+    trains = True
+    decides_alike = True
+
+    def __init__(
+        self,
+        policy: Literal["skip", "stop", "rewind"] = "skip",
+        *,
+        window: int = 128,
+        sigmas: float = 6.0,
+        rewind: int = 20,
+        keep: int = 4,
+        at_most: int = 3,
+        watch: str | Sequence[str] = ("loss", "gradient_norm"),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.policy = check_choice(self, "policy", policy, ("skip", "stop", "rewind"))
+        self.window = check_int(self, "window", window, least=8)
+        self.sigmas = check_number(self, "sigmas", sigmas, above=0)
+        self.rewind = check_int(self, "rewind", rewind)
+        self.keep = check_int(self, "keep", keep)
+        self.at_most = check_int(self, "at_most", at_most)
+        watched = [watch] if isinstance(watch, str) else list(watch) if isinstance(watch, Iterable) else []
+        if not watched:
+            raise ValueError(f"SpikeGuard(watch={watch!r}): expected 'loss', 'gradient_norm', or both")
+        self.watch = [check_choice(self, "watch", one, ("loss", "gradient_norm")) for one in watched]
+        rewinds = policy == "rewind"
+        self.loss_event = Events.LOSS_COMPUTED if "loss" in self.watch else None
+        self.start_event = Events.STARTED if rewinds else None
+        self.load_event = Events.CHECKPOINT_LOADED if rewinds else None
+        self.hold_event = Interval(self.rewind, "it") if rewinds else None
+        self.actions: list[dict[str, Any]] = []
+        self._usual: dict[str, _Window] = {}  # by update and what is watched
+        self._losses: dict[str, list[tuple[int, Tensor, float]]] = {}  # iteration, loss and weight, of the open window
+        self._norm: Tensor | None = None  # of the gradients that are ready
+        self._goes_back_to: int | None = None  # from the spike to the end of its iteration
+        self._told = False  # that a loss has no logarithm
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.SPIKES, by=self)
+        if self.policy == "rewind":
+            engine.past.keep_states(every=self.rewind, keep=self.keep, by=self)
+
+    def detached(self, engine: Engine) -> None:
+        if self.policy == "rewind":
+            engine.past.forget()
+
+    # ---- finding spikes -------------------------------------------------------------------------------------------
+
+    @on("loss_event", phase=Phase.RECORD, reads=["loss", "loss_weight", "window"], writes=[])
+    def record_loss(self, engine: Engine) -> None:
+        """Keep the loss on its device until the window is complete."""
+        update = engine.state.update
+        if update.evaluation == 0 and (loss := update.loss) is not None:
+            losses = self._losses.setdefault(update.name, [])
+            if update.window.held == 0:  # a new window, possibly after a discarded one
+                losses.clear()
+            losses.append((engine.state.iteration, loss.detach(), float(update.weight)))
+
+    @on(
+        Events.GRADIENTS_READY, phase=Phase.PREPARE, rank=MEASURE_GRADIENTS, reads=["gradients", "optimizer"], writes=[]
+    )
+    def measure_norm(self, engine: Engine) -> None:
+        """Measure the norm, before anything clips the gradients."""
+        update, self._norm = engine.state.update, None
+        if "gradient_norm" in self.watch and update.evaluation == 0 and (gradients := gradients_of(update)):
+            self._norm = total_norm(gradients)
+
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_SPIKES, reads=["loss", "optimizer"], writes=["flags"])
+    def ask(self, engine: Engine) -> None:
+        """Have the values read together with the flags of others."""
+        update = engine.state.update
+        if update.evaluation > 0:
+            return
+        losses, norm = self._losses.pop(update.name, []), self._norm
+        self._norm = None
+        numbers = [loss for _, loss, _ in losses] + ([] if norm is None else [norm])
+
+        def decide(*values: float) -> None:
+            self._decide(engine, update, losses, list(values))
+
+        update.read_numbers_later(decide, *numbers)
+
+    @on(
+        Events.GRADIENTS_READY,
+        phase=Phase.FINALIZE,
+        rank=READ_FLAGS,
+        reads=["optimizer", "processes", "flags"],
+        writes=["step", "stop"],
+    )
+    def read(self, engine: Engine) -> None:
+        """Read the values from the device."""
+        engine.state.update.read_flags()
+
+    def _decide(
+        self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor, float]], values: list[float]
+    ) -> None:
+        found: dict[str, float] = {}
+        if "gradient_norm" in self.watch and len(values) > len(losses):
+            found["gradient norm"] = values.pop()
+        if "loss" in self.watch:
+            weights = [weight for *_, weight in losses]
+            total, weight = sum(map(float.__mul__, values, weights)), sum(weights)
+            if engine.processes.distributed:
+                total, weight = engine.processes.sum(total, weight)
+            if weight:
+                found["loss"] = total / weight
+        if update.skipped is not None or not all(map(math.isfinite, found.values())):
+            return
+        if "loss" in found and found["loss"] <= 0:
+            self._report_no_logarithm(engine, found.pop("loss"))
+        logarithms = {what: math.log(value) for what, value in found.items() if value > 0}
+        reasons = []
+        for what, value in logarithms.items():
+            usual = self._usual.setdefault(f"{update.name}: {what}", _Window(self.window))
+            if (deviations := usual.exceeds(value, self.sigmas)) is not None:
+                reasons.append(
+                    f"the {what} {found[what]:.4g} is {deviations:.1f} standard deviations above the usual "
+                    f"{math.exp(usual.mean):.4g}"
+                )
+        if reasons:
+            first = losses[0][0] if losses else engine.state.iteration
+            self._act(engine, update, "; ".join(reasons), range(first, engine.state.iteration + 1))
+            return
+        for what, value in logarithms.items():
+            self._usual[f"{update.name}: {what}"].add(value)
+
+    def _report_no_logarithm(self, engine: Engine, loss: float) -> None:
+        if not self._told and engine.processes.is_rank_zero:
+            self._told = True
+            watched = "only the gradient norm is watched" if "gradient_norm" in self.watch else "it is not watched"
+            warn(f"{self.name!r}: the loss is {loss:.4g}, which has no logarithm: where it is not positive, {watched}")
+
+    # ---- acting ---------------------------------------------------------------------------------------------------
+
+    def _act(self, engine: Engine, update: UpdateState, reason: str, iterations: range) -> None:
+        now = engine.state.iteration
+        update.skip(reason)
+        if self.policy == "rewind":
+            self._rewind(engine, update, reason)
+            return
+        self._note(now, reason, engine.past.places_of(iterations))
+        self._report(engine, f"has left out {_step(len(self.actions))} of update {update.name!r}: {reason}")
+        if self.policy == "stop":
+            engine.terminate(f"iteration {now}: {reason}", by=self.name)
+
+    def _rewind(self, engine: Engine, update: UpdateState, reason: str) -> None:
+        now = engine.state.iteration
+        self._check_length(engine)
+        if len(self.actions) >= self.at_most:
+            left_out = "; ".join(_named(action["batches"]) for action in self.actions)
+            raise RuntimeError(
+                f"{self.name!r}: iteration {now}: {reason}, after {self.at_most} rewinds (at_most), which have left out "
+                f"{left_out}. Look at these batches, at the learning rate, or raise at_most="
+            )
+        to = max(now - self.rewind, 0)
+        self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
+        self._go_back(engine, to)
+        self._report(
+            engine,
+            f"goes back from iteration {now} to {to} and leaves out {_named(self.actions[-1]['batches'])} "
+            f"(rewind {len(self.actions)} of {self.at_most}): {reason}",
+        )
+
+    def _go_back(self, engine: Engine, to: int) -> None:
+        """Go back, at the end of this iteration, without the batches of the last action; a state saved until then tells so."""
+        self._goes_back_to = to
+        places = [Place(epoch, batch) for epoch, batch in self.actions[-1]["batches"]]
+        engine.past.rewind(to, leave_out=places, changes={self.name: {"actions": list(self.actions)}})
+
+    def _check_length(self, engine: Engine) -> None:
+        length = engine.state.epoch_length
+        if length is not None and self.rewind >= length:
+            raise ValueError(
+                f"{self.name!r}: rewind={self.rewind} is not less than an epoch, which has {length} batches: nothing would be "
+                "left of it; give a smaller rewind="
+            )
+
+    def _note(self, iteration: int, reason: str, places: Sequence[Place]) -> None:
+        self.actions.append({"iteration": iteration, "reason": reason, "batches": [list(place) for place in places]})
+
+    def _report(self, engine: Engine, what: str) -> None:
+        """Report the first action, the 10th, the 100th and so on, and each rewind."""
+        count = len(self.actions)
+        if engine.processes.is_rank_zero and (self.policy == "rewind" or str(count).rstrip("0") == "1"):
+            engine.findings.report(
+                "W19",
+                f"{self.name!r} {what}",
+                "if this is not expected, look at these batches and at the learning rate",
+                self.name,
+                key=count,
+            )
+
+    def alarms(self, values: Iterable[float]) -> list[int]:
+        """The places, from 0, of the recorded losses or norms that this guard would take for spikes."""
+        usual, found = _Window(self.window), []
+        for place, value in enumerate(values):
+            if not math.isfinite(value) or value <= 0:
+                continue
+            if usual.exceeds(math.log(value), self.sigmas) is None:
+                usual.add(math.log(value))
+            else:
+                found.append(place)
+        return found
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write `actions` to a JSON file."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.actions, file, indent=1)
+
+    # ---- keeping states -------------------------------------------------------------------------------------------
+
+    @on("start_event", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def begin(self, engine: Engine) -> None:
+        """Keep the state of the start."""
+        self._check_length(engine)
+        if not engine.snapshots.has_loaded_state:
+            engine.past.begin_run()
+
+    @on("load_event", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def resume(self, engine: Engine) -> None:
+        """Keep the loaded state, unless an older one came with it; go back if the run that saved it was about to."""
+        if engine.past.reached is None:
+            engine.past.begin_run()
+            if self._goes_back_to is not None:
+                self._go_back(engine, self._goes_back_to)
+
+    @on("hold_event", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
+    def hold(self, engine: Engine) -> None:
+        """Keep the state of this iteration."""
+        engine.past.hold()
+
+    @on(Events.ENDED, reads=["window"], writes=[])
+    def clear_losses(self, engine: Engine) -> None:
+        """Drop the losses, unless a window stays open for the next run."""
+        if not any(update.window.filled for update in engine.updates):
+            self._losses = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        past = {} if self.engine is None or self.policy != "rewind" else self.engine.past.state_dict()
+        return {
+            "actions": [dict(action) for action in self.actions],
+            "usual": {key: usual.state_dict() for key, usual in sorted(self._usual.items())},
+            "losses": {name: [list(one) for one in several] for name, several in sorted(self._losses.items())},
+            "goes_back_to": self._goes_back_to,
+        } | ({"past": past} if past else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.actions = [dict(action) for action in state["actions"]]
+        self._goes_back_to = state["goes_back_to"]
+        self._usual = {key: _Window.of(self.window, usual) for key, usual in state["usual"].items()}
+        self._losses = {
+            name: [(i, loss, weight) for i, loss, weight in several] for name, several in state["losses"].items()
+        }
+        if self.engine is not None and self.policy == "rewind":
+            self.engine.past.load_state_dict(state.get("past", {}))
+
+
+class _Window:
+    """Mean and standard deviation of the last values."""
+
+    def __init__(self, size: int) -> None:
+        self.values: deque[float] = deque(maxlen=size)
+        self.size = size
+        self.sums = 0.0, 0.0  # of the values and of their squares
+
+    @property
+    def mean(self) -> float:
+        return self.sums[0] / len(self.values)
+
+    def exceeds(self, value: float, sigmas: float) -> float | None:
+        """By how many standard deviations a value exceeds the mean, if that makes it a spike; else None."""
+        if len(self.values) < self.size:
+            return None
+        mean = self.sums[0] / self.size
+        deviation = math.sqrt(max(self.sums[1] / self.size - mean * mean, 0.0))
+        excess = value - mean
+        return excess / max(deviation, _LEAST / sigmas) if excess > max(sigmas * deviation, _LEAST) else None
+
+    def add(self, value: float) -> None:
+        total, squares = self.sums
+        if len(self.values) == self.size:
+            oldest = self.values[0]
+            total, squares = total - oldest, squares - oldest * oldest
+        self.values.append(value)
+        self.sums = total + value, squares + value * value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values), "sums": list(self.sums)}
+
+    @classmethod
+    def of(cls, size: int, state: Mapping[str, Any]) -> _Window:
+        window = cls(size)
+        if len(state["values"]) <= size:
+            window.values.extend(state["values"])
+            window.sums = tuple(state["sums"])
+        else:  # of a larger window
+            for value in state["values"][-size:]:
+                window.add(value)
+        return window
+
+
+def _step(count: int) -> str:
+    return "the first step" if count == 1 else f"{count} steps"
+
+
+def _named(batches: Sequence[Sequence[int]]) -> str:
+    """Batches in words: "batches 480 to 499 of epoch 1"."""
+    parts = []
+    for epoch in sorted({one for one, _ in batches}):
+        indices = [index for one, index in batches if one == epoch]
+        what = f"batch {indices[0]}" if len(indices) == 1 else f"batches {indices[0]} to {indices[-1]}"
+        parts.append(f"{what} of epoch {epoch}")
+    return " and ".join(parts) or "no batch"

@@ -1,0 +1,379 @@
+"""SpikeGuard against plain loops and runs that never see the batches that it leaves out."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Dataset
+
+from signalfire import Engine, Events, Phase, Update
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    CSVLogger,
+    GradientAccumulation,
+    GradientClipping,
+    History,
+    LRScheduling,
+    Metrics,
+    NonFiniteGuard,
+    SpikeGuard,
+    Validation,
+)
+from tests import kit
+from tests.kit import digest
+
+Batch = tuple[Tensor, Tensor]
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+WINDOW = 16
+
+
+def data_of(count: int, poisoned: int | None = None, scale: float = 100.0) -> list[Batch]:
+    """Batches of a smooth function; the targets of the poisoned one, counted from 1, are scaled."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(1, count + 1):
+        inputs = torch.randn(16, 5, generator=generator)
+        targets = inputs.sin().sum(1, keepdim=True)
+        found.append((inputs, targets * (scale if number == poisoned else 1.0)))
+    return found
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+
+def build(*handlers: Any, optimizer: Any = ADAM, streams: Any = "separate", model: nn.Module | None = None) -> Engine:
+    model = network() if model is None else model
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model, seed=0, streams=streams)
+    engine.attach(*handlers)
+    return engine
+
+
+def run(engine: Engine, data: Any, **bounds: Any) -> list[str]:
+    """Run, and return what was reported."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(data, **(bounds or {"max_epochs": 1}))
+    return [str(one.message) for one in caught]
+
+
+def weights(engine: Engine) -> str:
+    states = [update.optimizer.state_dict() for update in engine.updates if update.optimizer is not None]
+    return digest({"model": engine.model.state_dict(), "optimizers": states})
+
+
+# ---- skip ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_poisoned_batch_is_left_out_as_in_a_plain_loop_without_it() -> None:
+    guard = SpikeGuard(window=WINDOW)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = build(guard, model=model)
+    said = run(engine, data_of(60, poisoned=40))
+    assert [action["iteration"] for action in guard.actions] == [40]
+    assert guard.actions[0]["batches"] == [[1, 39]]
+    assert any("W19: 'spike_guard' has left out the first step of update 'main': " in one for one in said)
+
+    plain = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
+    plain.load_state_dict(start)
+    optimizer = ADAM(plain.parameters())
+    for number, (inputs, targets) in enumerate(data_of(60, poisoned=40), start=1):
+        if number != 40:
+            nn.functional.mse_loss(plain(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_is_watched_is_the_loss_the_norm_or_both() -> None:
+    for watch in ("loss", "gradient_norm", ["loss", "gradient_norm"]):
+        guard = SpikeGuard(window=WINDOW, watch=watch)
+        run(build(guard), data_of(60, poisoned=40))
+        assert [action["iteration"] for action in guard.actions] == [40]
+        reason = guard.actions[0]["reason"]
+        assert ("loss" in reason, "gradient norm" in reason) == ("loss" in watch, "gradient_norm" in watch)
+
+
+def test_the_norm_is_that_before_clipping() -> None:
+    guard = SpikeGuard(window=WINDOW, watch="gradient_norm")
+    run(build(guard, GradientClipping(max_norm=0.01)), data_of(60, poisoned=40))
+    assert [action["iteration"] for action in guard.actions] == [40]
+
+
+def test_a_window_counts_with_its_mean_loss_and_is_left_out_as_a_whole() -> None:
+    guard = SpikeGuard(window=WINDOW, watch="loss")
+    engine = build(guard, GradientAccumulation(2))
+    run(engine, data_of(80, poisoned=51))
+    assert [(action["iteration"], action["batches"]) for action in guard.actions] == [(52, [[1, 50], [1, 51]])]
+    assert engine.updates[0].steps == 39
+
+
+def test_what_is_not_finite_is_left_to_the_other_guard() -> None:
+    guard, other = SpikeGuard(window=WINDOW), NonFiniteGuard(check="both")
+    run(build(other, guard), data_of(60, poisoned=40, scale=float("inf")))
+    assert guard.actions == []
+    assert other.skipped == {"main": 1}
+
+
+def test_a_loss_without_a_logarithm_is_told_once_and_the_norm_is_watched() -> None:
+    guard = SpikeGuard(window=WINDOW)
+
+    def negative(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output, target) - 1e6
+
+    engine = Engine(Update.supervised(negative, ADAM), model=network(), seed=0, allow=["W90"])
+    engine.attach(guard)
+    said = run(engine, data_of(60, poisoned=40))
+    assert (
+        sum("has no logarithm: where it is not positive, only the gradient norm is watched" in one for one in said) == 1
+    )
+    assert [action["iteration"] for action in guard.actions] == [40]
+
+
+def test_spikes_do_not_enter_the_window_and_recorded_values_can_be_judged() -> None:
+    guard = SpikeGuard(window=8, sigmas=6)
+    calm = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.1, 0.9]
+    assert guard.alarms([*calm, 50.0, 50.0, 50.0, 1.0, 50.0]) == [8, 9, 10, 12]
+    assert guard.alarms([*calm, float("nan"), 0.0, 1.0, 1.2]) == []
+    assert guard.alarms([1.0] * 8 + [1.05, 1.2]) == [9]  # without any deviation, 10 % is the least
+    assert guard.alarms([*calm[:7], 50.0]) == []  # the window is not full
+
+
+# ---- stop ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_names_the_iteration_and_the_reason() -> None:
+    guard = SpikeGuard("stop", window=WINDOW)
+    engine = build(guard)
+    run(engine, data_of(60, poisoned=40))
+    assert engine.state.iteration == 40
+    assert engine.updates[0].steps == 39
+    assert engine.state.stop_reason is not None
+    assert engine.state.stop_reason.startswith("iteration 40: the gradient norm ")
+
+
+# ---- rewind --------------------------------------------------------------------------------------------------------
+
+
+def lacking(data: list[Batch], *numbers: int) -> list[Batch]:
+    """The data without the batches of these numbers, counted from 1."""
+    return [batch for number, batch in enumerate(data, start=1) if number not in numbers]
+
+
+def test_a_rewind_ends_as_a_run_that_never_sees_these_batches() -> None:
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = build(guard, EMA(0.9), LRScheduling(partial(OneCycleLR, max_lr=1e-2, total_steps=200)))
+    said = run(engine, data_of(60, poisoned=40))
+    assert any(
+        "goes back from iteration 40 to 34 and leaves out batches 34 to 39 of epoch 1 (rewind 1 of 3)" in one
+        for one in said
+    )
+    other = build(EMA(0.9), LRScheduling(partial(OneCycleLR, max_lr=1e-2, total_steps=200)))
+    run(other, lacking(data_of(60, poisoned=40), *range(35, 41)))
+    assert engine.state.iteration == other.state.iteration == 54
+    assert weights(engine) == weights(other)
+    assert digest(engine.find(EMA).state_dict()) == digest(other.find(EMA).state_dict())
+
+
+class Samples(Dataset[Batch]):
+    """Samples that are augmented at random."""
+
+    def __init__(self, poisoned: int | None) -> None:
+        self.poisoned = poisoned
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(index)
+        inputs = torch.randn(5, generator=generator)
+        targets = inputs.sin().sum(0, keepdim=True)
+        return inputs + 0.01 * torch.randn(5), targets * (100.0 if index == self.poisoned else 1.0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffled_loader_leaves_out_batches_by_epoch_and_index(workers: int) -> None:
+    def loader() -> DataLoader[Batch]:
+        order = torch.Generator().manual_seed(5)
+        return DataLoader(Samples(137), batch_size=4, shuffle=True, generator=order, num_workers=workers)
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = build(guard)
+    seen: list[Tensor] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.batch[0]), phase=Phase.RECORD)
+    run(engine, loader(), max_epochs=2)
+    first = guard.actions[0]
+    assert len(first["batches"]) == 6
+    # What is trained on is everything but these batches, each batch as an undisturbed run draws it.
+    everything: list[Tensor] = []
+    other = build()
+    other.connect(Events.ITERATION_COMPLETED, lambda engine: everything.append(engine.state.batch[0]))
+    run(other, loader(), max_epochs=2)
+    gone = {(epoch - 1) * 50 + index for action in guard.actions for epoch, index in action["batches"]}
+    kept = [batch for place, batch in enumerate(everything) if place not in gone]
+    assert engine.state.iteration == len(kept)
+    back = first["iteration"] - 6
+    again = first["iteration"] - max(one for one in range(0, back + 1, 6))
+    final = seen[: first["iteration"] - again] + seen[first["iteration"] :]
+    if len(guard.actions) == 1:
+        assert len(final) == len(kept)
+        assert all(torch.equal(a, b) for a, b in zip(final, kept, strict=True))
+
+
+def test_a_spike_at_the_beginning_of_an_epoch_leaves_out_batches_of_two() -> None:
+    data = data_of(40)
+    model = network()
+
+    class Poisoning:
+        """Data whose third batch is poisoned in the second epoch."""
+
+        passes = 0
+
+        def __len__(self) -> int:
+            return len(data)
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.passes += 1
+            for index, (inputs, targets) in enumerate(data):
+                yield inputs, targets * (100.0 if (self.passes, index) == (2, 2) else 1.0)
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = build(guard, model=model)
+    lengths = []
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: lengths.append(engine.state.epoch_iteration))
+    run(engine, Poisoning(), max_epochs=3)
+    assert guard.actions[0]["batches"] == [[1, 37], [1, 38], [1, 39], [2, 0], [2, 1], [2, 2]]
+    assert lengths == [40, 37, 37, 40] or lengths == [37, 37, 40] or lengths[-3:] == [37, 37, 40]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_logs_metrics_checkpoints_and_validations_are_those_of_a_run_without_these_batches(
+    tmp_path: Path, window: int
+) -> None:
+    def engine_of(folder: Path, *handlers: Any) -> Engine:
+        model = network()
+        evaluator = kit.evaluator_of(model)
+        return build(
+            *handlers,
+            Metrics(train_loss=Average()),
+            Validation(evaluator, data_of(3), every="7it", prefix="val_"),
+            CSVLogger(folder / "log.csv", every="1it"),
+            History(),
+            GradientAccumulation(window),
+            Checkpoint(folder / "best", monitor="val_loss", mode="min", keep=2, name="best"),
+            Checkpoint(folder / "last", every="9it", keep=1, name="last"),
+            model=model,
+        )
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = engine_of(tmp_path / "guarded", guard)
+    run(engine, data_of(80, poisoned=60))
+    assert len(guard.actions) == 1
+    start = guard.actions[0]["iteration"] - 6
+    other = engine_of(tmp_path / "other")
+    run(other, lacking(data_of(80, poisoned=60), *range(start + 1, start + 7)))
+    assert (tmp_path / "guarded" / "log.csv").read_text() == (tmp_path / "other" / "log.csv").read_text()
+    assert engine.find(History).records == other.find(History).records
+    for folder in ("best", "last"):
+        names = [sorted(path.name for path in (tmp_path / one / folder).iterdir()) for one in ("guarded", "other")]
+        assert names[0] == names[1]
+        for name in names[0]:
+            states = [Checkpoint.load(tmp_path / one / folder / name)["modules"] for one in ("guarded", "other")]
+            assert digest(states[0]) == digest(states[1])
+
+
+def test_too_many_rewinds_are_an_error_that_names_the_batches() -> None:
+    data = data_of(100)
+    for number in (40, 50, 60):
+        data[number - 1] = (data[number - 1][0], data[number - 1][1] * 100)
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=4, at_most=2)
+    engine = build(guard)
+    with pytest.raises(
+        RuntimeError, match=r"after 2 rewinds \(at_most\), which have left out batches 36 to 39 of epoch 1; "
+    ):
+        run(engine, data)
+
+
+def test_a_rewind_as_long_as_an_epoch_and_data_that_cannot_go_back_are_refused() -> None:
+    data = data_of(10)
+    data[5] = (data[5][0], data[5][1] * 100)
+    engine = build(SpikeGuard("rewind", window=8, rewind=20))
+    engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: None)
+    with pytest.raises(ValueError, match="rewind=20 is not less than an epoch, which has 10 batches"):
+        run(engine, data_of(10), max_epochs=5)
+    engine = build(SpikeGuard("rewind", window=8, rewind=5))
+    with pytest.raises(ValueError, match=r"is an iterator, which cannot go back"):
+        engine.run(iter(data_of(10)), max_epochs=1)
+
+
+def saved_at_each(engine: Engine, data: Any, **bounds: Any) -> list[tuple[int, bytes]]:
+    """Run, and save at each iteration, in its last phase."""
+    saved: list[tuple[int, bytes]] = []
+
+    def save(engine: Engine) -> None:
+        file = io.BytesIO()
+        torch.save(engine.state_dict(), file)
+        saved.append((engine.state.iteration, file.getvalue()))
+
+    engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST, rank=50)
+    run(engine, data, **bounds)
+    return saved
+
+
+@pytest.mark.slow
+def test_resumed_from_any_iteration_before_in_or_after_a_rewind_it_ends_alike() -> None:
+    def engine_of() -> tuple[Engine, SpikeGuard]:
+        guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+        return build(guard, EMA(0.9), Metrics(train_loss=Average()), History()), guard
+
+    data = data_of(60, poisoned=40)
+    whole, guard = engine_of()
+    saved = saved_at_each(whole, data)
+    expected = weights(whole), guard.actions, whole.find(History).records
+    assert len(guard.actions) == 1
+    for iteration, state in saved[18:]:
+        engine, other = engine_of()
+        engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        run(engine, data)
+        assert (weights(engine), other.actions, engine.find(History).records) == expected, iteration
+
+
+def test_the_actions_are_exported(tmp_path: Path) -> None:
+    guard = SpikeGuard(window=WINDOW)
+    run(build(guard), data_of(60, poisoned=40))
+    guard.export(tmp_path / "actions.json")
+    assert json.loads((tmp_path / "actions.json").read_text()) == guard.actions
+
+
+def test_switched_off_nothing_is_called() -> None:
+    engine = build(SpikeGuard("rewind", window=WINDOW))
+    calls: Callable[[], int] = lambda: sum(len(signal.receivers) for signal in engine.signals.all())  # noqa: E731
+    with engine.without("spike_guard"):
+        assert calls() == 0
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop", "rewind"])
+def test_a_run_without_spikes_is_not_changed(policy: Any) -> None:
+    digests = []
+    for handlers in ([], [SpikeGuard(policy, window=WINDOW, rewind=6)]):
+        engine = build(*handlers, streams="shared")
+        run(engine, data_of(40), max_epochs=2)
+        digests.append((weights(engine), torch.get_rng_state().sum().item()))
+    assert digests[0] == digests[1]

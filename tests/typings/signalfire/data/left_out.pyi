@@ -1,0 +1,1 @@
+from engine.data.left_out import *

@@ -1,0 +1,1 @@
+from handlers.spike_guard import *
