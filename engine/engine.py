@@ -29,11 +29,12 @@ from .past import Past, Place
 from .randomness import check_seed
 from .regions import Regions
 from .registry import Attachment, Registry
+from .replay import Replay
 from .signals import Signal
 from .snapshots import Snapshots
 from .state import State
 from .step import IterationSignals
-from .streams import Streams, check_streams
+from .streams import Streams, StreamsSetting
 from .update import Update, UpdateState
 from .wiring import Wiring
 
@@ -79,6 +80,8 @@ class Engine:
         >>> trainer.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3).iteration
         3
     """
+
+    streams = StreamsSetting()
 
     def __init__(
         self,
@@ -185,12 +188,7 @@ class Engine:
         self.boundary.stop(reason, by=by)
 
     def terminate_epoch(self, reason: str, *, by: str = "user") -> None:
-        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual.
-
-        Args:
-            reason: why, for who reads the code.
-            by: who asks; see `Boundary` for the difference that it makes with several ranks.
-        """
+        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual."""
         self.boundary.end_epoch(reason, by=by)
 
     @property
@@ -202,15 +200,6 @@ class Engine:
     def processes(self) -> Processes:
         """The ranks that train together; a single process unless a handler has joined a process group."""
         return self.group.processes
-
-    @property
-    def streams(self) -> Streams:
-        """Whether model and data draw from one stream, or each update and each epoch from its own; see the class."""
-        return self._streams
-
-    @streams.setter
-    def streams(self, streams: Streams) -> None:
-        self._streams: Streams = check_streams(streams, running=self.running)
 
     @property
     def device(self) -> torch.device:
@@ -335,11 +324,12 @@ class Engine:
         """
         return self.past.rewind(to, leave_out=leave_out)
 
-    def weights(self) -> dict[str, Any]:
-        """The states of the modules by name, as they are to be used: with averages in place, where a handler has them.
+    def replay(self, iteration: int) -> Replay:
+        """An iteration of the last run, to be made again: was it the data, or a fault that does not repeat? See `Replay`."""
+        return Replay(self, iteration)
 
-        Receivers of CHECKPOINT_SAVING may enter what puts them there (`Regions.enter`); it is left before this returns.
-        """
+    def weights(self) -> dict[str, Any]:
+        """The states of the modules by name, as they are to be used: with averages in place, where a handler has them."""
         return self.snapshots.weights()
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:

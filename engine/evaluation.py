@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from .acts import Override
 from .connection import Connection, Phase
+from .data.first_batches import FirstBatches
 from .data.loading import generators_of
-from .data.source import DataError, FirstBatches
+from .data.source import DataError
 from .events import EventEnum, Events
 from .findings.evaluation_findings import report_nothing_measured, report_other_weights
 from .handler import Handler

@@ -42,6 +42,7 @@ class Past(Part):
         every: the interval of the states in iterations; 0 if none are kept.
         keep: how many are kept.
         reached: the last iteration that was made before the run went back; None if it did not.
+        recorded: what a handler has recorded of the iterations since the oldest state, by iteration and name.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -49,6 +50,7 @@ class Past(Part):
         self.every = 0
         self.keep = 0
         self.reached: int | None = None
+        self.recorded: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
         self._holding = False
 
@@ -66,7 +68,7 @@ class Past(Part):
 
     def reset(self) -> None:
         """Drop the states."""
-        self._states, self.reached = {}, None
+        self._states, self.reached, self.recorded = {}, None, {}
 
     def begin_run(self) -> None:
         """Begin with the state in which the run starts, unless there are those of the run that it continues.
@@ -98,6 +100,9 @@ class Past(Part):
         while len(self._states) >= self.keep:
             del self._states[next(iter(self._states))]
         self._states[engine.state.iteration] = state
+        self.recorded = {
+            iteration: values for iteration, values in self.recorded.items() if iteration > min(self._states)
+        }
 
     @property
     def oldest(self) -> int | None:

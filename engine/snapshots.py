@@ -323,7 +323,10 @@ class Snapshots(Part):
     # ---- weights --------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Any]:
-        """The states of the modules by name, as they are to be used; see `Engine.weights`."""
+        """The states of the modules by name, as they are to be used; see `Engine.weights`.
+
+        Receivers of CHECKPOINT_SAVING may enter what puts averages in place (`Regions.enter`); it is left before this returns.
+        """
         copies: dict[str, Any] = self._weights(copied)
         return copies
 

@@ -18,23 +18,24 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["Streams", "batch_streams", "begin_stream", "check_streams", "model_streams"]
+__all__ = ["Streams", "StreamsSetting", "batch_streams", "begin_stream", "model_streams"]
 
 Streams = Literal["shared", "separate"]
 
 
-def check_streams(streams: Streams, *, running: bool) -> Streams:
-    """Check what ``engine.streams`` is set to.
+class StreamsSetting:
+    """The attribute ``engine.streams``: "shared" or "separate"; it is set between runs."""
 
-    Raises:
-        ValueError: for another word.
-        RuntimeError: during a run.
-    """
-    if streams not in get_args(Streams):
-        raise ValueError(f"Engine(streams={streams!r}): expected {' or '.join(map(repr, get_args(Streams)))}")
-    if running:
-        raise RuntimeError(f"Engine: streams={streams!r} was set during a run; set it between runs")
-    return streams
+    def __get__(self, engine: Engine, owner: type[Engine]) -> Streams:
+        streams: Streams = engine.__dict__["streams"]
+        return streams
+
+    def __set__(self, engine: Engine, streams: Streams) -> None:
+        if streams not in get_args(Streams):
+            raise ValueError(f"Engine(streams={streams!r}): expected {' or '.join(map(repr, get_args(Streams)))}")
+        if engine.running:
+            raise RuntimeError(f"Engine: streams={streams!r} was set during a run; set it between runs")
+        engine.__dict__["streams"] = streams
 
 
 def begin_stream(engine: Engine, *what: object) -> None:

@@ -37,7 +37,9 @@ class SpikeGuard(Handler):
     - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike comes again, and from which sample.
     - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
       that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
-      has never seen these batches. States are kept in main memory, as `Rewindable` does, and a checkpoint has the oldest with it.
+      has never seen these batches.
+
+    For the last two, states are kept in main memory, as `Rewindable` does, and a checkpoint has the oldest with it.
 
     The first action, the 10th, the 100th and so on is reported (W19), as is every rewind.
 
@@ -45,8 +47,8 @@ class SpikeGuard(Handler):
         policy: What to do.
         window: Number of steps that say what is usual.
         sigmas: Threshold in standard deviations of the logarithm. `alarms` tells how many of some recorded losses exceed it.
-        rewind: How many iterations the run goes back, which is also the interval of the states and the number of batches that
-            are left out. It has to be less than an epoch.
+        rewind: How many iterations the run goes back, which is also the interval of the states in iterations, and the number of
+            batches that are left out. For "rewind" it has to be less than an epoch.
         keep: How many states are kept in memory.
         at_most: After how many rewinds another spike is an error.
         watch: What is watched: "loss", "gradient_norm", or both.
@@ -93,11 +95,11 @@ class SpikeGuard(Handler):
         if not watched:
             raise ValueError(f"SpikeGuard(watch={watch!r}): expected 'loss', 'gradient_norm', or both")
         self.watch = [check_choice(self, "watch", one, ("loss", "gradient_norm")) for one in watched]
-        rewinds = policy == "rewind"
+        keeps = policy != "skip"
         self.loss_event = Events.LOSS_COMPUTED if "loss" in self.watch else None
-        self.start_event = Events.STARTED if rewinds else None
-        self.load_event = Events.CHECKPOINT_LOADED if rewinds else None
-        self.hold_event = Interval(self.rewind, "it") if rewinds else None
+        self.start_event = Events.STARTED if keeps else None
+        self.load_event = Events.CHECKPOINT_LOADED if keeps else None
+        self.hold_event = Interval(self.rewind, "it") if keeps else None
         self.actions: list[dict[str, Any]] = []
         self._usual: dict[str, _Window] = {}  # by update and what is watched
         self._losses: dict[str, list[tuple[int, Tensor, float]]] = {}  # iteration, loss and weight, of the open window
@@ -107,11 +109,11 @@ class SpikeGuard(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.SPIKES, by=self)
-        if self.policy == "rewind":
+        if self.policy != "skip":
             engine.past.keep_states(every=self.rewind, keep=self.keep, by=self)
 
     def detached(self, engine: Engine) -> None:
-        if self.policy == "rewind":
+        if self.policy != "skip":
             engine.past.forget()
 
     # ---- finding spikes -------------------------------------------------------------------------------------------
@@ -174,6 +176,12 @@ class SpikeGuard(Handler):
                 total, weight = engine.processes.sum(total, weight)
             if weight:
                 found["loss"] = total / weight
+        if self.policy != "skip":
+            recorded = {what.replace(" ", "_"): value for what, value in found.items()}
+            engine.past.recorded[engine.state.iteration] = recorded
+        if update.skipped is None and found.get("gradient norm") == math.inf:
+            # The sum of squares overflows long before an element does; the largest element is less than the norm.
+            found["gradient norm"] = total_norm(gradients_of(update), math.inf).item()
         if update.skipped is not None or not all(map(math.isfinite, found.values())):
             return
         if "loss" in found and found["loss"] <= 0:
@@ -282,7 +290,8 @@ class SpikeGuard(Handler):
     @on("start_event", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Keep the state of the start."""
-        self._check_length(engine)
+        if self.policy == "rewind":
+            self._check_length(engine)
         if not engine.snapshots.has_loaded_state:
             engine.past.begin_run()
 
@@ -306,7 +315,7 @@ class SpikeGuard(Handler):
             self._losses = {}
 
     def state_dict(self) -> dict[str, Any]:
-        past = {} if self.engine is None or self.policy != "rewind" else self.engine.past.state_dict()
+        past = {} if self.engine is None or self.policy == "skip" else self.engine.past.state_dict()
         return {
             "actions": [dict(action) for action in self.actions],
             "usual": {key: usual.state_dict() for key, usual in sorted(self._usual.items())},
@@ -321,7 +330,7 @@ class SpikeGuard(Handler):
         self._losses = {
             name: [(i, loss, weight) for i, loss, weight in several] for name, several in state["losses"].items()
         }
-        if self.engine is not None and self.policy == "rewind":
+        if self.engine is not None and self.policy != "skip":
             self.engine.past.load_state_dict(state.get("past", {}))
 
 

@@ -11,7 +11,8 @@ samplers with ``set_epoch`` receive the epoch.
 """
 
 from .combined import CombinedData, ReloadedData
+from .first_batches import FirstBatches
 from .loading import generators_of
-from .source import DataError, FirstBatches, RereadingWarning
+from .source import DataError, RereadingWarning
 
 __all__ = ["CombinedData", "DataError", "FirstBatches", "ReloadedData", "RereadingWarning", "generators_of"]

@@ -42,6 +42,7 @@ __all__ = [
     "draws_at_random",
     "generators_of",
     "has_torch_order",
+    "indices_from",
     "is_plain",
     "is_shuffled",
     "record_share",
@@ -150,6 +151,15 @@ class SkippingLoader:
 
 
 _TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
+
+
+def indices_from(loader: DataLoader[Any], number: int) -> Iterator[Any]:
+    """The indices of the batches of a pass, in order, drawn from the generators as they are now; those that a batch has."""
+    batched = loader.batch_sampler is not None
+    if number == 0 or not loader.persistent_workers:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as in `SkippingLoader.iterate`
+    for drawn in _until_exhausted(loader.batch_sampler if batched else loader.sampler):
+        yield drawn if batched else [drawn]
 
 
 class _OffsetSampler:

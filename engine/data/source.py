@@ -13,55 +13,18 @@ from ..blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
 from .extent import check_same_extent, extent_of
+from .first_batches import FirstBatches
 from .held_generators import HeldGenerators, draws_in_workers
 from .left_out import LeftOut
 from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
 from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
 
-__all__ = ["DataError", "FirstBatches", "RereadingWarning", "Source"]
+__all__ = ["DataError", "RereadingWarning", "Source"]
 
 
 class DataError(ValueError):
     """The data is empty, shorter than its length, or cannot be iterated again."""
-
-
-class FirstBatches:
-    """The first batches of data, read anew in each iteration over it; it has a length if the data has one.
-
-    Args:
-        data: The data.
-        count: Number of batches.
-    """
-
-    def __init__(self, data: Any, count: int) -> None:
-        limited = isinstance(data, FirstBatches)
-        self.data = data.data if limited else data
-        self.count = min(count, data.count) if limited else count
-
-    @property
-    def limited_data(self) -> Any:
-        """The unlimited data, whose samplers and generators are part of the position."""
-        return self.data
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.data))
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.limited(iter(self.data), 0)
-
-    def limited(self, batches: Iterator[Any] | None, start: int, count: int | None = None) -> Iterator[Any]:
-        """The rest of an iterator that begins at batch ``start``, up to batch ``count``: that of the object by default."""
-        count = self.count if count is None else count
-        for taken in range(start + 1, count + 1):
-            assert batches is not None
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if taken == count:
-                batches = None  # stops a DataLoader's workers now, not when this generator is freed
-            yield batch
 
 
 class Source:

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ..batches import tensors_in
 from ..data.extent import extent_of
+from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
-from ..data.source import FirstBatches
 from ..update import NO_GRADIENT
 from .composition import first_batch
 

@@ -148,7 +148,8 @@ class _Before:
         self.buffers = [(module, dict(module._buffers)) for module in modules]
         self.model = engine.model
         self.fields = [
-            (part, dict(vars(part))) for part in (engine.feed, engine.snapshots, engine.boundary, engine.findings)
+            (part, dict(vars(part)))
+            for part in (engine.feed, engine.snapshots, engine.boundary, engine.findings, engine.past)
         ]
         self.position = {name: getattr(engine.state, name) for name in State.__slots__}
         self.data = _positions(data)

@@ -1,0 +1,1 @@
+from engine.data.first_batches import *
