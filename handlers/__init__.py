@@ -46,6 +46,7 @@ from .pruning import Pruning
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
+from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
@@ -102,6 +103,7 @@ __all__ = [
     "Pruning",
     "Seeding",
     "SharpnessAwareMinimization",
+    "StragglerDetection",
     "Summary",
     "TensorBoardLogger",
     "Throughput",
