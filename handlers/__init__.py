@@ -35,6 +35,7 @@ from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
 from .non_finite_guard import NonFiniteGuard
+from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
@@ -93,6 +94,7 @@ __all__ = [
     "ModuleSummary",
     "MovingAverage",
     "NonFiniteGuard",
+    "OptimizerStatistics",
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",

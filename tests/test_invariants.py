@@ -51,6 +51,7 @@ from signalfire.handlers import (
     MixedPrecision,
     MixUp,
     NonFiniteGuard,
+    OptimizerStatistics,
     OverfitBatches,
     ParameterScheduling,
     ParameterStatistics,
@@ -219,6 +220,7 @@ CASES: dict[str, Case] = {
     "MixedPrecision, bf16": Case(lambda: MixedPrecision("bf16"), True),
     "MixedPrecision, fp16": Case(lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
     "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
+    "OptimizerStatistics": Case(lambda: OptimizerStatistics(every="2st"), False),
     "OverfitBatches": Case(lambda: OverfitBatches(2), True),
     "ParameterScheduling": Case(lambda: ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}), True),
     "ParameterScheduling, epochs": Case(

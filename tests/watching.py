@@ -37,6 +37,7 @@ from signalfire.handlers import (
     Metrics,
     MixedPrecision,
     NonFiniteGuard,
+    OptimizerStatistics,
     ParameterScheduling,
     ParameterStatistics,
     Predictions,
@@ -311,6 +312,7 @@ def pruned(folder: Path) -> Engine:
         Summary(),
         DeviceStatistics(every="2it"),
         ParameterStatistics(every="2st"),
+        OptimizerStatistics(every="2st"),
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine
