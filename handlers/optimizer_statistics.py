@@ -11,6 +11,7 @@ from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.checks import check_name
 from signalfire.interval import check_every
 
+from ._common.ranks import RECORD_GROUPS
 from ._common.updates import selected_updates
 
 __all__ = ["OptimizerStatistics"]
@@ -57,6 +58,7 @@ class OptimizerStatistics(Handler):
     @on(
         Events.OPTIMIZER_STEP_COMPLETED,
         phase=Phase.PREPARE,
+        rank=RECORD_GROUPS,
         reads=["step", "rates", "groups", "optimizer"],
         writes=["metrics"],
     )
