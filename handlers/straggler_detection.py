@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from signalfire.interval import check_every
 
 from ._common.ranks import AFTER_ALL, BEFORE_ALL, MEASURE_RATES
 
-__all__ = ["StragglerDetection", "find_stragglers"]
+__all__ = ["StragglerDetection", "Times", "find_stragglers"]
 
 LEAST_EVERY = 5
 """The shortest interval in iterations: the median of fewer is not robust."""
@@ -35,14 +35,14 @@ class StragglerDetection(Handler):
     """Names ranks that are slower than the others, and what they are slow at.
 
     In every iteration all ranks wait for the slowest, so that each seems equally slow. Here each rank times its own work without
-    this waiting. Every ``every`` iterations the ranks exchange the medians. A rank whose work takes more than ``threshold``
-    times the median of all ranks, and at least 1 ms more, is named in a warning, once, with the part that is slow: data,
-    forward (with the transfer of the batch and the loss), backward, or handlers (with the optimizer step). Another warning says
-    when the rank is back to normal. In ``state.metrics``: "straggler_ratio", the time of the slowest rank divided by the median.
+    this waiting, and every ``every`` iterations the ranks compare what these took. A rank whose work takes more than
+    ``threshold`` times the median of all ranks, and at least 1 ms more, in three quarters of the iterations, is named in a
+    warning, once, with the part that is slow: data, forward (with the transfer of the batch and the loss), backward, or handlers
+    (with the optimizer step). Another warning says when the rank is back to normal. In ``state.metrics``: "straggler_ratio",
+    the median time of the slowest rank divided by the median of all ranks.
 
     The backward is measured in time of the CPU, which does not pass while a process waits for another, or sleeps. On GPUs data
-    and forward are compared, since the host does not know when the device waits; of sharded models on GPUs data alone. What is
-    slow in less than half of the iterations does not show in a median.
+    and forward are compared, since the host does not know when the device waits; of sharded models on GPUs data alone.
 
     In a single process there is nobody to compare with: nothing is measured, so that the same script runs unchanged.
 
@@ -144,10 +144,11 @@ class StragglerDetection(Handler):
         """Exchange the times, and report which ranks have become slow, or normal again."""
         if not engine.processes.distributed:
             return
-        own = {part: _median(times) for part, times in self._times.items()}
+        durations = {part: _durations(times) for part, times in self._times.items()}
         self._forget()
-        ranks: list[dict[str, float]] = engine.processes.gather(own)
-        totals = [sum(times.values()) for times in ranks]
+        own = {part: Times(median(seconds), seconds[len(seconds) // 4]) for part, seconds in durations.items()}
+        ranks: list[dict[str, Times]] = engine.processes.gather(own)
+        totals = [sum(times.median for times in parts.values()) for parts in ranks]
         middle = median(totals)
         if middle > 0:
             engine.state.metrics["straggler_ratio"] = max(totals) / middle
@@ -171,36 +172,49 @@ class StragglerDetection(Handler):
         self._ended = self._arrived = self._begun = None
 
 
+class Times(NamedTuple):
+    """What a part of the iterations takes on a rank, in seconds: the median, and the lower quartile."""
+
+    median: float
+    quartile: float
+
+
 def find_stragglers(
-    ranks: Sequence[Mapping[str, float]], threshold: float, before: Mapping[int, str]
+    ranks: Sequence[Mapping[str, Times]], threshold: float, before: Mapping[int, str]
 ) -> dict[int, str]:
     """The ranks that are slow, each with the part in which it exceeds the median of the ranks most.
 
+    The lower quartile decides: where processes compete for the cores of a busy machine, the one or the other is slow in many
+    iterations, but as fast as the others in some. A rank that was slow stays so until half of its excess is gone, by the
+    median, so that one near the threshold is not named again and again.
+
     Args:
-        ranks: Of each rank, the seconds an iteration that each part takes.
+        ranks: Of each rank, the times of each part.
         threshold: Ratio to the median above which a rank is slow.
-        before: Ranks that were slow so far. They stay so until half of the excess is gone: a rank near the threshold is not
-            named again and again.
+        before: Ranks that were slow so far, with their parts.
 
     Example:
-        >>> find_stragglers([{"data": 0.01}, {"data": 0.03}, {"data": 0.01}], 1.2, {})
+        >>> fast, slow = {"data": Times(0.010, 0.009)}, {"data": Times(0.030, 0.029)}
+        >>> find_stragglers([fast, slow, fast], 1.2, {})
         {1: 'data'}
     """
-    totals = [sum(times.values()) for times in ranks]
-    middle = median(totals)
-    medians = {part: median(times[part] for times in ranks) for part in ranks[0]}
+    middle = median(sum(times.median for times in parts.values()) for parts in ranks)
+    usual = {part: median(parts[part].median for parts in ranks) for part in ranks[0]}
+    excess = max((threshold - 1) * middle, LEAST_EXCESS)
     found = {}
-    for rank, (times, total) in enumerate(zip(ranks, totals, strict=True)):
-        share = 0.5 if rank in before else 1.0
-        if total - middle > share * max((threshold - 1) * middle, LEAST_EXCESS):
-            found[rank] = before.get(rank) or max(times, key=lambda part: times[part] - medians[part])
+    for rank, parts in enumerate(ranks):
+        if rank in before:
+            if sum(times.median for times in parts.values()) - middle > excess / 2:
+                found[rank] = before[rank]
+        elif sum(times.quartile for times in parts.values()) - middle > excess:
+            found[rank] = max(parts, key=lambda part: parts[part].median - usual[part])
     return found
 
 
-def _slow(rank: int, part: str, ranks: Sequence[Mapping[str, float]]) -> str:
+def _slow(rank: int, part: str, ranks: Sequence[Mapping[str, Times]]) -> str:
     """What is reported of a slow rank."""
-    totals = [sum(times.values()) for times in ranks]
-    own, usual = ranks[rank][part], median(times[part] for times in ranks)
+    totals = [sum(times.median for times in parts.values()) for parts in ranks]
+    own, usual = ranks[rank][part].median, median(parts[part].median for parts in ranks)
     return (
         f"rank {rank} is a straggler, for which all others wait: its own work takes {totals[rank] * 1e3:.1f} ms an iteration, "
         f"the median of the ranks is {median(totals) * 1e3:.1f} ms. Slow is: {part} ({PARTS[part]}), {own * 1e3:.1f} ms in place "
@@ -215,9 +229,9 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _median(times: Sequence[tuple[Any, Any]]) -> float:
-    """The median duration in seconds; 0 where nothing was measured. Of a GPU, it waits for the last one."""
+def _durations(times: Sequence[tuple[Any, Any]]) -> list[float]:
+    """The durations in seconds in ascending order; 0 where nothing was measured. Of a GPU, it waits for the last one."""
     if times and isinstance(times[-1][1], torch.cuda.Event):
         times[-1][1].synchronize()
-        return float(median(begin.elapsed_time(end) * 1e-3 for begin, end in times))
-    return float(median([end - begin for begin, end in times] or [0.0]))
+        return sorted(begin.elapsed_time(end) * 1e-3 for begin, end in times)
+    return sorted(end - begin for begin, end in times) or [0.0]
