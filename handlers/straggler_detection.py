@@ -71,9 +71,7 @@ class StragglerDetection(Handler):
         self.threshold = check_number(self, "threshold", threshold, above=1)
         self.stragglers: dict[int, str] = {}
         self._processes: Processes = SINGLE_PROCESS
-        self._times: dict[
-            str, list[Any]
-        ] = {}  # of the iterations since the last comparison: begin and end of each part
+        self._times: dict[str, list[Any]] = {}  # by part: begin and end in the iterations since the last comparison
         self._mark: Callable[[], Any] | None = None  # what reads the time of the forward
         self._times_work = True  # whether backward and handlers are measured
         self._ended: float | None = None  # the iteration before
@@ -90,10 +88,14 @@ class StragglerDetection(Handler):
     def metric_names(self, engine: Engine) -> list[str]:
         return [] if self.compare_event is None else ["straggler_ratio"]
 
-    @on(Events.STARTED, phase=Phase.PERSIST, reads=["device", "modules"], writes=["metrics"])
-    def begin(self, engine: Engine) -> None:
-        """Announce the metric, and choose the clocks that do not run while this rank waits for others."""
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
+    def announce_metrics(self, engine: Engine) -> None:
+        """Announce the name of the metric."""
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
+
+    @on(Events.STARTED, phase=Phase.PERSIST, reads=["device", "modules"], writes=[])
+    def begin(self, engine: Engine) -> None:
+        """Choose the clocks that do not run while this rank waits for others; by now the model may be sharded."""
         self._processes, self.stragglers = engine.processes, {}
         self._forget()
         on_cpu, on_cuda = (engine.device.type == kind for kind in ("cpu", "cuda"))
