@@ -32,6 +32,8 @@ class Group(Part):
         sync_skips: whether the ranks have to agree on skipping the step under way.
         asked: whether a rank asks for anything, as all of them know.
         has_sent: whether this rank has sent its notice of the window under way.
+        met: when the gradients were last reduced, on this rank's wall clock without what it has waited for others in
+            `Processes.waited`, and in CPU time of its thread.
         carrier: carries the notices; a handler that reduces gradients may let them carry these.
     """
 
@@ -42,6 +44,7 @@ class Group(Part):
         self.sync_skips = False
         self.asked = False
         self.has_sent = False
+        self.met = 0.0, 0.0
         self.carrier: Carrier = SeparateCarrier(SINGLE_PROCESS)
         self._time = 0.0  # rank 0's clock when the ranks last agreed
         self._awaited = math.inf  # the moment at which rank 0 gives notice
@@ -134,7 +137,9 @@ class Group(Part):
     def noticed(self, update: UpdateState) -> bool:
         """Whether any rank has anything to say, once the gradients are reduced; if so, the ranks go on with `sum`."""
         self.has_sent = self.sync_skips = False
-        return self.carrier.receive(update)
+        noticed = self.carrier.receive(update)
+        self.met = time.perf_counter() - self.processes.waited, time.thread_time()
+        return noticed
 
     def sum(self, *numbers: float) -> list[float]:
         """The sums of these numbers over the ranks; they learn with it whether one asks for anything, and the time."""

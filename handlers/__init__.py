@@ -36,6 +36,7 @@ from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
 from .non_finite_guard import NonFiniteGuard
+from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
@@ -49,6 +50,7 @@ from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, war
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
 from .spike_guard import SpikeGuard
+from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
@@ -96,6 +98,7 @@ __all__ = [
     "ModuleSummary",
     "MovingAverage",
     "NonFiniteGuard",
+    "OptimizerStatistics",
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",
@@ -108,6 +111,7 @@ __all__ = [
     "Seeding",
     "SharpnessAwareMinimization",
     "SpikeGuard",
+    "StragglerDetection",
     "Summary",
     "TensorBoardLogger",
     "Throughput",

@@ -128,7 +128,8 @@ class ParameterStatistics(Handler):
 def _sums(before: Tensor, after: Tensor) -> Tensor:
     """The number, sum, sum of squares and zeros of the weights after a step; the sums of squares of the change, and of before."""
     new, old = _real(after), _real(before)
-    count = torch.tensor(new.numel(), dtype=new.dtype, device=new.device)
+    # torch.tensor(..., device=) would be a copy that the host waits for.
+    count = torch.full((), new.numel(), dtype=new.dtype, device=new.device)
     return torch.stack([count, new.sum(), (new**2).sum(), (new == 0).sum(), ((new - old) ** 2).sum(), (old**2).sum()])
 
 

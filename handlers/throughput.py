@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from signalfire.findings.dropout import is_compiled
 from signalfire.interval import check_every, event_of
 
 from ._common.operations import OperationCounter
+from ._common.peaks import name_of, peak_of
 from ._common.ranks import AFTER_ALL, BEFORE_ALL, MEASURE_RATES
 
 __all__ = ["Throughput"]
@@ -24,7 +26,8 @@ class Throughput(Handler):
     previous measurement. Evaluations, checkpoints and the first iterations of a run do not count, so that a resumed run shows no
     drop. With accumulation, a step has several batches. Optionally "tokens_per_second"; "waiting_for_data", the share of the
     time spent waiting for the next batch; "flops_per_second"; and "mfu", the share of the processors' peak performance that the
-    model's operations use (model FLOPs utilisation).
+    model's operations use (model FLOPs utilisation). A handler with a ``name`` puts it before the names, as in
+    "slow/samples_per_second", so that there may be several, with other intervals.
 
     On a GPU, kernels run asynchronously: rates are right where iterations wait for them now and then, as reading a loss does.
 
@@ -36,7 +39,9 @@ class Throughput(Handler):
         flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to those of
             the batch; or "count", which counts those of the first batch as torch does, not of compiled models. An LSTM is not
             counted; see `Summary`.
-        peak: Peak performance of one process's processor in operations per second, such as 989e12 for bfloat16 on an H100.
+        peak: Peak performance of one process's processor in operations per second, such as 989e12 for bfloat16 on an H100. By
+            default that of dense bfloat16 on the model's device, if it is one of a few known GPUs; on others there is no "mfu",
+            which a line on standard error says.
         clock: Clock in seconds.
 
     Source:
@@ -79,6 +84,8 @@ class Throughput(Handler):
         self.flops = flops
         self.peak = peak
         self.clock = clock
+        self.missing_peak_event = Events.STARTED if flops is not None and peak is None else None
+        self._prefix = "" if name is None else f"{name}/"
         self.record_event = event_of(self.every)
         self.wait_event = Events.GET_BATCH_STARTED if check_bool(self, "waiting", waiting) else None
         self.arrive_event = Events.GET_BATCH_COMPLETED if waiting else None
@@ -100,20 +107,29 @@ class Throughput(Handler):
             "tokens_per_second": self.tokens is not None,
             "waiting_for_data": self.wait_event is not None,
             "flops_per_second": self.flops is not None,
-            "mfu": self.peak is not None,
+            "mfu": self.flops is not None and self._peak(engine) is not None,
         }
-        return [
+        names = [
             "samples_per_second",
             "batches_per_second",
             "steps_per_second",
             *(name for name, measured in optional.items() if measured),
         ]
+        return [self._prefix + name for name in names]
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=["metrics"])
     def begin(self, engine: Engine) -> None:
         """Begin the warm-up, and announce the names of the metrics."""
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
         self._begun, self._left, self._counter = None, self.warmup, None
+
+    @on("missing_peak_event", phase=Phase.RECORD, reads=["device"], writes=["files"])
+    def report_missing_peak(self, engine: Engine) -> None:
+        """Print why there is no MFU, if the device's peak performance is not known."""
+        if self._peak(engine) is None:
+            device = name_of(engine.device)
+            line = f"{self.name}: no 'mfu': the peak performance of {device!r} is not known; give peak="
+            engine.processes.print(line, file=sys.stderr)
 
     @on("count_event", phase=Phase.RECORD, reads=[], writes=[])
     @on("count_backward_event", phase=Phase.RECORD, reads=[], writes=[])
@@ -173,7 +189,13 @@ class Throughput(Handler):
             if callable(self.flops):
                 self._operations += self.flops(batch)
 
-    @on("record_event", phase=Phase.PREPARE, rank=MEASURE_RATES, reads=["processes", "step"], writes=["metrics"])
+    @on(
+        "record_event",
+        phase=Phase.PREPARE,
+        rank=MEASURE_RATES,
+        reads=["processes", "step", "device"],
+        writes=["metrics"],
+    )
     def record(self, engine: Engine) -> None:
         """Write the rates of the window, and begin the next one."""
         if self._begun is None or self._iterations == 0:
@@ -194,10 +216,15 @@ class Throughput(Handler):
             "tokens_per_second": tokens / seconds,
             "waiting_for_data": waited / seconds,
             "flops_per_second": operations / seconds,
-            "mfu": operations / seconds / (self.peak or 1.0) / engine.processes.world_size,
+            "mfu": operations / seconds / (self._peak(engine) or 1.0) / engine.processes.world_size,
         }
         measured = self.metric_names(engine)
-        engine.state.metrics.update({name: value for name, value in values.items() if name in measured})
+        named = {self._prefix + name: value for name, value in values.items()}
+        engine.state.metrics.update({name: value for name, value in named.items() if name in measured})
+
+    def _peak(self, engine: Engine) -> float | None:
+        """As given, or that of the model's device; None if it is not known."""
+        return peak_of(name_of(engine.device)) if self.peak is None else self.peak
 
     def _operations_of_sample(self) -> float:
         """As given or counted; 0 where a function gives those of each batch, or none are known."""

@@ -44,6 +44,7 @@ from signalfire.handlers import (
     Predictions,
     Preemption,
     ProgressBar,
+    StragglerDetection,
     TensorBoardLogger,
     Validation,
 )
@@ -448,6 +449,7 @@ def replicas(folder: Path) -> Engine:
         Validation(evaluator_of(model), batches(2, seed=1), prefix="val_"),
         Checkpoint(folder, name="saved", every="1it"),
         NonFiniteGuard(),
+        StragglerDetection(every="5it"),
     )
 
 

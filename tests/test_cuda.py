@@ -38,6 +38,7 @@ from signalfire.handlers import (
     CSVLogger,
     CutMix,
     Cutout,
+    DeviceStatistics,
     DeviceTransfer,
     EarlyStopping,
     Freezing,
@@ -54,10 +55,13 @@ from signalfire.handlers import (
     MixedPrecision,
     MixUp,
     NonFiniteGuard,
+    OptimizerStatistics,
     ParameterScheduling,
+    ParameterStatistics,
     ProgressBar,
     SharpnessAwareMinimization,
     TensorBoardLogger,
+    Throughput,
     TruePrecision,
     Validation,
 )
@@ -268,6 +272,23 @@ def test_nothing_in_an_iteration_waits_for_the_device_in_bf16(tmp_path: Path) ->
     assert engine.updates[0].steps == LENGTH
 
 
+def statistics() -> list[Handler]:
+    """What is measured in every iteration: rates, memory, weights, hyperparameters."""
+    return [
+        Throughput(every="1it", warmup=1, waiting=True, flops="count", peak=1e12),
+        DeviceStatistics(every="1it"),
+        ParameterStatistics(every="1st"),
+        OptimizerStatistics(every="1st"),
+    ]
+
+
+def test_statistics_in_every_iteration_wait_for_nothing() -> None:
+    engine = build(*statistics())
+    assert waits(engine, batches(), max_epochs=1) == []
+    for name in ("samples_per_second", "mfu", "process_mib", "update_ratio", "momentum"):
+        assert engine.state.metrics.serials[name] >= LENGTH - 2
+
+
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("check", ["gradients", "loss", "both"])
 def test_scaling_and_the_guard_wait_once_a_window_together(tmp_path: Path, check: Any, guard_first: bool) -> None:
@@ -325,8 +346,11 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
     "MicroBatching": lambda: [MicroBatching(2)],
     "MicroBatching, accumulated": lambda: [MicroBatching(3), GradientAccumulation(2)],
     "MixUp": lambda: [MixUp()],
+    "OptimizerStatistics": lambda: [OptimizerStatistics(every="1st")],
     "ParameterScheduling": lambda: [ParameterScheduling("weight_decay", lambda step: 0.1 / (1 + step))],
+    "ParameterStatistics": lambda: [ParameterStatistics(every="1st")],
     "SharpnessAwareMinimization": lambda: [SharpnessAwareMinimization(adaptive=True)],
+    "Throughput": lambda: [Throughput(every="1it", warmup=1, waiting=True, flops="count", peak=1e12)],
     "TruePrecision": lambda: [TruePrecision("bf16")],
 }
 
@@ -565,6 +589,27 @@ def test_cuda_sees_no_synchronisation_in_an_iteration_in_bf16(tmp_path: Path) ->
     forbidden = range(BEGIN + 1, END + 1)
     assert modes == [2 if iteration in forbidden else 0 for iteration in range(1, LENGTH * EPOCHS + 1)]
     assert engine.updates[0].steps == LENGTH
+
+
+@needs_cuda
+@prototype
+def test_cuda_sees_no_synchronisation_in_an_iteration_with_statistics() -> None:
+    engine = build(DeviceTransfer("cuda", prefetch=True), *statistics())
+
+    def forbid(engine: Engine) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def allow(engine: Engine) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    engine.connect(Events.ITERATION_COMPLETED(once=BEGIN), forbid, phase=Phase.PERSIST, rank=AFTER_ALL)
+    engine.connect(Events.ITERATION_COMPLETED(once=END), allow, phase=Phase.PERSIST, rank=AFTER_ALL)
+    try:
+        engine.run(batches(pinned=True), max_epochs=EPOCHS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name in ("samples_per_second", "mfu", "gpu_allocated_mib", "update_ratio", "momentum"):
+        assert engine.state.metrics.serials[name] >= LENGTH * EPOCHS - 2
 
 
 @needs_cuda

@@ -452,6 +452,38 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_predictions_are_complete_and_in_the_order_of_the_data",
         ],
     },
+    "O5 learning rate, momentum, statistics, memory, throughput, stragglers": {
+        "handlers/test_throughput.py": [
+            "test_rates_are_those_of_the_iterations_after_the_warm_up",
+            "test_evaluations_and_checkpoints_do_not_count",
+            "test_a_step_of_accumulated_batches_is_one_step",
+            "test_operations_are_those_of_forward_and_backward_and_accumulation_changes_nothing",
+            "test_the_operations_of_a_large_layer_are_the_formula",
+            "test_of_an_unknown_device_there_is_no_mfu_and_a_line_says_why",
+            "test_between_two_measurements_an_iteration_calls_it_once_or_three_times",
+            "test_a_resumed_run_warms_up_again_and_shows_no_drop",
+            "test_two_of_them_have_metrics_by_their_names",
+        ],
+        "handlers/test_device_statistics.py": [
+            "test_the_memory_is_that_of_this_process_and_grows_with_what_it_holds",
+        ],
+        "handlers/test_parameter_statistics.py": ["test_the_statistics_are_those_of_a_plain_loop"],
+        "handlers/test_gradient_norms.py": ["test_the_norms_equal_what_clip_grad_norm_returns"],
+        "handlers/test_optimizer_statistics.py": [
+            "test_the_values_are_those_that_the_steps_of_a_plain_loop_use",
+            "test_the_history_and_the_loggers_have_all_of_them",
+        ],
+        "handlers/test_summary.py": ["test_shapes_and_calls_are_those_of_the_first_forward"],
+        "handlers/test_straggler_detection.py": [
+            "test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal",
+            "test_nobody_is_named_in_undisturbed_runs",
+            "test_between_two_comparisons_an_iteration_makes_three_calls_more",
+        ],
+        "test_cuda.py": [
+            "test_statistics_in_every_iteration_wait_for_nothing",
+            "test_cuda_sees_no_synchronisation_in_an_iteration_with_statistics",
+        ],
+    },
     "O6 profiler": {
         "handlers/test_profiler.py": [
             "test_what_waits_where_is_found_where_it_waits",

@@ -39,6 +39,7 @@ from signalfire.handlers import (
     Metrics,
     MixedPrecision,
     NonFiniteGuard,
+    OptimizerStatistics,
     ParameterScheduling,
     ParameterStatistics,
     Predictions,
@@ -313,6 +314,7 @@ def pruned(folder: Path) -> Engine:
         Summary(),
         DeviceStatistics(every="2it"),
         ParameterStatistics(every="2st"),
+        OptimizerStatistics(every="2st"),
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine

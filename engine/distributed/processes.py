@@ -7,7 +7,9 @@ import pickle
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from time import perf_counter
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,8 @@ class Processes:
         distributed: Whether there is more than one rank.
         is_rank_zero: Whether this is rank 0, which writes files and logs.
         timeout: Seconds after which a rank that does not join a collective counts as lost.
+        waited: Seconds that this process has spent in these collectives, mostly waiting for slower ranks. Those of torch, such as
+            the reduction of gradients, are not included.
 
     Example:
         >>> SINGLE_PROCESS.gather("here"), SINGLE_PROCESS.sum(1, 2.5), SINGLE_PROCESS.is_rank_zero
@@ -56,6 +60,7 @@ class Processes:
     timeout = 300.0
     world_size = 1
     local_rank = 0
+    waited = 0.0
 
     @property
     def distributed(self) -> bool:
@@ -151,6 +156,23 @@ class _LaunchedProcesses(Processes):
     sum = any = any_later = gather = collect = broadcast = barrier = gather_samples = watch = _not_joined
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _waiting(collective: Callable[Concatenate[ProcessGroup, P], R]) -> Callable[Concatenate[ProcessGroup, P], R]:
+    """Add the time that a collective takes to `Processes.waited`."""
+
+    @wraps(collective)
+    def timed(self: ProcessGroup, /, *args: P.args, **options: P.kwargs) -> R:
+        begun = perf_counter()
+        result = collective(self, *args, **options)
+        self.waited += perf_counter() - begun
+        return result
+
+    return timed
+
+
 class ProcessGroup(Processes):
     """The process group of ``torch.distributed``.
 
@@ -168,6 +190,7 @@ class ProcessGroup(Processes):
         # A random prefix hides keys that processes of an earlier attempt have left.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
+    @_waiting
     def sum(self, *numbers: float) -> list[float]:
         reduced = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(reduced, group=self.group)
@@ -187,6 +210,7 @@ class ProcessGroup(Processes):
 
         return answer
 
+    @_waiting
     def gather(self, value: Any) -> list[Any]:
         packed = pickle.dumps(value)
         head = _head(packed, GATHERED_AT_ONCE)
@@ -201,11 +225,13 @@ class ProcessGroup(Processes):
             dist.all_gather(tails, tail, group=self.group)
         return [_unpacked(*parts) for parts in zip(heads, tails, strict=True)]
 
+    @_waiting
     def collect(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
         dist.gather_object(value, values, group=self.group)
         return values or []
 
+    @_waiting
     def broadcast(self, value: Any) -> Any:
         packed = pickle.dumps(value) if self.is_rank_zero else b""
         head = _head(packed, BROADCAST_AT_ONCE)
@@ -216,6 +242,7 @@ class ProcessGroup(Processes):
             dist.broadcast(tail, 0, group=self.group)
         return value if self.is_rank_zero else _unpacked(head, tail)
 
+    @_waiting
     def barrier(self) -> None:
         dist.barrier(group=self.group)
 

@@ -56,6 +56,9 @@ READ_FLAGS = 20
 """GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronisation. A receiver of your own in
 this phase sees a step skipped for non-finite gradients if its rank is greater."""
 
+RECORD_GROUPS = -30
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: what the step has used is recorded before anything changes it."""
+
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 

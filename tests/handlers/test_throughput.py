@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from signalfire import Engine, Events, Update
+from signalfire import Connection, Engine, Events, Signal, Update
+from signalfire.connection import Receiver
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -21,6 +22,7 @@ from signalfire.handlers import (
     Throughput,
     Validation,
 )
+from signalfire.handlers._common.peaks import peak_of
 from tests import kit
 from tests.processes import assert_alike, run_together
 
@@ -156,6 +158,81 @@ def test_gradients_that_are_computed_twice_are_counted_once() -> None:
     engine.attach(Throughput(every="20it", flops="count", clock=clock), SharpnessAwareMinimization(0.1))
     (*_, (_, values)) = measured(engine)
     assert values["flops_per_second"] == pytest.approx(2 * (2 * 32 * 5 * 1) / 0.01, rel=1e-6)
+
+
+def test_the_operations_of_a_large_layer_are_the_formula() -> None:
+    engine, clock = build(nn.Linear(1024, 1024)), Clock()
+    timed(engine, clock)
+    engine.attach(Throughput(every="3it", warmup=2, flops="count", peak=1e12, clock=clock))
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(64, 1024, generator=generator), torch.randn(64, 1024, generator=generator)
+    engine.run([batch] * 3, max_epochs=1)
+    # The forward, and the weights' gradients: the input needs none.
+    expected = 2 * (2 * 64 * 1024 * 1024) / 0.01
+    assert engine.state.metrics["flops_per_second"] == pytest.approx(expected, rel=1e-6)
+    assert engine.state.metrics["mfu"] == pytest.approx(expected / 1e12, rel=1e-6)
+
+
+def test_of_an_unknown_device_there_is_no_mfu_and_a_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build()
+    engine.attach(Throughput(every="20it", flops=30.0))
+    (*_, (_, values)) = measured(engine)
+    assert "mfu" not in values
+    assert not any("mfu" in name for name in engine.handlers["throughput"].metric_names(engine))
+    assert capsys.readouterr().err == "throughput: no 'mfu': the peak performance of 'cpu' is not known; give peak=\n"
+    for options in ({"flops": 30.0, "peak": 1e9}, {}):
+        engine = build()
+        engine.attach(Throughput(**options))  # type: ignore[arg-type]
+        engine.run(data(2), max_epochs=1)
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100", None),
+        ("Tesla V100-SXM2-16GB", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_whole_name_alone(device: str, peak: float | None) -> None:
+    assert peak_of(device) == peak
+
+
+def test_two_of_them_have_metrics_by_their_names() -> None:
+    engine, clock = build(), Clock()
+    timed(engine, clock)
+    engine.attach(Throughput(every="20it", clock=clock), Throughput(every="50it", clock=clock, name="slow"))
+    found = measured(engine)
+    assert [iteration for iteration, _ in found] == [20, 40, 50, 60, 80, 100]
+    assert {*found[-1][1]} == {*RATES, *(f"slow/{name}" for name in RATES)}
+    assert all(
+        value == pytest.approx(3200) for _, values in found for name, value in values.items() if "samples" in name
+    )
+
+
+@pytest.mark.parametrize(("waiting", "calls"), [(False, 1), (True, 3)])
+def test_between_two_measurements_an_iteration_calls_it_once_or_three_times(waiting: bool, calls: int) -> None:
+    engine, called = build(), [0]
+
+    def counted(signal: Signal, connection: Connection) -> Receiver:
+        def call(engine: Engine) -> Any:
+            called[0] += connection.owner == "throughput"
+            return connection.call(engine)
+
+        return call
+
+    engine.attach(Throughput(every="1000it", waiting=waiting))
+    engine.signals.call_through(counted)
+    engine.run(data(30), max_epochs=1)
+    assert called == [30 * calls + 1]  # and once as the run starts
 
 
 @pytest.mark.parametrize("flops", [30.0, lambda batch: 30.0 * len(batch[0])])

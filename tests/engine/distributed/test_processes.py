@@ -103,6 +103,23 @@ SIZES = sorted({size + near for size in (0, GATHERED_AT_ONCE, BROADCAST_AT_ONCE,
 """Of texts, so that pickled they are a little shorter, exactly as long, and a little longer than what one collective sends."""
 
 
+def _waited() -> float:
+    processes = process_group(timeout=TIMEOUT)
+    processes.barrier()
+    before = processes.waited
+    if processes.rank == 1:
+        time.sleep(0.3)
+    processes.any(False)
+    return processes.waited - before
+
+
+@pytest.mark.slow
+def test_the_time_that_a_rank_waits_for_others_in_a_collective_is_counted() -> None:
+    assert SINGLE_PROCESS.waited == 0
+    first, second = run_together(_waited, 2)
+    assert first - second == pytest.approx(0.3, abs=0.15)
+
+
 def _values_of_any_size() -> list[bool]:
     processes = process_group(timeout=TIMEOUT)
     rank = processes.rank

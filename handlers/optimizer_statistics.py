@@ -1,0 +1,93 @@
+"""Learning rates, momenta and weight decays as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.checks import check_name
+from signalfire.interval import check_every
+
+from ._common.ranks import RECORD_GROUPS
+from ._common.updates import selected_updates
+
+__all__ = ["OptimizerStatistics"]
+
+
+class OptimizerStatistics(Handler):
+    """Records the hyperparameters that every n-th optimizer step uses, as schedules have set them.
+
+    In ``state.metrics``: "learning_rate", "momentum" (of Adam and its relatives the first of the betas), "beta2" (the second)
+    and "weight_decay", as far as the optimizer has them. With several parameter groups their names end in "/group0" and so on;
+    in an engine with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". Loggers write
+    learning rates without this handler; with it they write the others as well, and `History` has all of them.
+
+    A step that is skipped is not recorded. What is a tensor, such as the rate of a capturable optimizer, is recorded as one, so
+    that nothing waits for the device.
+
+    Args:
+        every: Interval between two records, in optimizer steps of each update.
+        update: Name of the update whose optimizer is recorded; all updates by default.
+
+    Example:
+        >>> OptimizerStatistics(every="10st").every
+        Interval(value=10, unit='st')
+    """
+
+    trains = True
+    decides_alike = True
+
+    def __init__(self, *, every: str | Interval = "100st", update: str | None = None, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every, units=["st"])
+        self.update = check_name(self, "update", update)
+
+    def attached(self, engine: Engine) -> None:
+        if self.update is not None:
+            engine.find_update(self.update)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["rates", "groups", "optimizer"], writes=["metrics"])
+    def announce_metrics(self, engine: Engine) -> None:
+        """Announce the names of the metrics."""
+        names = [name for update in selected_updates(engine, self.update) for name in _values(engine, update)]
+        engine.state.metrics.announce(self.name, names)
+
+    @on(
+        Events.OPTIMIZER_STEP_COMPLETED,
+        phase=Phase.PREPARE,
+        rank=RECORD_GROUPS,
+        reads=["step", "rates", "groups", "optimizer"],
+        writes=["metrics"],
+    )
+    def record(self, engine: Engine) -> None:
+        """Record the values that the step has used, before schedules change them."""
+        update = engine.state.update
+        made = update.skipped is None and update.steps % int(self.every.value) == 0
+        if made and self.update in (None, update.name):
+            engine.state.metrics.update(_values(engine, update))
+
+
+def _values(engine: Engine, update: UpdateState) -> dict[str, Any]:
+    """The hyperparameters of an update's optimizer by the names of their metrics."""
+    groups = [] if update.optimizer is None else update.optimizer.param_groups
+    suffix = "" if len(engine.updates) == 1 else f"/{update.name}"
+    places = [suffix] if len(groups) == 1 else [f"{suffix}/group{i}" for i in range(len(groups))]
+    return {
+        f"{kind}{place}": value.detach().clone() if isinstance(value, Tensor) else float(value)
+        for place, group in zip(places, groups, strict=True)
+        for kind, value in _of_group(group).items()
+        if value is not None  # Adafactor finds its rates itself
+    }
+
+
+def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    betas = tuple(group.get("betas") or ())
+    return {
+        "learning_rate": group.get("lr"),
+        "momentum": betas[0] if betas else group.get("momentum"),
+        "beta2": betas[1] if len(betas) > 1 else None,
+        "weight_decay": group.get("weight_decay"),
+    }

@@ -1,0 +1,254 @@
+"""Stragglers in real processes: who is named, for what, how often, and at what cost."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from signalfire import Engine, Events, Handler, Phase
+from signalfire.distributed import expected_processes
+from signalfire.handlers import DistributedDataParallel, FullyShardedDataParallel, StragglerDetection
+from signalfire.handlers.straggler_detection import Times, find_stragglers
+from tests import kit
+from tests.kit import quick
+from tests.processes import run_together
+
+DELAY = 0.02
+Slow = Callable[[int], bool]
+"""Whether the rank under test is slow in an iteration."""
+
+
+def on_rank(rank: int, slow: Slow) -> Slow:
+    own = expected_processes().rank == rank
+    return lambda iteration: own and slow(iteration)
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Samples in the order of their indices, of which those of a slow iteration take a while."""
+
+    def __init__(self, iterations: int, slow: Slow) -> None:
+        self.size = 4
+        self.iterations = iterations
+        self.slow = slow
+        self.values = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.iterations * self.size * expected_processes().world_size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        iteration, place = divmod(index, self.size * expected_processes().world_size)
+        if place % self.size == 0 and self.slow(iteration + 1):
+            time.sleep(DELAY)
+        sample = self.values[index % 64]
+        return sample[:5], sample[5:]
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self, batch_size=self.size)
+
+
+class Stream:
+    """Data of each rank's own, of a length that nobody knows: the ranks agree on its end batch by batch."""
+
+    def __init__(self, iterations: int, slow: Slow) -> None:
+        self.samples = Samples(iterations, slow)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        samples, rank = self.samples, expected_processes().rank
+        for first in range(0, samples.iterations * samples.size, samples.size):
+            if samples.slow(first // samples.size + 1):
+                time.sleep(DELAY)
+            values = samples.values[[(first + 17 * rank + place) % 64 for place in range(samples.size)]]
+            yield values[:, :5], values[:, 5:]
+
+
+def burn(seconds: float) -> None:
+    begun = time.thread_time()
+    while time.thread_time() - begun < seconds:
+        pass
+
+
+PLACES: dict[str, tuple[Any, Callable[[float], None]]] = {
+    "forward": (Events.FORWARD_COMPLETED, time.sleep),
+    "backward": (Events.BACKWARD_COMPLETED, burn),
+    "handlers": (Events.ITERATION_COMPLETED, time.sleep),
+}
+
+
+def build(*handlers: Handler, distributing: Handler | None = None) -> Engine:
+    engine = kit.build(kit.mlp(5, 8, 1, nn.Tanh()), optimizer=partial(torch.optim.SGD, lr=0.01))
+    engine.attach(distributing or DistributedDataParallel(timeout=60.0), *handlers)
+    return engine
+
+
+def told(engine: Engine, data: Any, **bounds: Any) -> list[str]:
+    """The warnings of a run."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        engine.run(data, **{"max_epochs": 1} | bounds)
+    return [str(one.message) for one in seen]
+
+
+def watched(part: str, kind: str, every: int, slow_windows: int) -> tuple[list[str], list[float], list[dict[int, str]]]:
+    """Rank 1 is slow in so many windows of ``every`` iterations; there is one before, and one after them."""
+    end = every * (slow_windows + 1)
+    slow = on_rank(1, lambda iteration: every <= iteration < end)
+    in_data: Slow = slow if part == "data" else lambda iteration: False
+    handler = StragglerDetection(every=f"{every}it")
+    own = DistributedDataParallel(timeout=60.0, shard_policy="own")
+    sharded = FullyShardedDataParallel(timeout=60.0)
+    engine = build(handler, distributing={"own": own, "sharded": sharded}.get(kind))
+    if part in PLACES:
+        event, work = PLACES[part]
+        engine.connect(event, lambda engine: work(DELAY) if slow(engine.state.iteration) else None)
+    # Each iteration ends with a collective, in which the others wait for what rank 1 does there.
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.processes.barrier(), phase=Phase.PERSIST)
+    found: list[dict[int, str]] = []
+    compared = Events.ITERATION_COMPLETED(every=every)
+    engine.connect(compared, lambda engine: found.append(dict(handler.stragglers)), phase=Phase.RECORD)
+    seen = kit.new_metrics(engine)
+    data: Any = Stream(end + every, in_data) if kind == "own" else Samples(end + every, in_data).loader()
+    return told(engine, data), [values["straggler_ratio"] for _, values in seen], found
+
+
+SCENARIOS = [
+    ("data", "auto", 20, 2),
+    ("data", "auto", 100, 1),
+    ("data", "own", 100, 1),
+    ("data", "sharded", 100, 1),
+    ("forward", "auto", 100, 1),
+    ("backward", "auto", 100, 1),
+    ("handlers", "own", 100, 1),
+]
+
+
+@pytest.mark.parametrize(("part", "kind", "every", "slow_windows"), quick(SCENARIOS, SCENARIOS[0]))
+def test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal(
+    part: str, kind: str, every: int, slow_windows: int
+) -> None:
+    (messages, ratios, found), *others = run_together(watched, 3, part, kind, every, slow_windows)
+    slow, normal = messages
+    assert f"iteration {2 * every}: rank 1 is a straggler" in slow
+    assert f"Slow is: {part} (" in slow
+    assert f"iteration {(slow_windows + 2) * every}: rank 1 is back to normal" in normal
+    assert found == [{}, *[{1: part}] * slow_windows, {}]
+    assert min(ratios[1:-1]) > 2
+    for other in others:
+        assert other == ([], ratios, found)
+
+
+def undisturbed(runs: int, iterations: int) -> list[list[str]]:
+    return [
+        told(build(StragglerDetection()), Samples(iterations, lambda iteration: False).loader()) for _ in range(runs)
+    ]
+
+
+@pytest.mark.slow
+def test_nobody_is_named_in_undisturbed_runs() -> None:
+    for found in run_together(undisturbed, 3, 10, 1000):
+        assert found == [[]] * 10
+
+
+def calls_of(*handlers: Handler) -> float:
+    """Python calls of an iteration, without the first and the last ones."""
+    engine, counts = build(*handlers), [0]
+    begin, end = 10, 100
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        counts[0] += event == "call"
+
+    engine.connect(Events.ITERATION_COMPLETED(once=begin), lambda engine: sys.setprofile(count))
+    engine.connect(Events.ITERATION_COMPLETED(once=end), lambda engine: sys.setprofile(None))
+    engine.run(list(kit.batches(400)), max_epochs=1)
+    return counts[0] / (end - begin)
+
+
+def more_calls() -> float:
+    return calls_of(StragglerDetection(every="190it")) - calls_of()
+
+
+@pytest.mark.slow
+def test_between_two_comparisons_an_iteration_makes_three_calls_more() -> None:
+    assert run_together(more_calls, 2) == [pytest.approx(3, abs=0.05)] * 2
+
+
+def ends_of_two() -> list[str]:
+    engines = [build(), build(StragglerDetection(every="9it"))]
+    for engine in engines:
+        engine.run(Samples(40, lambda iteration: False).loader(), max_epochs=1)
+    assert "straggler_ratio" in engines[1].state.metrics
+    assert not engines[1].state_dict()["engine"]["metrics"]["values"], (
+        "a speed is no part of what a resumed run repeats"
+    )
+    return [kit.digest(engine.modules["model"].state_dict()) for engine in engines]
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_a_run_without_it() -> None:
+    for with_it, without in run_together(ends_of_two, 2):
+        assert with_it == without
+
+
+def test_in_a_single_process_no_iteration_calls_it_and_no_metric_is_announced() -> None:
+    engine = build(StragglerDetection())
+    engine.run(kit.batches(3), max_epochs=1)
+    assert not [
+        one
+        for event in Events
+        if event not in (Events.STARTED, Events.ENDED)
+        for one in engine.signal(event).connections
+        if one.owner == "straggler_detection"
+    ]
+    assert not list(engine.handlers["straggler_detection"].metric_names(engine))
+
+
+def rank(data: float, forward: float, quick_forward: float | None = None) -> dict[str, Times]:
+    """Of a rank, in milliseconds: the medians, and the lower quartile of the forward if it is another."""
+    low = forward if quick_forward is None else quick_forward
+    return {"data": Times(data * 1e-3, data * 1e-3), "forward": Times(forward * 1e-3, low * 1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "expected"),
+    [
+        ([rank(1, 10), rank(1, 10.5), rank(1, 12.1)], {}, {}),  # 1.14 times the median
+        ([rank(1, 10), rank(1, 10), rank(1, 13)], {}, {2: "forward"}),
+        ([rank(1, 10), rank(1, 10), rank(1, 20, 11)], {}, {}),  # as fast as the others in some iterations
+        ([rank(1, 10), rank(1, 10), rank(1, 20, 13)], {}, {2: "forward"}),
+        ([rank(4, 10), rank(1, 10), rank(1, 10)], {}, {0: "data"}),
+        ([rank(0.1, 0.2), rank(0.1, 0.2), rank(1, 0.2)], {}, {}),  # four times the median, and less than 1 ms more
+        ([rank(0.1, 0.2), rank(0.1, 0.2), rank(1.2, 0.2)], {}, {2: "data"}),
+        ([rank(1, 10), rank(1, 10), rank(1, 12)], {2: "data"}, {2: "data"}),  # near the threshold it stays what it was
+        ([rank(1, 10), rank(1, 10), rank(1, 20, 9)], {2: "data"}, {2: "data"}),
+        ([rank(1, 10), rank(1, 10), rank(1, 11)], {2: "data"}, {}),
+        ([rank(1, 10), rank(9, 10)], {}, {1: "data"}),  # of two ranks, the median is between them
+        ([rank(1, 10), rank(1, 20), rank(9, 10), rank(1, 10), rank(1, 10)], {}, {1: "forward", 2: "data"}),
+        ([rank(0, 0), rank(0, 0)], {}, {}),  # nothing was measured
+    ],
+)
+def test_a_straggler_is_far_above_the_median_in_ratio_in_time_and_most_of_the_time(
+    ranks: list[dict[str, Times]], before: dict[int, str], expected: dict[int, str]
+) -> None:
+    assert find_stragglers(ranks, 1.2, before) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": "1ep"}, "every='1ep'"),
+        ({"every": "4it"}, "every='4it'"),
+        ({"threshold": 1}, "threshold=1"),
+        ({"threshold": "much"}, "threshold='much'"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"StragglerDetection\({message}"):
+        StragglerDetection(**wrong)

@@ -1,0 +1,1 @@
+from handlers.optimizer_statistics import *

@@ -1,0 +1,1 @@
+from handlers.straggler_detection import *
