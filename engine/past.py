@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .acts import Override
+from .data.left_out import LeftOut
 from .data.source import DataError
 from .part import Part
 
@@ -157,7 +158,9 @@ class Past(Part):
         _, state = self.before(to + 1)
         places = [(place.epoch - 1, place.batch) for place in leave_out]
         state = dict(state)
-        state["data"] = _with_left_out(state["data"], engine.feed.current.left_out.plus(places).state_dict())
+        if places:
+            left_out = (engine.feed.current.left_out or LeftOut()).plus(places)
+            state["data"] = {**(state["data"] or {}), "left_out_now": left_out.state_dict()}
         for name, entries in (changes or {}).items():
             state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
         engine.snapshots.restore(state)
@@ -187,7 +190,3 @@ class Past(Part):
         """Take back what `state_dict` gave, in a run that resumes; a state that is put back inside of a run has none with it."""
         if state:
             self._states = {state["iteration"]: dict(state["state"])}
-
-
-def _with_left_out(position: Mapping[str, Any] | None, left_out: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-    return {**(position or {}), "left_out_now": left_out}

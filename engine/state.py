@@ -161,8 +161,7 @@ class MetricStore(dict[str, Any]):
             "values": {name: value for name, value in sorted(self.items()) if name not in left_out},
             "serials": {name: count for name, count in sorted(self.serials.items()) if name not in left_out},
             "serial": self.serial - sum(self.serials.get(name, 0) for name in left_out),
-            "evaluated": sorted(self.evaluated - left_out),
-        }
+        } | ({"evaluated": sorted(self.evaluated - left_out)} if self.evaluated else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()

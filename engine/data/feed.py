@@ -75,7 +75,8 @@ class Feed:
         """Continue from a saved position; the epoch and iteration are those in the state."""
         source = self.current
         self.position = position
-        source.left_out = LeftOut((position or {}).get("left_out_now"))
+        left_out = (position or {}).get("left_out_now")
+        source.left_out = LeftOut(left_out) if left_out else None
         source.load(max(self.state.epoch - 1, 0))
         source.loaded = True
         self.state.epoch_length = source.epoch_length

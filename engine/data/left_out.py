@@ -29,9 +29,6 @@ class LeftOut:
     def __init__(self, batches: Mapping[int, Iterable[int]] | None = None) -> None:
         self._by_pass = {int(number): sorted(set(indices)) for number, indices in (batches or {}).items()}
 
-    def __bool__(self) -> bool:
-        return bool(self._by_pass)
-
     def plus(self, places: Iterable[tuple[int, int]]) -> LeftOut:
         """These batches, and others, each given by its pass and index."""
         merged = {number: list(indices) for number, indices in self._by_pass.items()}

@@ -35,8 +35,8 @@ class Source:
 
     Attributes:
         batches: Number of this rank's batches in a pass, with those that are left out; None if unknown.
-        left_out: The batches that are left out.
-        before: Where the pass before this one started, and its number; None if there was none.
+        left_out: The batches that are left out; None if there are none.
+        before: Number of iterations of the run before the last pass but this one; None if there was none.
         continues: Whether passes continue across epochs.
         started_at: Number of iterations of the run before this pass.
         number: Number of this pass, counted from 0.
@@ -55,9 +55,9 @@ class Source:
         omit_padding: bool = False,
         left_out: LeftOut | None = None,
     ) -> None:
-        self.left_out = LeftOut() if left_out is None else left_out
+        self.left_out = left_out
         self.number = 0
-        self.before: tuple[int, int] | None = None
+        self.before: int | None = None
         self.processes = processes
         self.shard_policy = shard_policy
         self.omit_padding = omit_padding  # whether to omit the samples that a DistributedSampler repeats
@@ -128,8 +128,9 @@ class Source:
     @property
     def length(self) -> int | None:
         """Number of this rank's batches that are used in the pass; None if unknown."""
-        number = self.number if self.continues else self.epoch
-        return None if self.batches is None else self.batches - self.left_out.count(number)
+        if self.batches is None or self.left_out is None:
+            return self.batches
+        return self.batches - self.left_out.count(self.number if self.continues else self.epoch)
 
     def _rounds(self, data: Any) -> int | None:
         """Number of this rank's batches of the data; None if unknown."""
@@ -157,7 +158,9 @@ class Source:
 
     def share(self, iteration: int) -> float:
         """Share of this rank's batch in an iteration: 1, unless the batches of the round differ in size."""
-        return self.round_shares.get(self.left_out.read(self.number, iteration - self.started_at) - 1, 1)
+        read = iteration - self.started_at
+        read = read if self.left_out is None else self.left_out.read(self.number, read)
+        return self.round_shares.get(read - 1, 1)
 
     def place_of(self, iteration: int) -> tuple[int, int]:
         """The pass and the index in it of the batch of an iteration of this pass, or of the one before.
@@ -167,10 +170,11 @@ class Source:
         """
         started_at, number = self.started_at, self.number
         if iteration <= started_at:
-            if self.before is None or iteration <= self.before[0]:
+            if self.before is None or iteration <= self.before:
                 raise LookupError(f"the batch of iteration {iteration} is not known any more")
-            started_at, number = self.before
-        return number, self.left_out.read(number, iteration - started_at) - 1
+            started_at, number = self.before, number - 1
+        read = iteration - started_at
+        return number, (read if self.left_out is None else self.left_out.read(number, read)) - 1
 
     def announce(self, epoch: int) -> None:
         """Set the data of a new epoch, and call ``set_epoch`` of its samplers."""
@@ -194,7 +198,7 @@ class Source:
         if self.policy == "round_robin" and not is_plain(self.data):  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
-        self.before = (self.started_at, self.number) if self.saved else self.before
+        self.before = self.started_at if self.saved else self.before
         self.saved = {
             "started_at": iteration,
             "number": epoch,
@@ -237,6 +241,8 @@ class Source:
         batches = self._batches(self.data, start)
         if self.reseed is not None and may_draw(inner(self.data)):
             batches = self._reseeding(batches, start)
+        if self.left_out is None:
+            return batches
         return self.left_out.without(self.number, batches, start if self.skips else 0)
 
     def _reseeding(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
@@ -361,7 +367,7 @@ class Source:
                 f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to the first "
                 f"{self.data.count}: start without the loaded state, or detach the handler that limits the data"
             )
-        iterator = self._iterate(self.left_out.read(saved["number"], wanted))
+        iterator = self._iterate(wanted if self.left_out is None else self.left_out.read(saved["number"], wanted))
         if self.skips:
             return iterator
         warn(
@@ -395,7 +401,7 @@ class Source:
             "first": self.first,
             "extent_now": extent_of(inner(self.data)),
         }
-        if self.left_out:
+        if self.left_out is not None:
             now["left_out_now"] = self.left_out.state_dict()
         if self.held:
             ahead = isinstance(self.iterator, Streamed) and self.iterator.read and self.iterator.held
@@ -423,7 +429,7 @@ class Source:
         if saved["first"] != self.first:
             return  # the data was reloaded for this epoch
         self._set_generators(saved["generators_now"])
-        self.before = (saved["started_at"], saved["number"]) if "started_at" in saved else None
+        self.before = saved.get("started_at")
         if self.loaded:
             self.held.put_back(saved.get("held_now", {}))
         if announced:

@@ -40,7 +40,7 @@ class NewValues:
         self.every = every
         self.seen: dict[str, int] = {}
         self._last: dict[str, int] = {}  # with `every`: the iteration in which each metric was last written
-        self._passed: set[str] = set()  # metrics whose last value was not collected
+        self._passed: dict[str, bool] = {}  # whether the last value of each was not collected
         self._engine: Engine | None = None
         self.pending: dict[tuple[int, bool], tuple[int, int, int, dict[str, Any]]] = {}
         self._serial = -1
@@ -51,6 +51,7 @@ class NewValues:
         self._engine = engine
         self._serial = -1
         self._last = {name: last for name, last in self._last.items() if last <= engine.state.iteration}
+        self._passed = {name: self._passed[name] for name in self._last}
         if not keep_seen:
             self.skip(engine)
         engine.state.metrics.listeners.append(self._add)
@@ -75,24 +76,23 @@ class NewValues:
         engine = self._engine
         assert engine is not None
         state = engine.state
-        key = state.iteration, state.epoch_open
-        if self.every > 1 and state.epoch_open and self._passes(name, state.iteration):
-            return
+        iteration = state.iteration
+        if self.every > 1 and state.epoch_open:
+            last = self._last.get(name, -1)
+            if last != iteration:
+                self._last[name] = iteration
+                if last == iteration - 1 and iteration % self.every:  # written in the iteration before as well
+                    self._passed[name] = True
+                    return
+                self._passed[name] = False
+            elif self._passed[name]:
+                return
+        key = iteration, state.epoch_open
         if key not in self.pending:
-            self.pending[key] = state.epoch, state.iteration, engine.updates[0].steps, {}
-        # A copy: until the records are taken, the tensor may be changed in place.
-        self.pending[key][3][name] = value.detach().clone() if isinstance(value, Tensor) else value
-
-    def _passes(self, name: str, iteration: int) -> bool:
-        """Whether a value is not collected, since the metric was written in the iteration before as well."""
-        last = self._last.get(name, -1)
-        if last != iteration:
-            self._last[name] = iteration
-            if last == iteration - 1 and iteration % self.every:
-                self._passed.add(name)
-            else:
-                self._passed.discard(name)
-        return name in self._passed
+            self.pending[key] = state.epoch, iteration, engine.updates[0].steps, {}
+        if value.__class__ is not float and isinstance(value, Tensor):
+            value = value.detach().clone()  # until the records are taken, it may be changed in place
+        self.pending[key][3][name] = value
 
     def take(self, engine: Engine) -> list[Record]:
         """The new values since the last call, in the order in which they were measured; names are sorted.
@@ -103,7 +103,9 @@ class NewValues:
         if metrics.serial == self._serial:
             return []
         pending, self.pending = list(self.pending.values()), {}
-        taken = {name for *_, values in pending for name in values} | self._passed
+        taken = {name for *_, values in pending for name in values}
+        if self._passed:
+            taken |= {name for name, passed in self._passed.items() if passed}
         # From a loaded state, in which a value may have been new.
         others = {name: value for name, value in metrics.new_since(self.seen).items() if name not in taken}
         if others:
@@ -117,7 +119,7 @@ class NewValues:
         state: dict[str, Any] = {"seen": dict(sorted(self.seen.items()))} if self.seen else {}
         if self._engine is not None and self._last:
             now = self._engine.state.iteration
-            if recent := {name: name in self._passed for name, last in sorted(self._last.items()) if last == now}:
+            if recent := {name: self._passed[name] for name, last in sorted(self._last.items()) if last == now}:
                 state["recent"] = {"iteration": now, "passed": recent}
         return state
 
@@ -127,7 +129,7 @@ class NewValues:
         self.seen, self._serial = dict(state.get("seen", {})), -1
         recent = state.get("recent", {"iteration": 0, "passed": {}})
         self._last = dict.fromkeys(recent["passed"], recent["iteration"])
-        self._passed = {name for name, passed in recent["passed"].items() if passed}
+        self._passed = dict(recent["passed"])
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

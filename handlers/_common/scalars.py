@@ -36,6 +36,7 @@ class ScalarLogger(Handler):
         self._rates: dict[str, float] = {}
         self._rates_at = 0
         self._new = NewValues(count)
+        self._tags: dict[str, str] = {}  # names of metrics in the log
         self._wrote_losses = False
         self._seen_loaded = False  # what `_new` has seen is from a loaded state
         self._early: list[Record] = []
@@ -67,6 +68,7 @@ class ScalarLogger(Handler):
     def begin(self, engine: Engine) -> None:
         """Skip the metrics measured so far: the previous run wrote them."""
         self._new.start(engine)
+        self._tags = {}
         self._seen_loaded = self._wrote_losses = False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=[])
@@ -111,10 +113,13 @@ class ScalarLogger(Handler):
     )
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
-        for record in self._new.take(engine):
-            self._record(
-                record._replace(values={self.tag_of(engine, name): value for name, value in record.values.items()})
-            )
+        for epoch, iteration, step, measured in self._new.take(engine):
+            values = {}
+            for name, value in measured.items():
+                if name not in self._tags:
+                    self._tags[name] = self.tag_of(engine, name)
+                values[self._tags[name]] = value
+            self._record(Record(epoch, iteration, step, values))
 
     @on(Events.COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_interval(self, engine: Engine) -> None:

@@ -129,7 +129,7 @@ def test_the_history_and_the_loggers_have_all_of_them(tmp_path: Path) -> None:
     written(engine)
     assert history.names == ["learning_rate", "momentum", "weight_decay"]
     text = (tmp_path / "log.csv").read_text()
-    assert all(f"metrics/{name}" in text for name in history.names)
+    assert all(f"train/{name}" in text for name in history.names)
 
 
 def test_a_rate_that_is_a_tensor_is_recorded_as_it_was_then() -> None:
