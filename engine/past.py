@@ -158,9 +158,10 @@ class Past(Part):
         _, state = self.before(to + 1)
         places = [(place.epoch - 1, place.batch) for place in leave_out]
         state = dict(state)
-        if places:
-            left_out = (engine.feed.current.left_out or LeftOut()).plus(places)
-            state["data"] = {**(state["data"] or {}), "left_out_now": left_out.state_dict()}
+        # Also those that were left out since that state, when the run went back before.
+        left_out = (engine.feed.current.left_out or LeftOut()).plus(places).state_dict()
+        if left_out:
+            state["data"] = {**(state["data"] or {}), "left_out_now": left_out}
         for name, entries in (changes or {}).items():
             state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
         engine.snapshots.restore(state)
