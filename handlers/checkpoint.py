@@ -306,8 +306,9 @@ class Checkpoint(Handler):
         position = {key: getattr(engine.state, key) for key in ("epoch", "iteration", "epoch_open")}
         position["steps"] = {update.name: update.steps for update in engine.updates}
         return checkpoints.SavingRun(
-            engine.snapshots.run_id, engine.snapshots.origin, position, engine.device, engine.processes, self.files
-        )
+            engine.snapshots.run_id, engine.snapshots.origin, position, engine.device, engine.processes, self.files,
+            engine.past.oldest, engine.past.reached,
+        )  # fmt: skip
 
     # ---- selecting ------------------------------------------------------------------------------------------------
 
@@ -413,9 +414,11 @@ class Checkpoint(Handler):
             # After an error the other ranks may be at any point, so nothing collective is possible.
             self._collect_write(engine, rank_local=engine.state.exception is not None)
 
-    @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error"], writes=[])
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error", "step", "device"], writes=["files"])
     def check_saved(self, engine: Engine) -> None:
-        """Report a run that ends with nothing saved."""
+        """Report a run that ends with nothing saved; remove what was kept only in case the run went back."""
+        if self.retention.held and engine.processes.is_rank_zero:
+            self._saver.remove_held(self._run(engine))
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
         ran = engine.state.exception is None and engine.state.completed > self._began
         if nothing and ran and self._may_save and engine.processes.is_rank_zero:

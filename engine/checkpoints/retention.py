@@ -41,6 +41,8 @@ class Retention:
         written: Entries kept on disk.
         names: Names on disk of the written entries, by iteration; not part of a saved state, because the folder has them.
         superseded: Names of further versions to remove after the next save.
+        held: Superseded versions that stay on disk for now, because the run may go back to before they were: for each, the
+            iteration since which it is superseded, and its name.
         selected: Entry to write next; None if there is none.
     """
 
@@ -50,6 +52,7 @@ class Retention:
         self.written: list[Entry] = []
         self.names: dict[int, str] = {}
         self.superseded: list[str] = []
+        self.held: list[tuple[int, str]] = []
         self.selected: Entry | None = None
 
     @property
@@ -90,12 +93,20 @@ class Retention:
 
     # ---- writing
 
-    def superseded_by(self, entry: Entry) -> list[str]:
-        """The names of the versions to remove once a planned entry is written."""
-        stays = {one.iteration for one in self.planned} - {
-            entry.iteration
-        }  # a second entry of an iteration replaces the first
-        return [name for iteration, name in self.names.items() if iteration not in stays] + self.superseded
+    def superseded_by(self, entry: Entry, oldest: int | None = None) -> list[str]:
+        """The names of the versions to remove once a planned entry is written.
+
+        Args:
+            entry: The entry.
+            oldest: The earliest iteration to which the run may go back; None if it cannot.
+        """
+        gone = [name for since, name in self._held_after(entry, self.planned) if oldest is None or since <= oldest]
+        return gone + self.superseded
+
+    def _held_after(self, entry: Entry, planned: list[Entry]) -> list[tuple[int, str]]:
+        """Those that are held, with those that an entry supersedes: a second one of an iteration replaces the first."""
+        stays = {one.iteration for one in planned} - {entry.iteration}
+        return self.held + [(entry.iteration, name) for iteration, name in self.names.items() if iteration not in stays]
 
     def other_names(self, entry: Entry) -> frozenset[str]:
         """The names of the other entries, which a new version must not use; a single one is replaced by the new one."""
@@ -103,7 +114,9 @@ class Retention:
         stays -= {entry.iteration}
         return frozenset(name for iteration, name in self.names.items() if iteration in stays)
 
-    def saved(self, entry: Entry, name: str, planned: list[Entry], left: list[str]) -> None:
+    def saved(
+        self, entry: Entry, name: str, planned: list[Entry], left: list[str], removed: Iterable[str] | None = None
+    ) -> None:
         """Note that an entry is on disk, and that the versions it supersedes are removed.
 
         Args:
@@ -111,7 +124,10 @@ class Retention:
             name: Name of its version on disk.
             planned: Kept entries including this one, as planned when it was selected.
             left: Names of superseded versions that could not be removed; the next save tries again.
+            removed: Names of the superseded versions to remove; all by default.
         """
+        held = [] if removed is None else self._held_after(entry, planned)
+        self.held = [one for one in held if one[1] != name and one[1] not in (removed or ())]
         self.written, self.superseded = planned, left
         stays = {one.iteration for one in planned}
         self.names = {iteration: name for iteration, name in self.names.items() if iteration in stays}
@@ -142,14 +158,23 @@ class Retention:
         """Load the entries of a saved state; `look_up` then finds their names."""
         self.planned = list(entries)
         self.written = list(self.planned)
-        self.names, self.superseded = {}, []
+        self.names, self.superseded, self.held = {}, [], []
 
-    def look_up(self, manifests: Mapping[str, Mapping[str, Any]], iteration: int) -> None:
+    def look_up(
+        self,
+        manifests: Mapping[str, Mapping[str, Any]],
+        iteration: int,
+        *,
+        oldest: int | None = None,
+        reached: int | None = None,
+    ) -> None:
         """Find the names of the entries on disk, and mark the run's other versions up to an iteration as superseded.
 
         Args:
             manifests: Manifests of the versions that the run owns, by name.
             iteration: Iteration at which the run resumes.
+            oldest: The earliest iteration to which it may go back; None if it cannot.
+            reached: The iteration from which it went back, inside the process: versions since then are superseded, too.
         """
         past = {name: manifest for name, manifest in manifests.items() if manifest["iteration"] <= iteration}
         for one in self.planned:
@@ -159,7 +184,11 @@ class Retention:
         if (missing := self.missing(iteration)) is not None:
             self.written = [one for one in self.planned if one is not missing]
         kept = set(self.names.values())
-        self.superseded = [name for name in past if name not in kept]
+        others = [name for name in past if name not in kept]
+        self.superseded, self.held = (others, []) if oldest is None else ([], [(iteration, name) for name in others])
+        self.superseded += [
+            name for name, one in manifests.items() if reached is not None and iteration < one["iteration"] <= reached
+        ]
 
     def missing(self, iteration: int) -> Entry | None:
         """The planned entry of an iteration, if it is not on disk."""

@@ -16,6 +16,7 @@ from .files import Files
 from .manifest import environment
 from .ownership import Ownership, find_owned_versions
 from .retention import Entry, Retention
+from .store import prune
 from .writer import Write
 
 __all__ = ["Saver", "SavingRun"]
@@ -32,6 +33,8 @@ class SavingRun:
         device: Device of the model.
         processes: Ranks of the run.
         files: File-system operations.
+        oldest: Earliest iteration to which the run may go back; None if it cannot.
+        reached: Iteration from which it went back; None if it did not.
     """
 
     id: str
@@ -40,6 +43,8 @@ class SavingRun:
     device: torch.device
     processes: Processes
     files: Files
+    oldest: int | None = None
+    reached: int | None = None
 
 
 class Saver:
@@ -102,7 +107,7 @@ class Saver:
             self._ownership, manifests = find_owned_versions(
                 self.folder, handler=self.handler, run=run.id, origin=run.origin, files=run.files
             )
-            self.retention.look_up(manifests, run.position["iteration"])
+            self.retention.look_up(manifests, run.position["iteration"], oldest=run.oldest, reached=run.reached)
         return self._ownership
 
     def prepare(
@@ -150,7 +155,7 @@ class Saver:
             about,
             ownership,
             planned=list(self.retention.planned) if counted else None,
-            superseded=self.retention.superseded_by(entry) if counted else [],
+            superseded=self.retention.superseded_by(entry, run.oldest) if counted else [],
             avoid=self.retention.other_names(entry) if counted else frozenset(self.retention.names.values()),
             shards=shards,
             shard_files=self._shard_files,
@@ -158,6 +163,14 @@ class Saver:
             sync=self.sync,
             release=release,
         )
+
+    def remove_held(self, run: SavingRun) -> None:
+        """Remove the superseded versions that were kept in case the run went back; for rank 0 only."""
+        names = [name for _, name in self.retention.held]
+        if names:
+            may_remove = self.ownership(run).may_remove
+            self.retention.held, (left, _) = [], prune(self.folder, names, may_remove, run.files, sync=self.sync)
+            self.retention.superseded += left
 
     def start(self, write: Write, *, asynchronous: bool = False) -> None:
         """Run a write, in a thread if ``asynchronous``; does nothing on a rank that has nothing to write."""
@@ -188,7 +201,7 @@ class Saver:
         if write.name is None:
             self.retention.failed(write.tried)
         elif write.planned is not None:
-            self.retention.saved(write.entry, write.name, write.planned, write.left)
+            self.retention.saved(write.entry, write.name, write.planned, write.left, write.superseded)
         if write.error is not None:
             raise write.error
         self.written += 1
