@@ -117,7 +117,7 @@ class ProgressBar(Handler):
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=["bounds", "step"], writes=["files"])
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def begin(self, engine: Engine) -> None:
         """Choose a bar or plain lines; draw the bar of an epoch in which the run before ended."""
         file = self.file or sys.stderr
@@ -140,7 +140,7 @@ class ProgressBar(Handler):
             if name not in ("loss", "smooth_loss"):
                 check_announced(engine, name, by="ProgressBar", verb="shows")
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["bounds", "step"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Go on from the position of the loaded state."""
         self._close()
@@ -157,7 +157,7 @@ class ProgressBar(Handler):
             self._draw(engine)
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, writes=["files"],
-        reads=["batch", "bounds", "loss", "metrics", "rates", "step"])  # fmt: skip
+        reads=["batch", "bounds", "loss", "metrics", "optimizer", "rates", "step"])  # fmt: skip
     def advance(self, engine: Engine) -> None:
         """Once in an interval, take the loss and draw."""
         if self.clock() >= self._due:
@@ -183,7 +183,7 @@ class ProgressBar(Handler):
     @on(
         Events.EPOCH_COMPLETED,
         phase=Phase.RECORD,
-        reads=["loss", "metrics", "bounds", "rates", "step"],
+        reads=["loss", "metrics", "bounds", "optimizer", "rates", "step"],
         writes=["files"],
     )
     def end_epoch(self, engine: Engine) -> None:
@@ -197,7 +197,12 @@ class ProgressBar(Handler):
             self._line(engine)
         self._forecast.learn_length(engine)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["loss", "metrics", "bounds", "rates", "step"], writes=["files"])
+    @on(
+        Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["loss", "metrics", "bounds", "optimizer", "rates", "step"],
+        writes=["files"],
+    )
     def end(self, engine: Engine) -> None:
         """Show where the run ended, if that is not shown yet."""
         if self._plain:

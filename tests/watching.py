@@ -220,6 +220,23 @@ def resumed(folder: Path) -> Engine:
     return kept(folder)
 
 
+def shown() -> Engine:
+    """A bar that shows all it can, over a run of which two iterations are made."""
+    engine = build(mlp(5, 8, 1), ProgressBar(file=Terminal(), interval=0.0, learning_rate=True))
+    engine.run(batches(), max_iters=2)
+    return engine
+
+
+def continued(folder: Path) -> Engine:
+    return shown()
+
+
+def reloaded(folder: Path) -> Engine:
+    engine = build(mlp(5, 8, 1), ProgressBar(file=Terminal(), interval=0.0, learning_rate=True))
+    engine.load_state_dict(shown().state_dict())
+    return engine
+
+
 def interrupted(folder: Path) -> Engine:
     engine = kept(folder)
 
@@ -341,6 +358,10 @@ COMPOSITIONS: dict[str, Recipe] = {
             pruned,
             pruned_later,
         )
+    },
+    **{
+        one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3, "max_steps": 14})
+        for one in (continued, reloaded)
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),

@@ -120,7 +120,9 @@ class Forecast:
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._began = now
-        self._start = engine.state.completed, engine.updates[0].steps
+        first = engine.updates[0]
+        self._start = engine.state.completed, first.steps
+        self._usual = 1.0 if first.one_step_per_batch and first.window.length_of is None else None
         self._first: tuple[float, int] | None = None  # when the first iteration was made
         self._learned: int | None = None
 
@@ -167,9 +169,7 @@ class Forecast:
     def _steps(self, engine: Engine, most: int, each: float | None) -> Bound:
         first, (iteration, steps) = engine.updates[0], self._start
         made = first.steps - steps
-        ratio = (engine.state.iteration - iteration) / made if made > 0 else None
-        if ratio is None and first.one_step_per_batch and first.window.length_of is None:
-            ratio = 1.0
+        ratio = (engine.state.iteration - iteration) / made if made > 0 else self._usual
         iterations = None if ratio is None else max(0, most - first.steps) * ratio
         return Bound(
             min(1.0, first.steps / most),

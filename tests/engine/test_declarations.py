@@ -79,7 +79,6 @@ NOT_IN_THESE_RUNS = {
     ("UpdateFrequency", "mark_updates"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TextLogger", "resume"): "the file is that of the checkpoint",
     ("TextLogger", "close"): "closing writes no byte that was not written",
-    ("ProgressBar", "resume"): "a bar is there only in an epoch that is resumed",
 }
 
 
