@@ -33,6 +33,7 @@ from signalfire.handlers import (
     GarbageCollection,
     GradientAccumulation,
     GradientClipping,
+    History,
     LRScheduling,
     Metrics,
     MixedPrecision,
@@ -118,7 +119,7 @@ def wide(value: Tensor) -> Tensor:
 
 def written(engine: Engine, folder: Path) -> str:
     """The files in a folder with their sizes, and what is shown."""
-    shown = [handler.file for handler in engine.handlers.values() if isinstance(handler, ProgressBar)]
+    shown = [handler.file for handler in engine.handlers.values() if isinstance(handler, ProgressBar | History)]
     text = [file.getvalue() for file in shown if isinstance(file, io.StringIO)]
     return str([*sorted((str(one), one.stat().st_size) for one in folder.rglob("*") if one.exists()), text])
 
@@ -210,6 +211,7 @@ def kept(folder: Path) -> Engine:
         Checkpoint(folder / "b", monitor="loss", mode="min", name="b"),
         Preemption(),
         ProgressBar(file=Terminal(), interval=0.0),
+        History(print_epochs=True, file=io.StringIO()),
         SWA(1, lr=0.05, bn_data=batches(2)),
         Seeding(),
     )

@@ -202,7 +202,7 @@ class RichDisplay:
 
         if not self._live.is_started:
             self._live.start()
-        width = self._console.width - 1
+        width = min(self._console.width - 1, width_of(self.file) or sys.maxsize)  # rich believes COLUMNS
         line = self._fit(view, width)
         row = Table.grid()
         if line.bar:

@@ -564,9 +564,8 @@ def on_terminal(columns: int, *arguments: str) -> str:
     """What a program writes to a terminal of so many columns."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with python(
-        "-c", PROGRAM, *arguments, stdin=its, stdout=its, stderr=its, cwd=ROOT, env={**os.environ, "TERM": "xterm"}
-    ):
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    with python("-c", PROGRAM, *arguments, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=environment):
         os.close(its)
         written = b""
         with suppress(OSError):  # raised once the program has ended
