@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.checks import check_bool, check_int, check_stream
@@ -84,7 +84,7 @@ class History(Handler):
                 records.append((epoch, iteration, value))
                 self._thin_out(name)
 
-    @on("print_event", phase=Phase.RECORD, rank=1, reads=["metrics", "processes"], writes=["files"])
+    @on("print_event", phase=Phase.RECORD, rank=1, reads=["metrics"], writes=["files"])
     def print_row(self, engine: Engine) -> None:
         """Print the row of this epoch, unless it is printed or nothing was measured in it."""
         state = engine.state
@@ -190,14 +190,14 @@ class History(Handler):
                 rows.setdefault(epoch, {})[name] = value
         return rows
 
-    def plot(self, path: str | Path, *names: str) -> None:
+    def plot(self, path: str | Path | BinaryIO, *names: str) -> None:
         """Plot metrics over iterations, in panels below each other.
 
         What is measured in training and in validation shares a panel: "loss", "train_loss", "val/loss" and "test-loss" do, and
         "digits/loss" of a data set "digits" does beside one of them.
 
         Args:
-            path: Path of the image; its extension selects the format.
+            path: Path of the image, whose extension selects the format; or a binary file, for a PNG.
             names: Metrics to plot, one panel each, with those that share it; all by default. "train_loss,norm" plots these two
                 in one panel, and "loss," plots "loss" alone.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,47 @@ data = batches(40)
 def state(engine):  # NumPy's random state differs from kernel to kernel
     return digest({**engine.state_dict(), "random": torch.get_rng_state()})
 """
+
+
+FOUND = {
+    "first_model": (r"9\d\.\d% of the held-out digits are recognised", r"epoch \d+: accuracy 9\d\.\d%", r"image/png"),
+    "writing_a_handler": (
+        r"\[20, 40, 60, 80, 100, 120\]",
+        r"- resumed after iterations 1, 2, .*, 10 the run ends in the same state",
+        r"forgetful: a run resumed after iteration 1 ends with another state: handlers\.forgetful",
+        r"the name is taken by <LossSpikes 'loss_spikes'>; .* detach that one first: engine\.detach\('loss_spikes'\)",
+    ),
+    "ablation": (
+        r"14 of 21 runs to make|21 of 21 runs to make",
+        r"^Without gradient_clipping, accuracy fell ",
+        r"image/png",
+    ),
+}
+
+
+def test_every_notebook_is_executed() -> None:
+    assert {file.stem for file in (ROOT / "examples").glob("*.ipynb")} == set(FOUND)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_notebook_of_the_examples_runs_and_each_cell_may_be_run_again(name: str) -> None:
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    once = executed(*sources)
+    shown = "\n".join(_text(output) for outputs in once for output in outputs)
+    for pattern in FOUND[name]:
+        assert re.search(pattern, shown, re.MULTILINE), pattern
+    assert not [output for outputs in once for output in outputs if output.get("name") == "stderr"]
+    executed(*[source for source in sources for _ in range(2)])  # an error in a cell is one here
+
+
+def _text(output: Any) -> str:
+    """All that an output shows, and what kind of picture."""
+    data = output.get("data", {})
+    return "\n".join(
+        [output.get("text", ""), data.get("text/plain", ""), html.unescape(data.get("text/html", "")), *data]
+    )
 
 
 def executed(*cells: str, again: tuple[int, ...] = (), allow_errors: bool = False) -> list[list[Any]]:
