@@ -93,7 +93,7 @@ def of_bar(outputs: list[Any]) -> list[Any]:
     return [one for one in outputs if one.output_type == "display_data" or one.get("name") == "stderr"]
 
 
-@pytest.mark.parametrize("arguments", ["", "style='rich'", "leave=True", "interval=0.0"])
+@pytest.mark.parametrize("arguments", ["style='rich'", "leave=True, interval=0.0"])
 def test_a_run_stores_one_line_for_its_bar(arguments: str) -> None:
     run = f"engine = build(mlp(5, 8, 1), ProgressBar({arguments}), Metrics(train_loss=Average()))"
     _, outputs = executed(BUILD, f"{run}\nengine.run(data, max_epochs=3);")
