@@ -84,7 +84,7 @@ class History(Handler):
                 records.append((epoch, iteration, value))
                 self._thin_out(name)
 
-    @on("print_event", phase=Phase.RECORD, rank=1, reads=["metrics"], writes=["files"])
+    @on("print_event", phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def print_row(self, engine: Engine) -> None:
         """Print the row of this epoch, unless it is printed or nothing was measured in it."""
         state = engine.state
