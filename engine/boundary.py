@@ -198,6 +198,11 @@ class Boundary(Part):
         if self._signal.awaited:
             self._signal.wait(False)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the time limit of the run, below 0 once it is past; None without one."""
+        return None if self._deadline is None else self._deadline - self.engine.group.now()
+
     def limit_reached(self) -> bool:
         """Whether the run has reached one of its bounds, or was stopped."""
         state = self.engine.state

@@ -130,11 +130,11 @@ class Registry(Mapping[str, Handler], Part):
             raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
         other = self.get(handler.name)
         if other is handler:
-            raise ValueError(f"{handler!r} is attached already")
+            raise ValueError(f"{handler!r} is attached already; to attach it anew: engine.detach({handler.name!r})")
         if other is not None:
             raise ValueError(
                 f"{handler!r}: the name is taken by {other!r}; give it another: "
-                f"{type(handler).__name__}(..., name='...')"
+                f"{type(handler).__name__}(..., name='...'), or detach that one first: engine.detach({other.name!r})"
             )
         if handler.engine is not None:
             raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")

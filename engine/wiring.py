@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .connection import Connection, Phase
 from .evaluation import inherited
 from .events import EventEnum, Events
+from .markup import preformatted
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -47,6 +48,9 @@ class Wiring:
         if self.disabled:
             lines.append(f"disabled: {', '.join(self.disabled)}")
         return "\n".join(lines) or "nothing is attached"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def draw(self, path: str | Path) -> None:
         """Plot the wiring: a row for each event in the order of the loop, a column for each phase.

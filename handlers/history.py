@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.checks import check_int
+from signalfire.checks import check_bool, check_int, check_stream
+from signalfire.markup import table
+from signalfire.state import as_number
 
 from ._common.new_values import NewValues
 
 __all__ = ["History"]
+
+STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval|evaluation)[/_.-](?=.)", re.IGNORECASE)
+"""What a metric's name begins with where it says in which stage it is measured."""
 
 
 class History(Handler):
@@ -23,6 +31,9 @@ class History(Handler):
 
     Args:
         keep: Values to keep of each metric at most, at least 4; 10,000 take about 250 kB of a checkpoint. None keeps all.
+        print_epochs: Whether rank 0 prints a row of a table as each epoch completes, and one for a last epoch that does not. Its
+            columns are the metrics that are recorded or announced; the header comes again only where a metric is new.
+        file: Where to print; standard output by default.
 
     Attributes:
         dropped: Number of values dropped, by metric; empty while the history is complete.
@@ -33,17 +44,31 @@ class History(Handler):
         []
     """
 
-    def __init__(self, *, keep: int | None = 10_000, name: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        keep: int | None = 10_000,
+        print_epochs: bool = False,
+        file: TextIO | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(name=name)
         self.keep = None if keep is None else check_int(self, "keep", keep, least=4)
+        self.file = check_stream(self, "file", file)
+        self.print_event = (
+            Events.EPOCH_COMPLETED | Events.COMPLETED if check_bool(self, "print_epochs", print_epochs) else None
+        )
         self.dropped: dict[str, int] = {}
         self._records: dict[str, list[tuple[int, int, float]]] = {}
         self._new = NewValues()
+        self._columns: list[str] = []  # of the printed table
+        self._printed: tuple[int, int] | None = None  # the epoch and the iteration of the last row
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Collect the values of this run; those of an earlier one that are not recorded yet are kept as new."""
         self._new.start(engine, keep_seen=True)
+        self._columns, self._printed = [], None
 
     @on(
         Events.EVALUATION_COMPLETED | Events.EPOCH_COMPLETED | Events.COMPLETED,
@@ -58,6 +83,25 @@ class History(Handler):
                 records = self._records.setdefault(name, [])
                 records.append((epoch, iteration, value))
                 self._thin_out(name)
+
+    @on("print_event", phase=Phase.RECORD, reads=["metrics"], writes=["files"])
+    def print_row(self, engine: Engine) -> None:
+        """Print the row of this epoch, unless it is printed or nothing was measured in it."""
+        state = engine.state
+        row = self._by_epoch().get(state.epoch)
+        if row is None or self._printed == (state.epoch, state.iteration) or not engine.processes.is_rank_zero:
+            return
+        self._printed = state.epoch, state.iteration
+        numbers = [
+            one for one in state.metrics.owners if one not in state.metrics or as_number(state.metrics[one]) is not None
+        ]
+        lines = []
+        if new := [one for one in dict.fromkeys([*self.records, *numbers]) if one not in self._columns]:
+            self._columns += new
+            lines.append("  ".join(["epoch", *(f"{name:>10}" for name in self._columns)]))
+        cells = (f"{_shown(row.get(name)):>{max(10, len(name))}}" for name in self._columns)
+        lines.append("  ".join([f"{state.epoch:>5}", *cells]))
+        print("\n".join(lines), file=self.file, flush=True)
 
     def _thin_out(self, name: str) -> None:
         """While there are too many values of a metric, drop every second of the older half."""
@@ -100,48 +144,110 @@ class History(Handler):
             raise KeyError(f"no metric {name!r} was recorded; recorded metrics: {', '.join(self.records) or 'none'}")
         return [value for _, _, value in self.records[name]]
 
+    def frame(self) -> Any:
+        """What was recorded, one row per iteration in which something was, in the columns "epoch", "iteration" and the metrics.
+
+        Returns:
+            A ``pandas.DataFrame`` if pandas is installed, with NaN where a metric was not measured; else a dict of columns, which
+            are lists of equal length, with None there. Of a metric recorded twice in an iteration, the last value counts.
+        """
+        rows: dict[tuple[int, int], dict[str, float]] = {}
+        for name, records in self.records.items():
+            for epoch, iteration, value in records:
+                rows.setdefault((iteration, epoch), {})[name] = value
+        places = sorted(rows)
+        columns: dict[str, list[Any]] = {
+            "epoch": [epoch for _, epoch in places],
+            "iteration": [iteration for iteration, _ in places],
+        }
+        try:
+            import pandas
+        except ImportError:
+            return columns | {name: [rows[place].get(name) for place in places] for name in self.records}
+        metrics = {name: [rows[place].get(name, math.nan) for place in places] for name in self.records}
+        return pandas.DataFrame(columns | metrics)
+
     def table(self) -> str:
         """A text table: one row per epoch, with the last kept value of each metric in that epoch."""
+        cells = self._cells()
+        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+    def _repr_html_(self) -> str:
+        return table(self._cells())
+
+    def _cells(self) -> list[list[str]]:
+        rows, names = self._by_epoch(), self.names
+        return [
+            ["epoch", *names],
+            *([str(epoch), *(_shown(rows[epoch].get(name)) for name in names)] for epoch in sorted(rows)),
+        ]
+
+    def _by_epoch(self) -> dict[int, dict[str, float]]:
         rows: dict[int, dict[str, float]] = {}
         for name, records in self.records.items():
             for epoch, _, value in records:
                 rows.setdefault(epoch, {})[name] = value
-        cells = [["epoch", *self.records]]
-        for epoch in sorted(rows):
-            cells.append(
-                [str(epoch), *(f"{rows[epoch][name]:.4g}" if name in rows[epoch] else "" for name in self.records)]
-            )
-        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+        return rows
 
-    def plot(self, path: str | Path, *names: str) -> None:
+    def plot(self, path: str | Path | BinaryIO, *names: str) -> None:
         """Plot metrics over iterations, in panels below each other.
 
+        What is measured in training and in validation shares a panel: "loss", "train_loss", "val/loss" and "test-loss" do, and
+        "digits/loss" of a data set "digits" does beside one of them.
+
         Args:
-            path: Path of the image; its extension selects the format.
-            names: Metrics to plot, one panel each; all by default. "train_loss,loss" plots two metrics in one panel.
+            path: Path of the image, whose extension selects the format; or a binary file, for a PNG.
+            names: Metrics to plot, one panel each, with those that share it; all by default. "train_loss,norm" plots these two
+                in one panel, and "loss," plots "loss" alone.
 
         Raises:
             ImportError: If matplotlib is not installed; the extra ``examples`` includes it.
+            KeyError: For a name that was not recorded.
             ValueError: If nothing was recorded.
         """
         from matplotlib.figure import Figure
 
-        panels = [name.split(",") for name in names or self.names]
+        panels = self._panels(names)
         if not panels:
             raise ValueError("History.plot(): nothing was recorded; attach Metrics or Validation and run")
-        figure = Figure(figsize=(7, 2.6 * len(panels)), layout="constrained")
-        for place, panel in enumerate(panels, start=1):
-            axes = figure.add_subplot(len(panels), 1, place)
+        figure = Figure(figsize=(8, 0.6 + 2.4 * len(panels)), layout="constrained")
+        for axes, (title, panel) in zip(
+            figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True
+        ):
             for name in panel:
                 values = self[name]
                 iterations = [iteration for _, iteration, _ in self.records[name]]
-                axes.plot(iterations, values, label=name, marker="." if len(values) < 40 else None)
-            axes.set(xlabel="iteration", ylabel=panel[0] if len(panel) == 1 else None)
+                axes.plot(iterations, values, label=_wrapped(name, 28), marker="." if len(values) < 40 else None)
+            axes.set_title(_wrapped(title, 60), loc="left", fontsize="medium")
             axes.grid(alpha=0.3)
-            if len(panel) > 1:
-                axes.legend()
+            if len(panel) > 1:  # beside the panel, where it covers no curve
+                axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        axes.set_xlabel("iteration")
         figure.savefig(path, dpi=120)
+
+    def _panels(self, chosen: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+        """Titles of panels, each with its metrics."""
+        stages = {STAGE.sub("", name) for name in self.names}
+        groups: dict[str, list[str]] = {}
+        for name in self.names:
+            last = name.rpartition("/")[2]
+            groups.setdefault(
+                last if STAGE.sub("", last) == last and last in stages else STAGE.sub("", name), []
+            ).append(name)
+        if not chosen:
+            return list(groups.items())
+        panels = list(self._chosen_panels(chosen, groups))
+        return [panel for place, panel in enumerate(panels) if panel not in panels[:place]]
+
+    def _chosen_panels(self, chosen: tuple[str, ...], groups: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+        for name in chosen:
+            if "," in name:
+                panel = [one for one in name.split(",") if one]
+                yield ", ".join(panel), panel
+                continue
+            found = [(title, panel) for title, panel in groups.items() if name == title or name in panel]
+            yield found[0] if found else (name, [name])
 
     def state_dict(self) -> dict[str, Any]:
         state = {
@@ -156,3 +262,11 @@ class History(Handler):
         self.dropped = dict(state.get("dropped", {}))
         for name in self._records:
             self._thin_out(name)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width))

@@ -1,37 +1,66 @@
-"""Progress bar, or plain lines where there is no terminal."""
+"""Progress of a run: a bar in a terminal or a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TextIO
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
-from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.checks import check_bool, check_number, check_stream
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.checks import check_bool, check_choice, check_number, check_stream
 from signalfire.monitor import check_announced
 from signalfire.state import as_number, did_you_mean
 
+from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
+from ._common.progress import Bound, Forecast, Pace, SmoothedLoss
+
 __all__ = ["ProgressBar"]
+
+SHORT_EPOCH = 20
+"""Redraws: epochs in which there is time for fewer share one bar over the run."""
+SILENCE = 60.0
+"""Seconds after which a line comes also within an epoch, or without a value."""
+LINES = 50
+"""How many lines the time of a run has room for, once it is long: a day gets a few hundred of them."""
 
 
 class ProgressBar(Handler):
-    """Shows the progress of the epoch, its speed, and the metrics.
+    """Shows how far the run is, the iterations and samples per second, the time left, and the metrics.
 
-    In a terminal or a notebook there is a bar for each epoch, which is removed at its end unless ``leave`` is set. Elsewhere
-    (a file, a pipe) there is a line for each epoch, at most one in ``line_interval`` seconds, and always one for the last.
-    Values are fetched from the device only when the bar is drawn, so that an iteration costs a fraction of a microsecond.
+    In a terminal each epoch has a bar; there is one over the run where epochs are short, or where its bounds are iterations,
+    steps or a time. It fits into the terminal: what matters least is left out. In a notebook one output is updated, and its last
+    line stays. Elsewhere (a file, a pipe) there are plain lines: after an epoch, at most one in ``line_interval`` seconds and in
+    2 % of the time since the run began; within an epoch, or without a value to show, one a minute; and always one at the end.
+
+    The time left is that of the run up to its nearest bound, by the mean time of an iteration. Where that depends on the
+    iterations of a step, or of an epoch of data without a length, they are those of this run so far. During an evaluation the
+    bar says so.
+
+    Without metrics of the training, the bar shows the loss of the last batch, and beside it a smoothed one: an exponential
+    average with bias correction of losses that are taken at most once in ``interval`` seconds. It stays on the device, and values
+    are fetched only when something is drawn, so that an iteration costs a fraction of a microsecond. Samples are counted when a
+    loss is taken, and each rank is taken to train as many.
 
     Args:
-        metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, or the last batch's loss if
-            there are none. Without a metric "loss", that name shows the last batch's loss. For a smoothed one, attach
-            ``Metrics(loss=MovingAverage())`` to the trainer.
+        metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while there
+            are no running ones. Without such a metric, "loss" is the last batch's loss; "smooth_loss" is the smoothed one.
         interval: Shortest time in seconds between two drawings.
-        leave: Whether finished bars stay.
-        line_interval: Shortest time in seconds between two lines.
+        leave: Whether finished bars stay in a terminal; then each epoch has one.
+        line_interval: Shortest time in seconds between two lines; 0 for a line after each epoch.
+        learning_rate: Whether to show the learning rate, or the smallest and the largest if parameter groups differ.
+        smoothing: Weight of the smoothed loss so far when one is added, from 0 to below 1.
+        style: What draws the bar in a terminal: "tqdm" or "rich" (the extra ``rich``).
         file: Where to draw; standard error by default.
+        clock: Clock in seconds.
+
+    Raises:
+        ImportError: if ``style`` is "rich" and that package is not installed.
 
     Example:
         >>> ProgressBar(["accuracy"]).metrics
@@ -39,6 +68,7 @@ class ProgressBar(Handler):
     """
 
     rank_zero_only = True
+    _forecast: Forecast
 
     def __init__(
         self,
@@ -47,7 +77,11 @@ class ProgressBar(Handler):
         interval: float = 0.1,
         leave: bool = False,
         line_interval: float = 5.0,
+        learning_rate: bool = False,
+        smoothing: float = 0.98,
+        style: str = "tqdm",
         file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
@@ -59,126 +93,300 @@ class ProgressBar(Handler):
         self.interval = check_number(self, "interval", interval, least=0, infinite=True)
         self.leave = check_bool(self, "leave", leave)
         self.line_interval = check_number(self, "line_interval", line_interval, least=0, infinite=True)
+        self.learning_rate = check_bool(self, "learning_rate", learning_rate)
+        self.smoothing = check_number(self, "smoothing", smoothing, least=0, below=1)
+        self.style = check_choice(self, "style", style, ("tqdm", "rich"))
         self.file = check_stream(self, "file", file)
-        self._bar: tqdm[Any] | None = None
-        self._plain = False
-        self._last_line = 0.0
-        self._epoch_began = 0.0
-        self._printed_epoch = 0  # the epoch of the last line
+        if not callable(clock):
+            raise TypeError(f"ProgressBar(clock={clock!r}): expected a function")
+        self.clock = clock
+        if style == "rich" and importlib.util.find_spec("rich") is None:
+            raise ImportError("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
+        self._plain = self._stays = False
+        self._bar: Display | None = None
+        self._view = View("")
+        self._smoothed: dict[str, SmoothedLoss] = {}  # by update
+        self._pace = Pace()
+        self._due = -math.inf  # when to look again
+        self._short = False  # whether epochs are too short for bars of their own
+        self._paused_at: float | None = None
+        self._drawn_at = self._noted_at = -math.inf
+        self._began = self._epoch_began = self._lined_at = 0.0
+        self._lined = 0  # the iteration of the last line
+        self._has_lined = self._continued = False  # whether there was a line; and then another evaluation
 
-    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def begin(self, engine: Engine) -> None:
-        """Choose a bar or plain lines."""
+        """Choose a bar or plain lines; draw the bar of an epoch in which the run before ended."""
         file = self.file or sys.stderr
-        notebook = "ipykernel" in sys.modules and self.file is None
-        self._plain = not notebook and not (hasattr(file, "isatty") and file.isatty())
-        self._last_line = self._epoch_began = time.monotonic()
-        if engine.state.epoch_open and not engine.snapshots.has_loaded_state:  # the run before ended inside this epoch
-            self.begin_epoch(engine)
+        self._stays = self.leave and not self._in_notebook()
+        self._plain = not self._in_notebook() and not (hasattr(file, "isatty") and file.isatty())
+        self._began = self._epoch_began = now = self.clock()
+        self._continued = (
+            not engine.training and self._has_lined
+        )  # lines come no faster for one evaluation after another
+        self._lined_at = self._lined_at if self._continued else now
+        self._due, self._short, self._paused_at = -math.inf, False, None
+        self._start(engine)
+        if engine.state.epoch_open and not engine.snapshots.has_loaded_state:
+            self._draw(engine)
 
     @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metrics(self, engine: Engine) -> None:
         """Raise an error for a name that nobody announced or writes."""
         for name in self.metrics or ():
-            if name != "loss":
+            if name not in ("loss", "smooth_loss"):
                 check_announced(engine, name, by="ProgressBar", verb="shows")
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def resume(self, engine: Engine) -> None:
-        """Start the bar at the position of a resumed epoch."""
+        """Go on from the position of the loaded state."""
         self._close()
+        self._smoothed.clear()
+        self._start(engine)
         if engine.state.epoch_open:
-            self.begin_epoch(engine)
+            self._draw(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds"], writes=["files"])
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds", "step"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
-        """Start a bar, at the position of an epoch that goes on."""
-        self._epoch_began = time.monotonic()
-        if not self._plain:
-            self._close()
-            self._bar = tqdm(
-                initial=engine.state.epoch_iteration,
-                total=engine.state.epoch_length,
-                desc=_epoch_of(engine),
-                mininterval=self.interval,
-                leave=self.leave,
-                file=self.file or sys.stderr,
-                dynamic_ncols=True,
-                unit="it",
-            )
+        """Draw the bar of a new epoch."""
+        self._epoch_began = self.clock()
+        if not self._short:
+            self._draw(engine)
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=["metrics", "loss"], writes=["files"])
+    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, writes=["files"],
+        reads=["batch", "bounds", "loss", "metrics", "optimizer", "rates", "step"])  # fmt: skip
     def advance(self, engine: Engine) -> None:
-        """Count the iteration; fetch the values only if the bar is redrawn."""
-        if self._bar is not None and self._bar.update():
-            self._bar.set_postfix(self._values(engine), refresh=False)
+        """Once in an interval, take the loss and draw."""
+        if self.clock() >= self._due:
+            self._look(engine)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=["loss", "metrics", "bounds"], writes=["files"])
+    @on(Events.EVALUATION_STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def pause(self, engine: Engine) -> None:
+        """Say that an evaluation is under way."""
+        self._paused_at = now = self.clock()
+        if self._bar is not None and now - self._noted_at >= self.interval:
+            self._noted_at = now
+            self._bar.show(replace(self._view, note="evaluating"))
+
+    @on(Events.EVALUATION_COMPLETED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def proceed(self, engine: Engine) -> None:
+        """Leave the time of the evaluation out of the rates."""
+        if self._paused_at is not None:
+            self._pace.pause(self.clock() - self._paused_at)
+            self._paused_at = None
+        if self._bar is not None and self._noted_at >= self._drawn_at:
+            self._bar.show(self._view)
+
+    @on(
+        Events.EPOCH_COMPLETED,
+        phase=Phase.RECORD,
+        reads=["loss", "metrics", "bounds", "optimizer", "rates", "step"],
+        writes=["files"],
+    )
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
         self._report_missing(engine)
-        if self._bar is not None:
-            self._bar.set_postfix(self._values(engine), refresh=True)
-            self._close()
-        elif self._plain and time.monotonic() - self._last_line >= self.line_interval:
+        if not self._plain and not self._covers_run(engine):
+            self._draw(engine, values=True)
+            if self._stays:
+                self._close()
+        elif self._plain and self.clock() - self._lined_at >= self._spacing():
             self._line(engine)
+        self._forecast.learn_length(engine)
 
-    @on(Events.COMPLETED, phase=Phase.RECORD, reads=["loss", "metrics", "bounds"], writes=["files"])
+    @on(
+        Events.COMPLETED,
+        phase=Phase.RECORD,
+        reads=["loss", "metrics", "bounds", "optimizer", "rates", "step"],
+        writes=["files"],
+    )
     def end(self, engine: Engine) -> None:
-        """Print a line for the last epoch, if there is none yet."""
-        if self._plain and self._printed_epoch != engine.state.epoch:
-            self._line(engine)
+        """Show where the run ended, if that is not shown yet."""
+        if self._plain:
+            early = self._continued and self.clock() - self._lined_at < self._spacing()
+            if engine.state.iteration > self._lined and not early:
+                self._line(engine, last=True)
+        elif self._bar is not None and (engine.state.epoch_open or self._covers_run(engine)):
+            self._draw(engine, values=True)
 
     @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Close the bar, also after an error."""
         self._close()
 
-    def _report_missing(self, engine: Engine) -> None:
-        metrics = engine.state.metrics
-        known = {*metrics, *metrics.owners, *metrics.running, "loss"}
-        for name in self.metrics or ():
-            if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
-                engine.findings.report(
-                    "W61",
-                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; there are: "
-                    f"{', '.join(sorted(known - {'loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
-                    f"correct the name, or announce it: engine.state.metrics.announce('user', [{name!r}])",
-                    self.name,
-                    key=name,
-                )
+    def attached(self, engine: Engine) -> None:
+        self._smoothed.clear()
+        self._has_lined = False
 
-    def _line(self, engine: Engine) -> None:
-        self._last_line = time.monotonic()
-        self._printed_epoch = engine.state.epoch
-        values = "  ".join(f"{name} {value}" for name, value in self._values(engine).items())
-        seconds = self._last_line - self._epoch_began
-        print(f"{_epoch_of(engine)}  iteration {engine.state.iteration}  {seconds:.1f}s  {values}".rstrip(),
-              file=self.file or sys.stderr, flush=True)  # fmt: skip
+    # ---- drawing --------------------------------------------------------------------------------------------------
 
-    def _values(self, engine: Engine) -> dict[str, str]:
-        metrics = engine.state.metrics
-        names = self.metrics if self.metrics is not None else list(dict.fromkeys([*metrics.running, *metrics]))
-        values = {}
-        for name in names:
-            if name == "loss" and name not in metrics and name not in metrics.running and self.metrics is not None:
-                if (loss := engine.state.update.loss) is not None:
-                    values[name] = f"{float(loss):.4g}"
-                continue
-            running = engine.state.epoch_open and name in metrics.running
-            value = metrics.running[name]() if running else as_number(metrics.get(name))
-            if value is not None:  # None: not measured yet, or not a single number
-                values[name] = f"{value:.4g}"
-        if not names and (loss := engine.state.update.loss) is not None:
-            values["loss"] = f"{float(loss):.4g}"
-        return values
+    def _start(self, engine: Engine) -> None:
+        """Measure from the position at which the run stands."""
+        if engine.state.completed == 0:
+            self._smoothed.clear()
+        self._pace, self._forecast = Pace(), Forecast(engine, self._began)
+        self._view, self._lined = View(""), engine.state.completed
+
+    def _look(self, engine: Engine) -> None:
+        now = self.clock()
+        self._due = now + self.interval
+        self._forecast.look(engine, now)
+        for suffix, update in _updates(engine):
+            if update.loss is not None:
+                self._smoothed.setdefault(suffix, SmoothedLoss(self.smoothing)).add(update.loss)
+        line = self._plain and now - self._lined_at >= max(SILENCE, self._spacing())
+        first, batch = engine.updates[0], engine.state.batch
+        counts = (
+            first.spec.samples is None or line or not self._plain
+        )  # a function of the user's may wait for the device
+        size = 0 if batch is None else first.samples_in(batch) * engine.processes.world_size if counts else None
+        self._pace.look(now, engine.state.iteration, size)
+        if line:
+            self._line(engine)
+        elif not self._plain:
+            self._draw(engine, values=True)
+
+    def _draw(self, engine: Engine, *, values: bool = False) -> None:
+        """Draw the bar; the values only if they are asked for, else those of the drawing before."""
+        if self._plain:
+            return
+        now = self._drawn_at = self.clock()
+        if values:
+            self._pace.look(now, engine.state.iteration, None)
+        bounds = self._forecast.bounds(engine, now)
+        fraction, count = self._covered(engine, bounds)
+        rate, samples, left = self._rates(bounds)
+        shown = self._values(engine) if values else self._view.values
+        self._view = View(_title(engine), fraction, count, rate, samples, left, shown)
+        if self._bar is None:
+            self._bar = self._display()
+        self._bar.show(self._view)
+
+    def _display(self) -> Display:
+        if self._in_notebook():
+            return of_notebook()
+        return (RichDisplay if self.style == "rich" else TqdmDisplay)(self.file or sys.stderr, leave=self.leave)
+
+    def _in_notebook(self) -> bool:
+        return self.file is None and in_notebook()
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
+    def _covers_run(self, engine: Engine) -> bool:
+        """Whether the bar is over the run, and not over the epoch."""
+        if self._stays or engine.state.max_epochs is None:
+            return not self._stays
+        length, each = self._forecast.epoch_length(engine), self._forecast.seconds_of_iteration(engine, self.clock())
+        if length is not None and each is not None and length * each < SHORT_EPOCH * self.interval:
+            self._short = True
+        return self._short
 
-def _epoch_of(engine: Engine) -> str:
+    def _covered(self, engine: Engine, bounds: list[Bound]) -> tuple[float | None, str]:
+        """How much is done of what the bar is over."""
+        state = engine.state
+        if self._covers_run(engine):
+            return (bounds[0].fraction, bounds[0].count) if bounds else (None, f"{state.iteration}it")
+        done, length = state.epoch_iteration, self._forecast.epoch_length(engine)
+        ends = [one.iterations - state.epoch_start for one in bounds if one.iterations is not None]
+        end = min([*ends, *([] if length is None else [length])], default=None)
+        if end is None or end <= 0:
+            return None, f"{done}it"
+        return min(1.0, done / end), f"{done}/{end:.0f}"
+
+    def _spacing(self) -> float:
+        """Seconds between two lines."""
+        return max(self.line_interval, (self.clock() - self._began) / LINES) if self.line_interval else 0.0
+
+    def _line(self, engine: Engine, *, last: bool = False) -> None:
+        values = self._values(engine)
+        now = self.clock()
+        if not values and self.line_interval and not last and now - self._lined_at < SILENCE:
+            return
+        self._lined_at, self._lined, self._has_lined = now, engine.state.iteration, True
+        self._pace.look(now, engine.state.iteration, None)
+        facts = [_title(engine), f"iteration {engine.state.iteration}", f"{now - self._epoch_began:.1f}s"]
+        facts += [one for one in self._rates(self._forecast.bounds(engine, now)) if one]
+        facts += [f"{name} {value}" for name, value in values.items()]
+        print("  ".join(facts), file=self.file or sys.stderr, flush=True)
+
+    def _rates(self, bounds: list[Bound]) -> tuple[str, str, str]:
+        """Iterations and samples per second, and the time left."""
+        rate, samples = self._pace.iterations_per_second, self._pace.samples_per_second
+        seconds = bounds[0].seconds if bounds else None
+        return (
+            "" if rate is None else f"{rate:.3g} it/s" if rate < 100 else f"{rate:.0f} it/s",
+            "" if not samples else f"{samples:.3g} samples/s" if samples < 100 else f"{samples:.0f} samples/s",
+            f"{tqdm.format_interval(seconds)} left" if seconds else "",
+        )
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    def _values(self, engine: Engine) -> dict[str, str]:
+        metrics = engine.state.metrics
+        found: dict[str, float | None] = {}
+        if self.metrics is None and not metrics.running:
+            last = "loss" if "loss" not in metrics else "batch_loss"
+            for suffix, update in _updates(engine):
+                found[f"smooth_loss{suffix}"] = self._smooth(suffix)
+                found[f"{last}{suffix}"] = as_number(update.loss)
+        for name in self.metrics if self.metrics is not None else dict.fromkeys([*metrics.running, *metrics]):
+            if engine.state.epoch_open and name in metrics.running:
+                found[name] = metrics.running[name]()
+            elif name in metrics:
+                found[name] = as_number(metrics[name])
+            elif name == "loss":
+                found[name] = as_number(engine.state.update.loss)
+            elif name == "smooth_loss":
+                found[name] = next((self._smooth(suffix) for suffix, _ in _updates(engine)), None)
+        # None: not measured yet, or not a single number.
+        shown = {name: f"{value:.4g}" for name, value in found.items() if value is not None}
+        return shown | (_learning_rates(engine) if self.learning_rate else {})
+
+    def _smooth(self, suffix: str) -> float | None:
+        return self._smoothed[suffix].value() if suffix in self._smoothed else None
+
+    def _report_missing(self, engine: Engine) -> None:
+        metrics = engine.state.metrics
+        known = {*metrics, *metrics.owners, *metrics.running, "loss", "smooth_loss"}
+        for name in self.metrics or ():
+            if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
+                engine.findings.report(
+                    "W61",
+                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; there are: "
+                    f"{', '.join(sorted(known - {'loss', 'smooth_loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
+                    f"correct the name, or announce it: engine.state.metrics.announce('user', [{name!r}])",
+                    self.name,
+                    key=name,
+                )
+
+
+def _updates(engine: Engine) -> list[tuple[str, UpdateState]]:
+    """The updates of this iteration, each with what its name adds to that of its loss."""
+    if len(engine.updates) == 1:
+        return [("", engine.updates[0])]
+    return [(f"/{one.name}", one) for one in engine.updates if one.omitted_in != engine.state.iteration]
+
+
+def _learning_rates(engine: Engine) -> dict[str, str]:
+    """The rate of each update, or the smallest and the largest of its groups."""
+    found = {}
+    for update in engine.updates:
+        groups = [] if update.optimizer is None else update.optimizer.param_groups
+        rates = sorted({float(group["lr"]) for group in groups if group.get("lr") is not None})
+        if rates:
+            name = "lr" if len(engine.updates) == 1 else f"lr/{update.name}"
+            found[name] = "-".join(f"{one:.3g}" for one in dict.fromkeys((rates[0], rates[-1])))
+    return found
+
+
+def _title(engine: Engine) -> str:
     epoch, last = engine.state.epoch, engine.state.max_epochs
+    if last == 1 and not engine.training:
+        return "evaluation"
     return f"epoch {epoch}" if last is None else f"epoch {epoch}/{last}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_int, check_name, check_stream
 from signalfire.findings.dropout import is_compiled
+from signalfire.markup import preformatted
 
 from ._common.operations import OperationCounter
 
@@ -137,7 +137,7 @@ class ModelSummary:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return preformatted(self)
 
 
 def summary(model: nn.Module | Mapping[str, nn.Module]) -> ModelSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -131,6 +132,17 @@ def test_an_example_runs_and_reaches_what_it_promises(script: str, tmp_path: Pat
 
 def test_every_example_is_checked() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {*CHECKS, "ray_train.py"}  # the last one: test_launchers.py
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.stem)
+def test_notebooks_are_stored_without_outputs(notebook: Path) -> None:
+    content = json.loads(notebook.read_text())
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            compile("".join(cell["source"]), notebook.name, "exec")
+    assert set(content["metadata"]) == {"kernelspec", "language_info"}, "nothing of the machine it was written on"
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ CASES: dict[str, Case] = {
     "GradientNorms": Case(lambda: GradientNorms(per_parameter=True), False),
     "Guards": Case(lambda: Guards(every="2it"), False),
     "Histograms": Case(lambda: Histograms(every="2it"), False),
-    "History": Case(lambda: History(), False),
+    "History": Case(lambda: History(print_epochs=True, file=io.StringIO()), False),
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
     "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),

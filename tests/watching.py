@@ -35,6 +35,7 @@ from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
     Histograms,
+    History,
     LRScheduling,
     Metrics,
     MixedPrecision,
@@ -121,7 +122,7 @@ def wide(value: Tensor) -> Tensor:
 
 def written(engine: Engine, folder: Path) -> str:
     """The files in a folder with their sizes, and what is shown."""
-    shown = [handler.file for handler in engine.handlers.values() if isinstance(handler, ProgressBar)]
+    shown = [handler.file for handler in engine.handlers.values() if isinstance(handler, ProgressBar | History)]
     text = [file.getvalue() for file in shown if isinstance(file, io.StringIO)]
     return str([*sorted((str(one), one.stat().st_size) for one in folder.rglob("*") if one.exists()), text])
 
@@ -213,6 +214,7 @@ def kept(folder: Path) -> Engine:
         Checkpoint(folder / "b", monitor="loss", mode="min", name="b"),
         Preemption(),
         ProgressBar(file=Terminal(), interval=0.0),
+        History(print_epochs=True, file=io.StringIO()),
         SWA(1, lr=0.05, bn_data=batches(2)),
         Seeding(),
     )
@@ -221,6 +223,23 @@ def kept(folder: Path) -> Engine:
 def resumed(folder: Path) -> Engine:
     kept(folder).run(batches(), max_epochs=1)
     return kept(folder)
+
+
+def shown() -> Engine:
+    """A bar that shows all it can, over a run of which two iterations are made."""
+    engine = build(mlp(5, 8, 1), ProgressBar(file=Terminal(), interval=0.0, learning_rate=True))
+    engine.run(batches(), max_iters=2)
+    return engine
+
+
+def continued(folder: Path) -> Engine:
+    return shown()
+
+
+def reloaded(folder: Path) -> Engine:
+    engine = build(mlp(5, 8, 1), ProgressBar(file=Terminal(), interval=0.0, learning_rate=True))
+    engine.load_state_dict(shown().state_dict())
+    return engine
 
 
 def interrupted(folder: Path) -> Engine:
@@ -320,7 +339,7 @@ def pruned(folder: Path) -> Engine:
     return engine
 
 
-def shown(folder: Path) -> Engine:
+def logged(folder: Path) -> Engine:
     """Everything that can be logged is, and the model's graph."""
     engine = build(
         mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5)),
@@ -358,7 +377,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             resumed,
             interrupted,
             failing,
-            shown,
+            logged,
             thawing,
             thawing_again,
             turns,
@@ -366,6 +385,10 @@ COMPOSITIONS: dict[str, Recipe] = {
             pruned,
             pruned_later,
         )
+    },
+    **{
+        one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3, "max_steps": 14})
+        for one in (continued, reloaded)
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..markup import preformatted
 from .results import Variant
 
 __all__ = ["Plan", "PlannedRun", "duration"]
@@ -71,6 +72,9 @@ class Plan:
             f"estimated time, run sequentially: {cost}"
         )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def duration(seconds: float) -> str:

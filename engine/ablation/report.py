@@ -11,6 +11,7 @@ from dataclasses import asdict
 from os import PathLike
 from typing import Any, Literal
 
+from ..markup import preformatted
 from .formats import (
     WIDTH,
     aligned,
@@ -145,6 +146,9 @@ class Report:
         if warnings := self.warnings():
             blocks.append("\n".join(textwrap.fill(f"! {line}", WIDTH, subsequent_indent="  ") for line in warnings))
         return "\n\n".join(blocks)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def __repr__(self) -> str:
         return f"Report({len(self.rows)} variants, {len(self.seeds)} seeds, metric={self.metric!r}, mode={self.mode!r})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .. import blame
 from ..codes import CODES, REPEATS, Severity
+from ..markup import preformatted
 from ..part import Part
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class Findings(Sequence[Finding]):
             by = f" [{', '.join(one.handlers)}]" if one.handlers else ""
             lines += [f"{one.code:<4} {one.severity:<8} {one.sentence}{by}", f"{'':<14}-> {one.way_out}"]
         return "\n".join(lines) or "nothing was found"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def of(self, code: str) -> Findings:
         """Those with one code."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import html
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -20,6 +19,7 @@ from ..connection import Phase
 from ..events import Events
 from ..explain import is_out_of_memory
 from ..handler import Handler, on
+from ..markup import preformatted
 from ..restore import attempt
 from .rehearsal import rehearsal
 
@@ -85,7 +85,7 @@ class BatchSizes:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return preformatted(self)
 
 
 def find_batch_size(

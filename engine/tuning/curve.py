@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Literal
+
+from ..markup import preformatted
 
 __all__ = ["LearningRateCurve"]
 
@@ -121,10 +122,11 @@ class LearningRateCurve:
         try:
             written = io.BytesIO()
             self._figure().savefig(written, format="png", dpi=100)
-            picture = f'<br><img src="data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}">'
+            content = base64.b64encode(written.getvalue()).decode()
+            picture = f'<img alt="losses over learning rates" src="data:image/png;base64,{content}"/>'
         except ImportError:  # without Matplotlib
-            picture = f"<pre>{html.escape(self.table())}</pre>"
-        return f"<div>{html.escape(str(self))}{picture}</div>"
+            picture = preformatted(self.table())
+        return f"<div>{preformatted(self)}{picture}</div>"
 
     def _suggested(self) -> float | None:
         try:

@@ -92,7 +92,6 @@ NOT_IN_THESE_RUNS = {
             "end_session",
         )
     },
-    ("ProgressBar", "resume"): "a bar is there only in an epoch that is resumed",
 }
 
 

@@ -172,8 +172,16 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
 @pytest.mark.parametrize(
     ("attach", "error", "message"),
     [
-        (lambda engine: engine.attach(Recorder()), ValueError, "the name is taken by .*name='...'"),
-        (lambda engine: engine.attach(engine.handlers["recorder"]), ValueError, "is attached already"),
+        (
+            lambda engine: engine.attach(Recorder()),
+            ValueError,
+            "the name is taken by .*name='...'.*, or detach that one first: engine.detach.'recorder'",
+        ),
+        (
+            lambda engine: engine.attach(engine.handlers["recorder"]),
+            ValueError,
+            "is attached already; to attach it anew: engine.detach.'recorder'",
+        ),
         (lambda engine: make_engine().attach(engine.handlers["recorder"]), ValueError, "attached to another engine"),
         (lambda engine: engine.attach(Recorder), TypeError, r"give an instance: Recorder\(...\)"),
         (lambda engine: engine.attach(print), TypeError, "engine.on"),

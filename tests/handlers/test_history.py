@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import pickle
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 
 from signalfire import Engine, Events
 from signalfire.handlers import Average, Checkpoint, History, Metrics, Validation
-from tests.kit import build, evaluator_of
+from tests.kit import build, evaluator_of, needs
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
@@ -219,3 +221,147 @@ def test_validations_at_the_start_are_recorded_in_their_order() -> None:
     engine.run(BATCHES, max_epochs=2)
     assert [place[:2] for place in history.records["loss"]] == [(1, 0), (1, 4), (2, 8)]
     assert history["loss"][0] > history["loss"][-1]
+
+
+# ---- as a frame, a printed table and a plot ---------------------------------------------------------------------------
+
+
+def columns_without_pandas(history: History, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    return history.frame()
+
+
+def test_the_frame_has_a_row_for_each_iteration_in_which_something_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(3, 1)
+    history = History()
+    engine = engine_of(
+        history, Validation(evaluator_of(model), BATCHES, every="3it"), Metrics(train_loss=Average()), model=model
+    )
+    engine.run(BATCHES, max_epochs=2)
+    columns = columns_without_pandas(history, monkeypatch)
+    assert list(columns) == ["epoch", "iteration", "loss", "train_loss"]
+    assert columns["epoch"] == [1, 1, 2, 2]
+    assert columns["iteration"] == [3, 4, 6, 8]
+    assert columns["loss"] == [history["loss"][0], None, history["loss"][1], None]
+    assert columns["train_loss"] == [None, history["train_loss"][0], None, history["train_loss"][1]]
+
+
+def test_with_pandas_the_frame_is_one_of_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("interop", "pandas")
+    history = History()
+    scored(history)
+    frame = history.frame()
+    columns = columns_without_pandas(history, monkeypatch)
+    assert list(frame.columns) == list(columns)
+    assert frame.notna().sum().to_dict() == {"epoch": 3, "iteration": 3, "score": 3, "odd": 1}
+    assert [None if math.isnan(value) else value for value in frame["odd"]] == columns["odd"]
+    assert str(frame["iteration"].dtype) == "int64"
+
+
+def test_a_history_without_values_has_an_empty_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert columns_without_pandas(History(), monkeypatch) == {"epoch": [], "iteration": []}
+
+
+def test_a_row_is_printed_as_each_epoch_completes_below_one_header() -> None:
+    model = nn.Linear(3, 1)
+    file = io.StringIO()
+    history = History(print_epochs=True, file=file)
+    validation = Validation(evaluator_of(model), BATCHES, every="2ep", prefix="validation/")
+    engine = engine_of(Metrics(train_loss=Average()), history, validation, model=model)
+    lengths: list[int] = []
+    engine.connect(Events.EPOCH_STARTED, lambda engine: lengths.append(len(file.getvalue().splitlines())))
+    engine.run(BATCHES, max_epochs=3)
+    assert lengths == [0, 2, 3], "as they complete"
+    header, *rows = file.getvalue().splitlines()
+    assert header.split() == ["epoch", "train_loss", "validation/loss"]
+    assert [row.split() for row in rows] == [row.split() for row in history.table().splitlines()[1:]]
+    assert {len(line) for line in (header, *rows)} == {len(header)}
+    assert rows[0][: -len("validation/loss")].split() == ["1", f"{history['train_loss'][0]:.4g}"], "columns are aligned"
+
+
+def test_a_metric_that_is_new_brings_the_header_again_and_a_part_of_an_epoch_a_row() -> None:
+    file = io.StringIO()
+    engine = engine_of(History(print_epochs=True, file=file))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
+    engine.connect(
+        Events.ITERATION_COMPLETED(once=10), lambda engine: engine.state.metrics.update(odd=torch.tensor(0.5))
+    )
+    engine.run(BATCHES, max_iters=10)
+    assert [line.split() for line in file.getvalue().splitlines()] == [
+        ["epoch", "score"], ["1", "1"], ["2", "1"], ["epoch", "score", "odd"], ["3", "0.5"],
+    ]  # fmt: skip
+
+
+def test_nothing_is_printed_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    scored(History())
+    assert capsys.readouterr().out == ""
+    scored(History(print_epochs=True))
+    assert capsys.readouterr().out.startswith("epoch")
+
+
+def with_records(**lengths: int) -> History:
+    history = History()
+    records = {
+        name.replace("__", "/"): [[1, i + 1, 1 / (i + 1)] for i in range(count)] for name, count in lengths.items()
+    }
+    history.load_state_dict({"records": records, "seen": {}})
+    return history
+
+
+def drawn(history: History, *names: str) -> list[list[str]]:
+    """The legends of the panels, or the title of one with a single curve."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+        history.plot("unused.png", *names)
+    panels = []
+    for axes in figures[0].axes:
+        legend = axes.get_legend()
+        panels.append([axes.get_title("left")] if legend is None else [text.get_text() for text in legend.get_texts()])
+    return panels
+
+
+def test_what_training_and_validation_measure_shares_a_panel() -> None:
+    pytest.importorskip("matplotlib")
+    history = with_records(train_loss=9, loss=3, digits__loss=3, val_accuracy=3, scores__f1=3, training=2)
+    losses = ["train_loss", "loss", "digits/loss"]
+    assert drawn(history) == [losses, ["accuracy"], ["scores/f1"], ["training"]]
+    assert drawn(history, "loss", "train_loss") == [losses]
+    assert drawn(history, "accuracy") == [["accuracy"]]
+    assert drawn(history, "loss,", "train_loss,scores/f1") == [["loss"], ["train_loss", "scores/f1"]]
+    assert drawn(with_records(train__loss=2, validation__loss=2)) == [["train/loss", "validation/loss"]]
+
+
+@pytest.mark.slow
+def test_no_text_of_a_plot_is_cut_and_no_legend_covers_a_curve() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    history = with_records(
+        train_loss=60, loss=5, **{f"{'long_' * 12}{i}__loss": 5 for i in range(3)}, **{"wide" * 40: 3}
+    )
+    figures: list[Figure] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+        history.plot("unused.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    edges = figure.bbox
+    for axes in figure.axes:
+        inside = axes.get_tightbbox()
+        assert inside is not None
+        assert edges.x0 - 1 <= inside.x0 < inside.x1 <= edges.x1 + 1
+        assert edges.y0 - 1 <= inside.y0 < inside.y1 <= edges.y1 + 1
+        if (legend := axes.get_legend()) is not None:
+            assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+def test_bad_arguments_of_the_printed_table_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"History\(print_epochs=1\): expected True or False"):
+        History(print_epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"History\(file='x'\): expected an open text file"):
+        History(file="x")  # type: ignore[arg-type]

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import io
+import os
+import pty
 import re
+import struct
+import termios
+import weakref
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
-from signalfire import Engine, Events
-from signalfire.handlers import Average, Metrics, ProgressBar, Validation
-from tests.kit import build, evaluator_of, linear
+from signalfire import Engine, Events, Phase
+from signalfire.handlers import Average, GradientAccumulation, Metrics, ProgressBar, Validation
+from tests.kit import build, evaluator_of, idle_engine, linear, needs, python
+
+ROOT = Path(__file__).parent.parent.parent
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
 
@@ -39,7 +51,8 @@ def test_a_file_gets_a_line_for_each_epoch() -> None:
     lines = file.getvalue().splitlines()
     assert len(lines) == 3
     for number, (line, loss) in enumerate(zip(lines, losses, strict=True), start=1):
-        pattern = rf"epoch {number}/3  iteration {4 * number}  \d+\.\ds  loss {re.escape(f'{loss:.4g}')}"
+        rates = r"[\d.]+ it/s  [\d.]+ samples/s" + (r"  \d\d:\d\d left" if number < 3 else "")
+        pattern = rf"epoch {number}/3  iteration {4 * number}  \d+\.\ds  {rates}  loss {re.escape(f'{loss:.4g}')}"
         assert re.fullmatch(pattern, line), line
 
 
@@ -232,3 +245,396 @@ def test_bad_arguments_are_refused() -> None:
         ProgressBar(interval=-1)
     with pytest.raises(TypeError, match="line_interval='5'"):
         ProgressBar(line_interval="5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ProgressBar\(smoothing=1\): expected a number of 0 or more and below 1"):
+        ProgressBar(smoothing=1)
+    with pytest.raises(ValueError, match=r"ProgressBar\(style='x'\): expected 'tqdm' or 'rich'"):
+        ProgressBar(style="x")
+    with pytest.raises(TypeError, match=r"ProgressBar\(clock=3\): expected a function"):
+        ProgressBar(clock=3)  # type: ignore[arg-type]
+
+
+# ---- the loss, the rates and the time left ----------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that each iteration moves on."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed(bar: ProgressBar, seconds: float = 0.5, **options: Any) -> Engine:
+    """An engine whose iterations take so long by the bar's clock."""
+    engine = engine_of(bar, **options)
+    clock = bar.clock
+    assert isinstance(clock, Clock)
+
+    def work(engine: Engine) -> None:
+        clock.now += seconds
+
+    engine.connect(Events.ITERATION_STARTED, work)
+    return engine
+
+
+def drawings(file: io.StringIO) -> list[str]:
+    return [one.strip() for one in re.split(r"[\r\n]", file.getvalue()) if one.strip()]
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_the_smoothed_loss_is_an_exponential_average_with_bias_correction(kind: type[io.StringIO]) -> None:
+    file, losses = kind(), []
+    engine = engine_of(ProgressBar(file=file, interval=0.0, smoothing=0.9))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.update.loss.item()))
+    engine.run(BATCHES, max_epochs=2)
+    average = sum(0.1 * 0.9 ** (7 - i) * loss for i, loss in enumerate(losses)) / (1 - 0.9**8)
+    assert re.search(rf"smooth_loss[= ]{average:.4g}\W.*loss[= ]{losses[-1]:.4g}\W", drawings(file)[-1] + " ")
+
+
+def test_losses_are_smoothed_at_most_once_in_an_interval() -> None:
+    file, losses = io.StringIO(), []
+    engine = timed(ProgressBar(file=file, interval=2.0, smoothing=0.5, clock=Clock()))
+    engine.connect(Events.ITERATION_COMPLETED(every=4), lambda engine: None)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.update.loss.item()))
+    engine.run(BATCHES, max_epochs=2)
+    assert f"smooth_loss {(losses[0] + 2 * losses[4]) / 3:.4g}" in file.getvalue()
+
+
+def test_after_a_state_is_loaded_and_after_a_reset_the_smoothed_loss_begins_anew() -> None:
+    file = io.StringIO()
+    engine = engine_of(ProgressBar(file=file, interval=0.0))
+    engine.run(BATCHES, max_iters=2)
+    engine.load_state_dict(engine.state_dict())
+    for bound in (3, 1):
+        engine.run(BATCHES, max_iters=bound)
+        assert engine.state.update.loss is not None
+        assert f"smooth_loss {engine.state.update.loss.item():.4g}  loss" in file.getvalue().splitlines()[-1]
+        engine.reset()
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_leaves_the_smoothed_one_as_it_was() -> None:
+    file = io.StringIO()
+    broken = [*BATCHES[:2], (torch.full((2, 3), float("inf")), torch.ones(2, 1))]
+    engine_of(ProgressBar(file=file, interval=0.0, smoothing=0.0)).run(broken, max_epochs=1)
+    smoothed, last = re.findall(r"loss (\S+)", file.getvalue())
+    assert float(smoothed) < 1e3
+    assert last in ("inf", "nan")
+
+
+class Fetches(TorchDispatchMode):
+    """Counts values that are fetched from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_values_are_fetched_only_when_they_are_drawn(kind: type[io.StringIO]) -> None:
+    def fetched(iterations: int) -> tuple[int, int]:
+        file = kind()
+        options: dict[str, Any] = {"interval": 10.0} if kind is Terminal else {"interval": 0.0, "line_interval": 1000.0}
+        engine = timed(ProgressBar(file=file, clock=Clock(), leave=True, **options))
+        with Fetches() as mode:
+            engine.run(BATCHES * 10, max_iters=iterations)
+        return mode.count, len(drawings(file))
+
+    (few, drawn), (many, more) = fetched(20), fetched(40)
+    bare = Fetches()
+    with bare:
+        engine_of().run(BATCHES * 10, max_iters=40)
+    assert few > 0
+    assert many - bare.count <= 4 * more
+    if kind is io.StringIO:
+        assert many == few
+        assert drawn == more == 1
+    assert more < 12, "one drawing in ten seconds, which are 20 iterations"
+
+
+def test_the_bar_keeps_no_graph_alive() -> None:
+    nodes: list[weakref.ref[Any]] = []
+
+    class Probe(torch.autograd.Function):
+        """Notes its node in the graph."""
+
+        @staticmethod
+        def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+            nodes.append(weakref.ref(ctx))
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            return gradients[0]
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = Probe.apply(nn.functional.mse_loss(output, target))  # type: ignore[no-untyped-call]
+        return loss
+
+    engine = build(linear(3, 1), ProgressBar(file=io.StringIO(), interval=0.0), loss=loss_of)
+    engine.run(BATCHES, max_epochs=2)
+    gc.collect()
+    assert len(nodes) == 8
+    assert not any(one() is not None for one in nodes[:-1])
+
+
+def test_iterations_and_samples_are_counted_per_second() -> None:
+    file = io.StringIO()
+    timed(ProgressBar(file=file, interval=0.0, clock=Clock()), 0.25).run(BATCHES, max_epochs=1)
+    assert "  4 it/s  8 samples/s  " in file.getvalue()
+
+
+def test_an_evaluation_is_said_to_be_under_way_and_does_not_slow_the_rates() -> None:
+    file, clock = Terminal(), Clock()
+    model = linear(3, 1)
+    evaluator = evaluator_of(model)
+    seen: list[str] = []
+
+    def evaluate(engine: Engine) -> None:
+        seen.append(drawings(file)[-1])
+        clock.now += 100.0
+
+    evaluator.connect(Events.ITERATION_COMPLETED, evaluate)
+    engine = timed(ProgressBar(file=file, interval=0.0, clock=clock), 0.25, model=model)
+    engine.attach(Validation(evaluator, BATCHES, every="3it"))
+    engine.run(BATCHES, max_epochs=2)
+    assert len(seen) == 8
+    assert all("evaluating" in one for one in seen)
+    assert "evaluating" not in drawings(file)[-1]
+    assert "4 it/s, 8 samples/s" in drawings(file)[-1]
+    assert "\n" not in file.getvalue()
+
+
+class Unsized:
+    def __iter__(self) -> Any:
+        return iter(BATCHES)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("bounds", "count", "left"),
+    [
+        ({"max_epochs": 3}, "2/4", "00:03"),
+        ({"max_iters": 14}, "6/14", "00:04"),
+        ({"max_steps": 8}, "3/8 steps", "00:05"),
+        ({"max_epochs": 3, "max_iters": 7}, "2/3", "00:00"),
+        ({"max_epochs": 9, "max_steps": 5}, "2/4", "00:02"),
+        ({"max_epochs": 3, "epoch_length": 5}, "1/5", "00:04"),
+        ({"max_epochs": 3, "unsized": True}, "2/4", "00:03"),
+    ],
+)
+def test_the_time_left_is_known_for_every_bound(bounds: dict[str, Any], count: str, left: str) -> None:
+    """After six iterations of half a second."""
+    file = Terminal()
+    data = Unsized() if bounds.pop("unsized", False) else BATCHES
+    engine = timed(ProgressBar(file=file, interval=0.0, clock=Clock()))
+    if "max_steps" in bounds:
+        engine.attach(GradientAccumulation(2))
+    seen: list[str] = []
+    engine.connect(Events.ITERATION_STARTED(once=7), lambda engine: seen.append(drawings(file)[-1]))
+    engine.run(data, **bounds)
+    assert f" {count} [" in seen[0]
+    assert f"{left} left" in seen[0]
+    assert "100%" in drawings(file)[-1]
+
+
+def test_the_time_left_of_a_time_limit_is_what_the_limit_leaves() -> None:
+    file = Terminal()
+    engine = engine_of(ProgressBar(file=file, interval=0.0))
+    engine.connect(Events.ITERATION_STARTED(once=8), lambda engine: engine.terminate("enough"))
+    engine.run(BATCHES, max_time="1h")
+    assert re.search(r"epoch 2:   0%\|.*\| 6it \[.*59:5\d left", file.getvalue())
+
+
+def test_epochs_that_are_short_share_one_bar_over_the_run() -> None:
+    file = Terminal()
+    engine = timed(ProgressBar(file=file, interval=0.1, clock=Clock()), 0.01)
+    engine.run(BATCHES, max_epochs=200)
+    drawn = drawings(file)
+    assert sum("  0%|" in one for one in drawn) <= 3
+    assert 60 < len(drawn) < 120, "one in a tenth of eight seconds"
+    assert "epoch 200/200: 100%" in drawn[-1]
+    assert "800/800" in drawn[-1]
+
+
+def test_long_epochs_have_bars_of_their_own() -> None:
+    file = Terminal()
+    timed(ProgressBar(file=file, interval=0.1, clock=Clock()), 1.0).run(BATCHES, max_epochs=3)
+    assert [f"epoch {n}/3:   0%|" in file.getvalue() for n in (1, 2, 3)] == [True] * 3
+    assert "epoch 3/3:  25%" in file.getvalue()
+
+
+# ---- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_comes_within_an_epoch_once_a_minute() -> None:
+    file = io.StringIO()
+    timed(ProgressBar(file=file, clock=Clock()), 10.0).run(BATCHES * 5, max_epochs=1)
+    assert [line.split("  ")[1] for line in file.getvalue().splitlines()] == [f"iteration {n}" for n in (6, 12, 18, 20)]
+
+
+def test_lines_become_rarer_as_the_run_becomes_longer() -> None:
+    file = io.StringIO()
+    timed(ProgressBar(file=file, clock=Clock()), 10.0).run(BATCHES[:1], max_epochs=400)
+    lines = file.getvalue().splitlines()
+    assert lines[0].startswith("epoch 1/400  ")
+    assert lines[-1].startswith("epoch 400/400  ")
+    assert 80 < len(lines) < 160
+
+
+def test_lines_without_a_value_come_once_a_minute() -> None:
+    file, clock = io.StringIO(), Clock()
+    engine = idle_engine()
+    engine.attach(ProgressBar(file=file, clock=clock))
+
+    def work(engine: Engine) -> None:
+        clock.now += 5.0
+
+    engine.connect(Events.ITERATION_COMPLETED, work, phase=Phase.PREPARE)
+    engine.run([1, 2], max_epochs=12)
+    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["epoch 6/12", "epoch 12/12"]
+
+
+def test_a_run_with_nothing_to_do_prints_no_line() -> None:
+    file = io.StringIO()
+    engine = engine_of(ProgressBar(file=file))
+    engine.run(BATCHES, max_epochs=1)
+    before = file.getvalue()
+    with pytest.warns(UserWarning, match="nothing to do"):
+        engine.run(BATCHES, max_epochs=1)
+    assert file.getvalue() == before
+
+
+def test_one_evaluation_after_another_brings_lines_no_faster() -> None:
+    file = io.StringIO()
+    model = linear(3, 1)
+    evaluator = evaluator_of(model)
+    evaluator.attach(ProgressBar(file=file, line_interval=1000.0))
+    engine_of(Validation(evaluator, BATCHES), model=model).run(BATCHES, max_epochs=12)
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("evaluation  iteration 4  ")
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_learning_rates_are_shown_on_request() -> None:
+    file = io.StringIO()
+    engine_of(ProgressBar(file=file, learning_rate=True)).run(BATCHES, max_epochs=1)
+    assert file.getvalue().rstrip().endswith("  lr 0.01")
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.5}]
+    file = io.StringIO()
+    engine = engine_of(ProgressBar([], file=file, learning_rate=True))
+    engine.connect(Events.STARTED, lambda engine: engine.updates[0].optimizer.add_param_group(groups[0]))
+    engine.run(BATCHES, max_epochs=1)
+    assert file.getvalue().rstrip().endswith(" left  lr 0.01-0.5") or file.getvalue().rstrip().endswith(
+        "s  lr 0.01-0.5"
+    )
+
+
+def test_the_losses_stay_beside_the_metrics_of_a_validation() -> None:
+    file = io.StringIO()
+    model = linear(3, 1)
+    engine = engine_of(ProgressBar(file=file, line_interval=0.0), Validation(evaluator_of(model), BATCHES), model=model)
+    engine.run(BATCHES, max_epochs=2)
+    assert engine.state.update.loss is not None
+    last, measured = engine.state.update.loss.item(), engine.state.metrics["loss"]
+    assert re.search(
+        rf"  smooth_loss \S+  batch_loss {last:.4g}  loss {measured:.4g}$", file.getvalue().splitlines()[-1]
+    )
+
+
+def test_rich_draws_on_request() -> None:
+    needs("rich", "rich")
+    file = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "100")
+        engine_of(ProgressBar(file=file, interval=0.0, style="rich", leave=True)).run(BATCHES, max_epochs=2)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert "epoch 1/2:  25%|" in drawn
+    assert "| 4/4 [" in drawn
+    assert "smooth_loss=" in drawn
+    assert file.getvalue().count("\n") == 2
+    assert file.getvalue().endswith("\x1b[?25h"), "the cursor is visible again"
+
+
+def test_rich_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=re.escape("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
+    ):
+        ProgressBar(style="rich")
+
+
+# ---- a real terminal --------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from signalfire.handlers import *
+from tests.kit import *
+model = mlp(5, 8, 1)
+evaluator = evaluator_of(model)
+if "nested" in sys.argv:
+    evaluator.attach(ProgressBar(interval=0.0, style=sys.argv[1]))
+bar = ProgressBar(interval=0.0, leave=True, learning_rate=True, style=sys.argv[1])
+build(model, bar, Validation(evaluator, batches(3), every="2it")).run(batches(6), max_epochs=2)
+print("the end")
+"""
+
+
+def on_terminal(columns: int, *arguments: str) -> str:
+    """What a program writes to a terminal of so many columns."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    with python("-c", PROGRAM, *arguments, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=environment):
+        os.close(its)
+        written = b""
+        with suppress(OSError):  # raised once the program has ended
+            while part := os.read(ours, 1 << 16):
+                written += part
+    os.close(ours)
+    return written.decode()
+
+
+def screen(written: str, columns: int) -> list[str]:
+    """The lines that are left on a terminal that wraps, as far as bars need one."""
+    rows, row, column = [[" "] * columns], 0, 0
+    for match in re.finditer(r"\x1b\[(\d*)[;\d]*([A-Za-z])|\x1b\[\?25[hl]|([\r\n])|(.)", written):
+        number, command, control, letter = match.groups()
+        if command == "A":
+            row -= int(number or 1)
+        elif command == "K":
+            rows[row] = [" "] * columns
+        elif control == "\r":
+            column = 0
+        elif control == "\n" or letter:
+            if control or column == columns:
+                row, column = row + 1, column if control else 0
+            while row >= len(rows):
+                rows.append([" "] * columns)
+            if letter:
+                rows[row][column] = letter
+                column += 1
+    return ["".join(one).rstrip() for one in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("tqdm",), ("tqdm", "nested"), ("rich",), ("rich", "nested")], ids=" ".join)
+@pytest.mark.parametrize("columns", [40, 120])
+def test_each_bar_stays_on_one_line_of_a_terminal(columns: int, arguments: tuple[str, ...]) -> None:
+    if "rich" in arguments:
+        needs("rich", "rich")
+    written = on_terminal(columns, *arguments)
+    left = screen(written, columns)
+    assert [line[:10] for line in left if line] == ["epoch 1/2:", "epoch 2/2:", "the end"], left
+    assert max(map(len, left)) < columns
+    assert "100%" in left[0]
+    assert "smooth_loss=" in left[0]
+    assert ("lr=0.1" in left[0]) is (columns == 120)
+    assert ("evaluation:" if "nested" in arguments else "evaluating") in written

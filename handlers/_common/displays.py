@@ -1,0 +1,285 @@
+"""Where progress is drawn: a bar by tqdm or rich in a terminal, one updated output in a notebook.
+
+A display has two methods: ``show`` draws a `View` in place of the one before, and ``close`` ends it.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, TextIO
+
+from tqdm import tqdm
+from tqdm.utils import disp_len, disp_trim
+
+__all__ = [
+    "Display",
+    "NotebookDisplay",
+    "RichDisplay",
+    "TqdmDisplay",
+    "View",
+    "WidgetDisplay",
+    "fitted",
+    "in_notebook",
+    "of_notebook",
+]
+
+NARROWEST_BAR = 6
+
+
+@dataclass(frozen=True)
+class View:
+    """What is drawn.
+
+    Attributes:
+        title: What is under way: "epoch 1/3".
+        fraction: How much of it is done, between 0 and 1; None if that is not known.
+        count: The same as a count: "120/500".
+        rate, samples, left: Iterations and samples per second, and the time left; empty if not known.
+        values: Metrics by name.
+        note: What happens meanwhile: "evaluating".
+    """
+
+    title: str
+    fraction: float | None = None
+    count: str = ""
+    rate: str = ""
+    samples: str = ""
+    left: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+class Display(Protocol):
+    """What draws progress."""
+
+    def show(self, view: View) -> None:
+        """Draw this in place of what was drawn before."""
+
+    def close(self) -> None:
+        """Draw nothing more."""
+
+
+class Fitted(NamedTuple):
+    """A view as it fits into a line: the texts before and after the bar, whether there is a bar, and how much was left out."""
+
+    before: str
+    after: str = ""
+    bar: bool = False
+    omitted: int = 0
+
+
+def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
+    """Fit a view into a line; what matters least is left out first.
+
+    Args:
+        view: What is drawn.
+        width: Number of columns; None for any number.
+        omit: How much to leave out at least, so that nothing comes and goes with the length of a number.
+
+    Example:
+        >>> view = View("epoch 1/3", 0.35, "35/100", "12.0 it/s", "384 samples/s", "00:12 left", {"loss": "0.512"})
+        >>> fitted(view, None)[:2]
+        ('epoch 1/3:  35%|', '| 35/100 [12.0 it/s, 384 samples/s, 00:12 left, loss=0.512]')
+        >>> fitted(view, 60)[:2]
+        ('epoch 1/3:  35%|', '| 35/100 [00:12 left, loss=0.512]')
+        >>> fitted(view, 40)[:2]
+        ('epoch 1/3:  35% [00:12 left, loss=0.512]', '')
+    """
+    known = {"rate": view.rate, "samples": view.samples, "left": view.left, "note": view.note}
+    parts = {key: text for key, text in known.items() if text}
+    parts |= {f"={name}": f"{name}={value}" for name, value in view.values.items()}
+    values = [f"={name}" for name in view.values]
+    least_first = ["samples", "rate", "bar", *reversed(values[1:]), "count", "left", *values[:1], "note"]
+    share = "" if view.fraction is None else f" {100 * view.fraction:3.0f}%"
+    bar, count = view.fraction is not None, view.count
+    for number, least in enumerate(["", *least_first]):
+        bar = bar and least != "bar"
+        count = "" if least == "count" and share else count
+        parts.pop(least, None)
+        after = " ".join(filter(None, (count, f"[{', '.join(parts.values())}]" if parts else "")))
+        before = f"{view.title}:{share}"
+        before, after = (f"{before}|", f"| {after}") if bar else (f"{before} {after}".rstrip(), "")
+        taken = disp_len(before) + disp_len(after) + (NARROWEST_BAR if bar else 0)
+        if width is None or (taken <= width and number >= omit):
+            return Fitted(before, after, bar, number)
+    return Fitted(disp_trim(before, width or 0), omitted=len(least_first))
+
+
+class Fit:
+    """Fits one view after another; what was left out stays so while the terminal and the values are the same."""
+
+    def __init__(self) -> None:
+        self._omitted = 0
+        self._of: tuple[int | None, tuple[str, ...]] = None, ()
+
+    def __call__(self, view: View, width: int | None) -> Fitted:
+        now = width, tuple(view.values)
+        line = fitted(view, width, self._omitted if self._of == now else 0)
+        self._of, self._omitted = now, 0 if view.note else line.omitted
+        return line
+
+
+def width_of(file: Any) -> int | None:
+    """The columns of a terminal, less the last, where some terminals wrap; None if they are not known."""
+    try:
+        columns = os.get_terminal_size(file.fileno()).columns
+    except (AttributeError, OSError, ValueError):
+        return None
+    return columns - 1 if columns > 1 else None
+
+
+class TqdmDisplay:
+    """A bar drawn by tqdm, which keeps apart from other bars of tqdm and from `tqdm.write`.
+
+    Args:
+        file: A terminal.
+        leave: Whether the bar stays when it is closed.
+    """
+
+    kind: type[tqdm[Any]] = tqdm
+
+    def __init__(self, file: TextIO, *, leave: bool) -> None:
+        self.file = file
+        self.leave = leave
+        self._bar: tqdm[Any] | None = None
+        self._fit = Fit()
+
+    def show(self, view: View) -> None:
+        width = width_of(self.file)
+        line = self._fit(view, width)
+        layout = _literal(line.before) + ("{bar}" if line.bar else "") + _literal(line.after)
+        done = 0.0 if view.fraction is None else view.fraction
+        if self._bar is None:
+            self._bar = self.kind(
+                total=1.0,
+                initial=done,
+                bar_format=layout,
+                ncols=width,
+                file=self.file,
+                leave=self.leave,
+            )
+            return
+        self._bar.n, self._bar.bar_format, self._bar.ncols = done, layout, width
+        self._bar.refresh()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class RichDisplay:
+    """A bar drawn by rich; what is printed meanwhile appears above it.
+
+    Args:
+        file: A terminal.
+        leave: Whether the bar stays when it is closed.
+    """
+
+    _open: ClassVar[list[RichDisplay]] = []  # those on one terminal have one console, which draws them below each other
+
+    def __init__(self, file: TextIO, *, leave: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        file = getattr(file, "rich_proxied_file", file)  # standard error, as rich replaces it while a bar is drawn
+        self.file: TextIO = file
+        others = [one for one in self._open if one.file is file]
+        self._console: Console = others[0]._console if others else Console(file=file, highlight=False)
+        self._open.append(self)
+        self._live = Live(console=self._console, auto_refresh=False, transient=not leave)
+        self._fit = Fit()
+
+    def show(self, view: View) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if not self._live.is_started:
+            self._live.start()
+        width = min(self._console.width - 1, width_of(self.file) or sys.maxsize)  # rich believes COLUMNS
+        line = self._fit(view, width)
+        row = Table.grid()
+        if line.bar:
+            room = width - disp_len(line.before) - disp_len(line.after)
+            row.add_row(Text(line.before), ProgressBar(1.0, view.fraction or 0.0, width=room), Text(line.after))
+        else:
+            row.add_row(Text(line.before))
+        self._live.update(row, refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        if self in self._open:
+            self._open.remove(self)
+
+
+class NotebookDisplay:
+    """One output of a notebook that is updated in place; what is stored is a single line of text."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._line = ""
+
+    def show(self, view: View) -> None:
+        line = fitted(view, None)
+        self._line = f"{line.before.removesuffix('|')} {line.after.removeprefix('| ')}".rstrip()
+        done = "" if not line.bar else f'<progress max="1" value="{view.fraction:.4f}"></progress> '
+        self._draw(f"<code>{done}{html.escape(self._line)}</code>")
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._draw(f"<code>{html.escape(self._line)}</code>")
+            self._handle = None
+
+    def _draw(self, page: str) -> None:
+        from IPython.display import display
+
+        data = {"text/plain": self._line, "text/html": page}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+
+class WidgetDisplay(TqdmDisplay):
+    """A widget drawn by tqdm in a notebook while the run lasts; a line of text takes its place."""
+
+    def __init__(self) -> None:
+        from tqdm.auto import tqdm as of_notebooks
+
+        super().__init__(sys.stderr, leave=False)
+        self.kind = of_notebooks
+        self._final = NotebookDisplay()
+        self._view: View | None = None
+
+    def show(self, view: View) -> None:
+        self._view = view
+        super().show(view)
+
+    def close(self) -> None:
+        super().close()
+        if self._view is not None:
+            self._final.show(self._view)
+            self._final.close()
+
+
+def in_notebook() -> bool:
+    """Whether this code runs in the kernel of a notebook; IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+def of_notebook() -> Display:
+    """A widget where ipywidgets is installed, else an output that is updated."""
+    return WidgetDisplay() if importlib.util.find_spec("ipywidgets") is not None else NotebookDisplay()
+
+
+def _literal(text: str) -> str:
+    """A text as it stands in a format string."""
+    return text.replace("{", "{{").replace("}", "}}")
