@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Past", "Place"]
 
+BEFORE = "before"
+"""The key of where the pass over the data began that came before that of a state; see `Source.before`."""
+
 
 class Place(NamedTuple):
     """A batch of the run.
@@ -42,6 +45,7 @@ class Past(Part):
     Attributes:
         every: the interval of the states in iterations; 0 if none are kept.
         keep: how many are kept.
+        oldest: the earliest iteration to which the run can go back; None if it cannot.
         reached: the last iteration that was made before the run went back; None if it did not.
         recorded: what a handler has recorded of the iterations since the oldest state, by iteration and name.
     """
@@ -50,10 +54,12 @@ class Past(Part):
         super().__init__(engine)
         self.every = 0
         self.keep = 0
+        self.oldest: int | None = None
         self.reached: int | None = None
         self.recorded: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
         self._holding = False
+        self._before: int | None = None  # from a loaded state, until its position in the data is in place
 
     # ---- keeping states -------------------------------------------------------------------------------------------
 
@@ -69,7 +75,11 @@ class Past(Part):
 
     def reset(self) -> None:
         """Drop the states."""
-        self._states, self.reached, self.recorded = {}, None, {}
+        self._take({})
+        self.reached, self.recorded = None, {}
+
+    def _take(self, states: dict[int, dict[str, Any]]) -> None:
+        self._states, self.oldest = states, min(states, default=None)
 
     def begin_run(self) -> None:
         """Begin with the state in which the run starts, unless there are those of the run that it continues.
@@ -78,7 +88,10 @@ class Past(Part):
             DataError: for data that cannot go back, such as a generator.
         """
         self.reached = None
-        self.engine.feed.check_can_go_back({"random": None})
+        feed = self.engine.feed
+        feed.check_can_go_back({"random": None})
+        if self._before is not None:
+            feed.current.before, self._before = self._before, None
         if not self._states:
             self.hold()
 
@@ -97,18 +110,13 @@ class Past(Part):
             engine.feed.check_can_go_back(state["data"])
         except DataError:
             return
+        state[BEFORE] = engine.feed.current.before
         self._states.pop(engine.state.iteration, None)
         while len(self._states) >= self.keep:
             del self._states[next(iter(self._states))]
-        self._states[engine.state.iteration] = state
-        self.recorded = {
-            iteration: values for iteration, values in self.recorded.items() if iteration > min(self._states)
-        }
-
-    @property
-    def oldest(self) -> int | None:
-        """The earliest iteration to which the run can go back; None if it cannot."""
-        return min(self._states, default=None)
+        self._take(self._states | {engine.state.iteration: state})
+        oldest = self.oldest or 0
+        self.recorded = {iteration: values for iteration, values in self.recorded.items() if iteration > oldest}
 
     @property
     def newest(self) -> int | None:
@@ -172,11 +180,12 @@ class Past(Part):
         feed = self.engine.feed
         return [Place(number + 1, index) for number, index in feed.places_of(iterations)] if feed.has_data else []
 
-    def went_back(self, reached: int) -> None:
+    def went_back(self, reached: int, state: Mapping[str, Any]) -> None:
         """Drop the states that the run makes anew, once one was put back."""
         self.reached = reached
+        self.engine.feed.current.before = state.get(BEFORE)
         now = self.engine.state.iteration
-        self._states = {iteration: state for iteration, state in self._states.items() if iteration <= now}
+        self._take({iteration: state for iteration, state in self._states.items() if iteration <= now})
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
@@ -184,10 +193,12 @@ class Past(Part):
         """The oldest state; nothing inside the states that are kept."""
         if self._holding or not self._states:
             return {}
-        oldest = min(self._states)
-        return {"iteration": oldest, "state": self._states[oldest]}
+        assert self.oldest is not None
+        before = self.engine.feed.current.before
+        return {"iteration": self.oldest, "state": self._states[self.oldest], BEFORE: before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, in a run that resumes; a state that is put back inside of a run has none with it."""
         if state:
-            self._states = {state["iteration"]: dict(state["state"])}
+            self._take({state["iteration"]: dict(state["state"])})
+            self._before = state[BEFORE]

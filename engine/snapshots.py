@@ -314,8 +314,8 @@ class Snapshots(Part):
         """Do at the boundary what `restore` has asked for."""
         engine, reached = self.engine, self.engine.state.iteration
         position = put_back(engine, saved, allowed=allowed)
-        engine.past.went_back(reached)
         engine.feed.begin_again_at(position, engine.seed)
+        engine.past.went_back(reached, saved)
         engine.signals.rewind(engine)
         engine.boundary.reconsider_stop()
         engine.signals.emit(engine, Events.CHECKPOINT_LOADED)

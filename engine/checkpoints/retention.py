@@ -100,11 +100,15 @@ class Retention:
             entry: The entry.
             oldest: The earliest iteration to which the run may go back; None if it cannot.
         """
+        if oldest is None and not self.held:
+            # A second entry of an iteration replaces the first.
+            stays = {one.iteration for one in self.planned} - {entry.iteration}
+            return [name for iteration, name in self.names.items() if iteration not in stays] + self.superseded
         gone = [name for since, name in self._held_after(entry, self.planned) if oldest is None or since <= oldest]
         return gone + self.superseded
 
     def _held_after(self, entry: Entry, planned: list[Entry]) -> list[tuple[int, str]]:
-        """Those that are held, with those that an entry supersedes: a second one of an iteration replaces the first."""
+        """Those that are held, with those that an entry supersedes."""
         stays = {one.iteration for one in planned} - {entry.iteration}
         return self.held + [(entry.iteration, name) for iteration, name in self.names.items() if iteration not in stays]
 

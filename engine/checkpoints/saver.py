@@ -92,6 +92,7 @@ class Saver:
         self.written = 0
         self._ownership: Ownership | None = None
         self._shard_files: ShardFiles | None = None
+        self._holds = False  # whether the run may go back to before versions were superseded
 
     def abandon(self) -> None:
         """Discard a pending write of a run that ended with an error."""
@@ -131,6 +132,7 @@ class Saver:
             release: Called once the state is not read any more.
         """
         is_rank_zero = run.processes.is_rank_zero
+        self._holds = run.oldest is not None
         ownership = self.ownership(run) if is_rank_zero else Ownership(self.handler, run.id)
         about = {
             **self.constants,
@@ -201,7 +203,8 @@ class Saver:
         if write.name is None:
             self.retention.failed(write.tried)
         elif write.planned is not None:
-            self.retention.saved(write.entry, write.name, write.planned, write.left, write.superseded)
+            removed = write.superseded if self._holds else None
+            self.retention.saved(write.entry, write.name, write.planned, write.left, removed)
         if write.error is not None:
             raise write.error
         self.written += 1

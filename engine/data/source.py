@@ -202,7 +202,6 @@ class Source:
         self.saved = {
             "started_at": iteration,
             "number": epoch,
-            "before": self.before,
             "ahead": ahead,
             "random": states[0],
             "generators": states[1],
@@ -219,7 +218,6 @@ class Source:
     def _iterate(self, start: int) -> Iterator[Any]:
         """The batches of the pass described by `saved`, starting at batch ``start`` if they can be skipped."""
         self.started_at, self.number = self.saved["started_at"], self.saved["number"]
-        self.before = self.saved.get("before")
         self.skips = True
         self.round_shares = {}
         self.iterated, self.completed, self.left = self.data, False, None
