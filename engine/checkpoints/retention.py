@@ -178,7 +178,7 @@ class Retention:
             manifests: Manifests of the versions that the run owns, by name.
             iteration: Iteration at which the run resumes.
             oldest: The earliest iteration to which it may go back; None if it cannot.
-            reached: The iteration from which it went back, inside the process: versions since then are superseded, too.
+            reached: The iteration from which it went back, inside the process: the versions up to there are superseded, too.
         """
         past = {name: manifest for name, manifest in manifests.items() if manifest["iteration"] <= iteration}
         for one in self.planned:
@@ -190,9 +190,8 @@ class Retention:
         kept = set(self.names.values())
         others = [name for name in past if name not in kept]
         self.superseded, self.held = (others, []) if oldest is None else ([], [(iteration, name) for name in others])
-        self.superseded += [
-            name for name, one in manifests.items() if reached is not None and iteration < one["iteration"] <= reached
-        ]
+        if reached is not None:  # of what the run went back behind, nothing is needed any more
+            self.held += [(0, name) for name, one in manifests.items() if iteration < one["iteration"] <= reached]
 
     def missing(self, iteration: int) -> Entry | None:
         """The planned entry of an iteration, if it is not on disk."""

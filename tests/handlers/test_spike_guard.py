@@ -22,6 +22,7 @@ from signalfire.handlers import (
     Average,
     Checkpoint,
     CSVLogger,
+    DistributedDataParallel,
     GradientAccumulation,
     GradientClipping,
     History,
@@ -33,6 +34,7 @@ from signalfire.handlers import (
 )
 from tests import kit
 from tests.kit import digest
+from tests.processes import run_together
 
 Batch = tuple[Tensor, Tensor]
 ADAM = partial(torch.optim.Adam, lr=1e-3)
@@ -377,3 +379,89 @@ def test_a_run_without_spikes_is_not_changed(policy: Any) -> None:
         run(engine, data_of(40), max_epochs=2)
         digests.append((weights(engine), torch.get_rng_state().sum().item()))
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_from_before_is_still_there_once_a_better_one_is_rewound(tmp_path: Path, asynchronous: bool) -> None:
+    data = data_of(60, poisoned=40)
+
+    def engine_of(folder: Path, *handlers: Any) -> Engine:
+        best = Checkpoint(folder, monitor="score", mode="max", keep=1, asynchronous=asynchronous)
+        engine = build(*handlers, best)
+        engine.state.metrics.announce("user", ["score"])
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def score(engine: Engine) -> None:
+            for number, value in ((12, 1.0), (38, 2.0)):
+                if torch.equal(engine.state.batch[0], data[number - 1][0]):
+                    engine.log("score", value)
+
+        return engine
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    run(engine_of(tmp_path / "guarded", guard), data)
+    run(engine_of(tmp_path / "other"), lacking(data, *range(35, 41)))
+    assert len(guard.actions) == 1
+    names = [sorted(path.name for path in (tmp_path / one).iterdir()) for one in ("guarded", "other")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 1
+    states = [Checkpoint.load(tmp_path / one / names[0][0])["modules"] for one in ("guarded", "other")]
+    assert digest(states[0]) == digest(states[1])
+
+
+PROGRAM = """
+import os, sys, warnings
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+from tests.handlers.test_spike_guard import *
+
+folder, killed = Path(sys.argv[1]), int(sys.argv[2])
+guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+engine = build(
+    guard, EMA(0.9), Metrics(train_loss=Average()), History(), CSVLogger(folder / "log.csv", every="1it"),
+    Checkpoint(folder / "saved", every="5it", keep=2, resume=True),
+)
+made = []
+
+def die(engine):
+    made.append(1)
+    if len(made) == killed:
+        os.kill(os.getpid(), 9)
+
+engine.connect(Events.LOSS_COMPUTED, die)
+engine.run(data_of(60, poisoned=40), max_epochs=1)
+print(weights(engine), len(guard.actions))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [3, 36, 39, 41, 43, 47, 60])
+def test_killed_before_in_or_after_a_rewind_it_ends_alike(tmp_path: Path, killed: int) -> None:
+    whole = kit.finished("-c", PROGRAM, str(tmp_path / "whole"), "0")
+    assert whole.returncode == 0, whole.stderr
+    died = kit.finished("-c", PROGRAM, str(tmp_path / "killed"), str(killed))
+    assert died.returncode == -9, died.stderr
+    resumed = kit.finished("-c", PROGRAM, str(tmp_path / "killed"), "0")
+    assert resumed.stdout == whole.stdout, resumed.stderr
+    assert resumed.stdout.endswith(" 1\n")
+    logs = [(tmp_path / one / "log.csv").read_text() for one in ("whole", "killed")]
+    assert logs[0] == logs[1]
+
+
+def _of_two() -> tuple[int, list[dict[str, Any]], str]:
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = build(DistributedDataParallel(), guard)
+    run(engine, data_of(120, poisoned=80))
+    return engine.state.iteration, guard.actions, weights(engine)
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together() -> None:
+    first, second = run_together(_of_two, 2)
+    assert first == second
+    iteration, actions, _ = first
+    assert [action["iteration"] for action in actions] == [40]  # the batch of rank 1 in the 40th round
+    assert actions[0]["batches"] == [[1, index] for index in range(34, 40)]
+    assert iteration == 54
