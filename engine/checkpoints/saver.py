@@ -99,8 +99,17 @@ class Saver:
         self.pending = None
 
     def forget(self) -> None:
-        """Discard the ownership, because another state was loaded."""
+        """Discard the ownership, because another state was loaded; a write that is under way is finished, but does not count.
+
+        Raises:
+            BaseException: the error of that write.
+        """
         self._ownership = None
+        if (write := self.pending) is not None:
+            self.pending = None
+            write.end()
+            if write.error is not None:
+                raise write.error
 
     def ownership(self, run: SavingRun) -> Ownership:
         """The versions in the folder that a run owns, looked up once per run; for rank 0 only."""
