@@ -137,7 +137,7 @@ class SpikeGuard(Handler):
         if "gradient_norm" in self.watch and update.evaluation == 0 and (gradients := gradients_of(update)):
             self._norm = total_norm(gradients)
 
-    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_SPIKES, reads=["loss", "optimizer"], writes=["flags"])
+    @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_SPIKES, reads=[], writes=["flags"])
     def ask(self, engine: Engine) -> None:
         """Have the values read together with the flags of others."""
         update = engine.state.update
@@ -156,7 +156,7 @@ class SpikeGuard(Handler):
         Events.GRADIENTS_READY,
         phase=Phase.FINALIZE,
         rank=READ_FLAGS,
-        reads=["optimizer", "processes", "flags"],
+        reads=["loss", "bounds", "gradients", "optimizer", "processes", "flags"],
         writes=["step", "stop"],
     )
     def read(self, engine: Engine) -> None:

@@ -49,6 +49,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.modules import Modules
+from signalfire.past import Past
 from signalfire.snapshots import Snapshots
 from signalfire.state import State
 from signalfire.update import UpdateState
@@ -92,7 +93,7 @@ ATTRIBUTES: dict[type, dict[str, tuple[str, ...]]] = {
         "window": ("window", "sync_gradients"),
         "plan": ("more",),
         "optimizer": ("optimizer", "parameters"),
-        "flags": ("read_flags", "read_later"),
+        "flags": ("read_flags", "read_later", "read_numbers_later"),
     },
     Window: {"window": ("filled", "length", "held", "kept")},
     Engine: {"modules": ("model", "modules"), "device": ("device",), "weights": ("weights",)},
@@ -100,6 +101,7 @@ ATTRIBUTES: dict[type, dict[str, tuple[str, ...]]] = {
     Processes: {"processes": ("gather", "any", "broadcast", "barrier", "sum", "collect", "gather_samples", "watch")},
     Watch: {"processes": ("stop", "failed", "explain")},
     Snapshots: {"state": ("take", "state_dict")},
+    Past: {"state": ("begin_run", "hold")},
     Optimizer: {"optimizer": ("state", "param_groups")},
     torch.amp.GradScaler: {"scale": ("scale", "unscale_", "update", "_found_inf_per_device", "_per_optimizer_states")},
     nn.Module: {
@@ -171,7 +173,7 @@ class Reading(TorchFunctionMode):
         self._stack: list[tuple[Place, dict[int, str], list[Any]]] = []
 
     def watch(self, engine: Engine) -> None:
-        parts = (engine, engine.state, engine.modules, engine.snapshots, *engine.updates)
+        parts = (engine, engine.state, engine.modules, engine.snapshots, engine.past, *engine.updates)
         for part in (*parts, *(update.window for update in engine.updates)):
             self.watched[id(part)] = part
         engine.signals.call_through(self._around)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,9 @@ from signalfire.handlers import (
     Preemption,
     ProgressBar,
     Pruning,
+    Rewindable,
     Seeding,
+    SpikeGuard,
     Summary,
     TensorBoardLogger,
     Throughput,
@@ -359,6 +361,58 @@ def logged(folder: Path) -> Engine:
     return engine
 
 
+def going_back(folder: Path) -> Engine:
+    engine = build(mlp(5, 8, 1), Rewindable(every="2it"))
+    first = iter([1])
+
+    @engine.on(Events.ITERATION_COMPLETED(once=7))
+    def rewind(engine: Engine) -> None:
+        if next(first, 0):
+            engine.rewind(3)
+
+    return engine
+
+
+def spiking(folder: Path, policy: Any = "rewind") -> Engine:
+    """The loss of one batch is large; the run goes back, and leaves it out."""
+    engine = build(
+        mlp(5, 8, 1, nn.BatchNorm1d(8)),
+        SpikeGuard(policy, window=8, rewind=3, keep=2),
+        Metrics(train_loss=Average()),
+        CSVLogger(folder / "logs" / "log.csv", every="1it"),
+        Checkpoint(folder / "saved", every="1it", keep=1),
+    )
+
+    @engine.on(Events.LOSS_COMPUTED)
+    def spoil(engine: Engine) -> None:
+        update = engine.state.update
+        if engine.past.places_of([engine.state.iteration]) == [(3, 3)] and update.loss is not None:
+            update.loss = update.loss * 1e6
+
+    return engine
+
+
+def gone_on(build: Callable[[Path], Engine], folder: Path) -> Engine:
+    """A run that resumes from the state after its first epoch."""
+    first = build(folder / "first")
+    first.run(batches(), max_epochs=1, check=False)
+    engine = build(folder)
+    engine.load_state_dict(first.state_dict())
+    return engine
+
+
+def going_back_again(folder: Path) -> Engine:
+    return gone_on(going_back, folder)
+
+
+def spiking_again(folder: Path) -> Engine:
+    return gone_on(spiking, folder)
+
+
+def spiking_once(folder: Path) -> Engine:
+    return spiking(folder, "stop")
+
+
 def pruned_later(folder: Path) -> Engine:
     """Weights are pruned that have been trained."""
     engine = build(mlp(5, 8, 1))
@@ -378,6 +432,11 @@ COMPOSITIONS: dict[str, Recipe] = {
             interrupted,
             failing,
             logged,
+            going_back,
+            spiking,
+            spiking_once,
+            going_back_again,
+            spiking_again,
             thawing,
             thawing_again,
             turns,

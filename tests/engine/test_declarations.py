@@ -78,7 +78,6 @@ NOT_IN_THESE_RUNS = {
     ("TruncatedBPTT", "check"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TruncatedBPTT", "finish"): "only in a run that stops between the chunks of a batch",
     ("UpdateFrequency", "mark_updates"): "it is set when the handler is attached; another one that leaves may reset it",
-    ("TextLogger", "resume"): "the file is that of the checkpoint",
     ("TextLogger", "close"): "closing writes no byte that was not written",
     ("Histograms", "log_weights"): "only where something receives what it logs",
     **{
@@ -142,6 +141,7 @@ NOT_BY_ITSELF = {
     },  # by the checks of the evaluator's first run, and by its metrics
     ("Validation", "sanity_check"): {"trainable"},
     ("FastDevRun", "rehearse_all"): {"trainable"},
+    ("SpikeGuard", "read"): {"buffers", "metrics", "weights"},  # by the check of the state that is put back
     ("TensorBoardLogger", "write_graph"): {"gradients", "trainable"},  # by torch, which traces the model
 }
 
@@ -149,6 +149,7 @@ NOT_BY_ITSELF = {
 NOT_RECORDED = {
     ("Checkpoint", "write_missing"): {"files", "state"},  # only after a death between two handlers' saves
     ("FullyShardedDataParallel", "gather_weights"): {"processes"},  # by FSDP2 itself
+    ("SpikeGuard", "read"): {"gradients", "optimizer", "processes"},  # if the norm overflows; with several ranks
 }
 
 
