@@ -58,7 +58,6 @@ class Past(Part):
         self.reached: int | None = None
         self.recorded: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
-        self._holding = False
         self._before: int | None = None  # from a loaded state, until its position in the data is in place
 
     # ---- keeping states -------------------------------------------------------------------------------------------
@@ -101,11 +100,7 @@ class Past(Part):
         A state from before the first pass over data that keeps its own position is of no use: it is not kept.
         """
         engine = self.engine
-        self._holding = True
-        try:
-            state = engine.snapshots.own_state()
-        finally:
-            self._holding = False
+        state = engine.snapshots.own_state()
         try:
             engine.feed.check_can_go_back(state["data"])
         except DataError:
@@ -190,15 +185,14 @@ class Past(Part):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The oldest state; nothing inside the states that are kept."""
-        if self._holding or not self._states:
+        """The oldest state, from which everything since then can be made again."""
+        if self.oldest is None:
             return {}
-        assert self.oldest is not None
         before = self.engine.feed.current.before
         return {"iteration": self.oldest, "state": self._states[self.oldest], BEFORE: before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, in a run that resumes; a state that is put back inside of a run has none with it."""
-        if state:
+        """Take back what `state_dict` gave, in a run that resumes, if a handler keeps states."""
+        if state and self.every:
             self._take({state["iteration"]: dict(state["state"])})
             self._before = state[BEFORE]

@@ -20,8 +20,8 @@ from .events import Events
 from .findings import allow
 from .past import Place
 from .randomness import set_random_state, unchanged_random_state
+from .rehearsal import rehearsal
 from .saving import gather
-from .tuning.rehearsal import rehearsal
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -57,7 +57,11 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         "random": packed(random_state()),
         "composition": composition(engine),
     }
-    return own_alone(own, engine.processes) if alone else of_all(own, engine.processes)
+    if alone:
+        return own_alone(own, engine.processes)
+    if past := engine.past.state_dict():  # not copied: nothing changes a state that is kept
+        own["past"] = past
+    return of_all(own, engine.processes)
 
 
 def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
@@ -77,6 +81,7 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     position = saved["engine"]
     engine.state.load_state_dict(position)
     engine.boundary.load_state_dict(position)
+    engine.past.load_state_dict(saved.get("past", {}))
     engine.seed = position["seed"]
     engine.state.metrics.load_state_dict(copied(position["metrics"]))
     engine.signals.load_state_dict(position["fired"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from signalfire import Engine, Events, Handler, Interval, Phase, on
 from signalfire.checks import check_int
 from signalfire.interval import check_every
@@ -63,10 +60,3 @@ class Rewindable(Handler):
     def hold(self, engine: Engine) -> None:
         """Keep the state of this iteration."""
         engine.past.hold()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.engine is None else self.engine.past.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.engine is not None:
-            self.engine.past.load_state_dict(state)

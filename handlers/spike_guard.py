@@ -16,6 +16,7 @@ from signalfire.acts import Override
 from signalfire.blame import warn
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.past import Place
+from signalfire.planning import steps_to_come
 
 from ._common.parameters import gradients_of, total_norm
 from ._common.ranks import CHECK_SPIKES, HOLD_STATE, MEASURE_GRADIENTS, READ_FLAGS
@@ -291,7 +292,9 @@ class SpikeGuard(Handler):
     def begin(self, engine: Engine) -> None:
         """Keep the state of the start."""
         if self.policy == "rewind":
-            self._check_length(engine)
+            steps = steps_to_come(engine, engine.updates[0])
+            if steps is None or steps > self.window:  # in a shorter run nothing can be a spike
+                self._check_length(engine)
         if not engine.snapshots.has_loaded_state:
             engine.past.begin_run()
 
@@ -315,13 +318,12 @@ class SpikeGuard(Handler):
             self._losses = {}
 
     def state_dict(self) -> dict[str, Any]:
-        past = {} if self.engine is None or self.policy == "skip" else self.engine.past.state_dict()
         return {
             "actions": [dict(action) for action in self.actions],
             "usual": {key: usual.state_dict() for key, usual in sorted(self._usual.items())},
             "losses": {name: [list(one) for one in several] for name, several in sorted(self._losses.items())},
             "goes_back_to": self._goes_back_to,
-        } | ({"past": past} if past else {})
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.actions = [dict(action) for action in state["actions"]]
@@ -330,8 +332,6 @@ class SpikeGuard(Handler):
         self._losses = {
             name: [(i, loss, weight) for i, loss, weight in several] for name, several in state["losses"].items()
         }
-        if self.engine is not None and self.policy != "skip":
-            self.engine.past.load_state_dict(state.get("past", {}))
 
 
 class _Window:

@@ -288,6 +288,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
         ("MixedPrecision", "TruePrecision"): "override the precision",
+        ("Rewindable", "SpikeGuard"): "override which earlier states are kept",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer",
         ("LBFGS", "MixedPrecision, fp16"): "which rules out gradient scaling",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",

@@ -20,8 +20,8 @@ from ..events import Events
 from ..explain import is_out_of_memory
 from ..handler import Handler, on
 from ..markup import preformatted
+from ..rehearsal import rehearsal
 from ..restore import attempt
-from .rehearsal import rehearsal
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -12,8 +12,8 @@ from ..blame import warn
 from ..connection import Phase
 from ..events import Events
 from ..handler import Handler, on
+from ..rehearsal import rehearsal
 from .curve import LearningRateCurve
-from .rehearsal import rehearsal
 
 if TYPE_CHECKING:
     from ..engine import Engine

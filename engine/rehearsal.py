@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..acts import Override
-from ..connection import Connection, Phase
-from ..data.held_generators import HeldGenerators
-from ..data.loading import epochs_of, generators_of, set_epochs
-from ..events import Events
-from ..findings import allow
-from ..handler import Handler
-from ..saving import copied, gather, put_back
-from ..state import State
+from .acts import Override
+from .connection import Connection, Phase
+from .data.held_generators import HeldGenerators
+from .data.loading import epochs_of, generators_of, set_epochs
+from .events import Events
+from .findings import allow
+from .handler import Handler
+from .saving import copied, gather, put_back
+from .state import State
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from .engine import Engine
 
 __all__ = ["rehearsal"]
 
