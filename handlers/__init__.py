@@ -35,6 +35,7 @@ from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
+from .mlflow_logger import MLflowLogger
 from .non_finite_guard import NonFiniteGuard
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
@@ -44,6 +45,7 @@ from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .pruning import Pruning
+from .remote_logger import RemoteLogger
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
@@ -51,10 +53,12 @@ from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
 from .throughput import Throughput
+from .trackio_logger import TrackioLogger
 from .true_precision import TruePrecision
 from .truncated_bptt import TruncatedBPTT
 from .update_frequency import UpdateFrequency
 from .validation import Validation
+from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
@@ -85,6 +89,7 @@ __all__ = [
     "LRScheduling",
     "LabelSmoothing",
     "LimitBatches",
+    "MLflowLogger",
     "Metric",
     "Metrics",
     "MicroBatching",
@@ -102,16 +107,19 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "Pruning",
+    "RemoteLogger",
     "Seeding",
     "SharpnessAwareMinimization",
     "Summary",
     "TensorBoardLogger",
     "Throughput",
     "Timing",
+    "TrackioLogger",
     "TruePrecision",
     "TruncatedBPTT",
     "UpdateFrequency",
     "Validation",
+    "WandbLogger",
     "cosine_with_warmup",
     "discriminative_rates",
     "one_cycle",
