@@ -207,7 +207,7 @@ class Sender(threading.Thread):
             self.service.open(self.remote_id, self._parameters)
         if not self._taken:
             self._take()
-        if self._taken:
+        if self._taken and not self._abandoned:
             self._send()
         self._note_confirmed()
         return self._rest()
@@ -234,7 +234,7 @@ class Sender(threading.Thread):
     def _take(self) -> None:
         """The next items, from memory or from the file."""
         with self._wake:
-            if self._back is not None:
+            if self._back is not None or self._abandoned:
                 return
             if self._queue:
                 items = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
@@ -341,15 +341,15 @@ class Sender(threading.Thread):
     def _rest(self) -> bool:
         """Wait until there is something to do; returns whether the run was closed."""
         with self._wake:
-            if self._taken or self._queue or self._in_file or self._new_parameters or self._back is not None:
+            if self._abandoned or self._taken or self._queue or self._in_file:
+                return False
+            if self._new_parameters or self._back is not None:
                 return False
             end = self._end
             if end is None:
                 if not self._sent and self.kept.size:
                     self.kept.remove()
                 self._wake.wait(_LOOK if self._sent else None)
-                return False
-            if self._abandoned:
                 return False
         self.service.close_run(*end)
         with self._wake:
