@@ -17,10 +17,11 @@ from signalfire.checks import check_choice, check_name
 
 from .remote_logger import Item, RemoteLogger, Status, Stored
 
-__all__ = ["WandbLogger", "read_history"]
+__all__ = ["WandbLogger", "read_history", "read_records"]
 
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255, "RUNNING": 1}
 _BLOCK = 2**15  # of a .wandb file
+_PATIENCE = 20  # seconds to wait for it
 _SETTLED = 0.5  # seconds in which a file does not grow once nobody writes to it
 
 
@@ -141,14 +142,16 @@ class WandbLogger(RemoteLogger):
         return 0 if self._file is None else self._file.count()
 
     def close_run(self, status: Status, error: str | None) -> None:
-        run, self._run_object, self._file = self._run_object, None, None
-        if run is None:
+        run, file = self._run_object, self._file
+        self._run_object = self._file = None
+        if run is None or file is None:
             return
         if error is not None:
             run.summary["error"] = error
         if status == "RUNNING":
             run.mark_preempting()
         run.finish(exit_code=_EXIT_CODES[status])
+        file.wait_for_end()
 
 
 def _as_wandb(item: Item, value: Any) -> Any:
@@ -168,6 +171,11 @@ def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(_History(Path(path)).rows())
 
 
+def read_records(path: str | os.PathLike[str]) -> list[Any]:
+    """All records of a .wandb file, as W&B's class of that name."""
+    return list(_History(Path(path)).records())
+
+
 class _History:
     """The rows of a .wandb file, which another process writes: a file of blocks, as LevelDB's logs are, with W&B's records."""
 
@@ -176,6 +184,7 @@ class _History:
         self._offset = 7  # the header of the file
         self._begun = b""  # of a record in several pieces
         self._count = 0
+        self._ended = False
 
     def count(self) -> int:
         """How many rows there are."""
@@ -184,11 +193,7 @@ class _History:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows that are new since the last call."""
-        from wandb.proto.wandb_internal_pb2 import Record
-
-        for content in self._records():
-            record = Record()
-            record.ParseFromString(content)
+        for record in self.records():
             if record.WhichOneof("record_type") != "history":
                 continue
             row: dict[str, Any] = {}
@@ -200,7 +205,30 @@ class _History:
             if "step" in row:
                 yield row
 
-    def _records(self) -> Iterator[bytes]:
+    def records(self) -> Iterator[Any]:
+        """The records of all kinds that are new."""
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        for content in self._contents():
+            record = Record()
+            record.ParseFromString(content)
+            self._ended = self._ended or record.WhichOneof("record_type") == "exit"
+            yield record
+
+    def wait_for_end(self) -> None:
+        """Wait until the file is complete: W&B's process writes its last block some time after a run was finished.
+
+        Raises:
+            TimeoutError: if it does not.
+        """
+        end = time.monotonic() + _PATIENCE
+        while not self._ended:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{str(self.path)!r} was not completed within {_PATIENCE} s")
+            self.count()
+            time.sleep(0.005)
+
+    def _contents(self) -> Iterator[bytes]:
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)

@@ -129,6 +129,18 @@ def go_back_once(engine: Engine, at: int, to: int) -> None:
     engine.connect(Events.ITERATION_COMPLETED(once=at), restore)
 
 
+def first_send(logger: RemoteLogger) -> threading.Event:
+    """Set once a logger has sent something."""
+    sent, send = threading.Event(), logger.send
+
+    def note(items: Sequence[Item]) -> None:
+        send(items)
+        sent.set()
+
+    logger.send = note  # type: ignore[method-assign]
+    return sent
+
+
 PROGRAM = """
 import os, random, signal, sys, threading, time
 from pathlib import Path

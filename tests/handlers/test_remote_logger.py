@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from signalfire import Engine, Events, Phase
 from signalfire.handlers import Checkpoint, FastDevRun, RemoteLogger, Throughput, Validation
 from signalfire.handlers.remote_logger import Item
-from tests.kit import build, evaluator_of, linear, same, wait_until
+from tests.kit import build, evaluator_of, finished, linear, same, wait_until
 from tests.remote import DATA, Service, ServiceLogger, go_back_once, rows_of_csv, trainer
 
 
@@ -434,3 +434,18 @@ def test_a_checkpoint_beside_it_refers_to_rows_that_are_safe(tmp_path: Path) -> 
         engine.run(DATA, max_epochs=1)
     assert [json.loads(line)["iteration"] for line in kept[0].splitlines()[1:]] == [1, 2, 2, 3, 4, 4]
     service.gate.set()
+
+
+def test_a_client_is_imported_only_once_a_run_begins() -> None:
+    program = """
+import sys, tempfile
+from signalfire.handlers import MLflowLogger, TrackioLogger, WandbLogger
+folder = tempfile.mkdtemp()
+for kind in WandbLogger, TrackioLogger, MLflowLogger:
+    try:
+        kind("x", folder)
+    except ImportError as error:
+        assert "signalfire[" in str(error)
+print(sorted({"mlflow", "wandb", "trackio"} & sys.modules.keys()))
+"""
+    assert finished("-c", program).stdout == "[]\n"

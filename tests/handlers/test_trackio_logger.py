@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
+import sys
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from signalfire import Events
 from signalfire.handlers import TrackioLogger
 from tests.kit import needs, same
-from tests.remote import DATA, go_back_once, killed_and_resumed, rows_of_csv, trainer
+from tests.remote import DATA, first_send, go_back_once, killed_and_resumed, rows_of_csv, trainer
 
 needs("trackio", "trackio")
 
@@ -24,13 +25,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def folder_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trackio import fragments, sqlite_storage, utils
+    import trackio  # noqa: F401
 
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for module in (fragments, sqlite_storage, utils):  # which have read the variable as they were imported
-        for name in ("TRACKIO_DIR", "MEDIA_DIR"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, tmp_path / "trackio" / ("media" if name == "MEDIA_DIR" else ""))
+    folder = tmp_path / "trackio"
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    for name, module in list(sys.modules.items()):  # those that have read the variable as they were imported
+        if name.startswith("trackio"):
+            for variable, path in (("TRACKIO_DIR", folder), ("MEDIA_DIR", folder / "media")):
+                if hasattr(module, variable):
+                    monkeypatch.setattr(module, variable, path)
 
 
 def query(folder: Path, what: str) -> list[Any]:
@@ -41,7 +44,9 @@ def query(folder: Path, what: str) -> list[Any]:
 def entries(folder: Path, run_id: str) -> list[tuple[str, int, Any]]:
     """Everything that a run has, in the order in which it came."""
     rows = query(folder, "SELECT run_name, step, metrics FROM metrics ORDER BY id")
-    return [(name, at, value) for run, at, values in rows if run == run_id for name, value in json.loads(values).items()]
+    return [
+        (name, at, value) for run, at, values in rows if run == run_id for name, value in json.loads(values).items()
+    ]
 
 
 def numbers(folder: Path, run_id: str) -> list[tuple[str, int, float]]:
@@ -103,11 +108,14 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     logger = make(tmp_path, run_id="mine")
     engine = trainer(logger, folder=tmp_path)
     go_back_once(engine, at=8, to=3)
+    sent = first_send(logger)
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.log("waited", sent.wait(60)))
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: engine.updates[0].optimizer.param_groups[0].update(lr=0.01))
     engine.run(DATA, max_epochs=2)
-    rows = rows_of_csv(tmp_path / "log.csv")
-    found = numbers(tmp_path, logger.remote_id)
-    assert sorted(found) == sorted(rows)
+    assert logger.remote_id == "mine-1"
+    assert sorted(numbers(tmp_path, "mine-1")) == sorted(rows_of_csv(tmp_path / "log.csv"))
+    why = "the run went back to iteration 3, and differs from iteration 4 on: it continues as mine-1"
+    assert query(tmp_path, "SELECT title, text FROM alerts WHERE run_name = 'mine'") == [("KILLED", why)]
 
 
 @pytest.mark.slow
