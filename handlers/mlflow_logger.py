@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from signalfire import Interval
 from signalfire.checks import check_name
 
-from .remote_logger import Item, RemoteLogger, Status, Stored
+from ._common.remote_logging import Item, RemoteLogger, Status, Stored
 
 __all__ = ["MLflowLogger"]
 
@@ -39,6 +39,11 @@ class MLflowLogger(RemoteLogger):
 
     Raises:
         ImportError: If MLflow, or SQLAlchemy for its databases, is not installed: ``pip install signalfire[mlflow]``.
+
+    Example:
+        >>> from importlib.util import find_spec
+        >>> if find_spec("mlflow"):
+        ...     logger = MLflowLogger("digits", "runs/first", uri="sqlite:///runs/mlflow.db")
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("mlflow", "sqlalchemy"), "mlflow")

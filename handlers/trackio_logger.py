@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from signalfire import Interval
 
-from .remote_logger import Item, RemoteLogger, Status, Stored
+from ._common.remote_logging import Item, RemoteLogger, Status, Stored
 
 __all__ = ["TrackioLogger"]
 
@@ -34,6 +34,11 @@ class TrackioLogger(RemoteLogger):
 
     Raises:
         ImportError: If trackio is not installed: ``pip install signalfire[trackio]``.
+
+    Example:
+        >>> from importlib.util import find_spec
+        >>> if find_spec("trackio"):
+        ...     logger = TrackioLogger("digits", "runs/first")
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("trackio",), "trackio")

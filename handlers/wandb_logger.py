@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from signalfire import Interval
 from signalfire.checks import check_choice, check_name
 
-from .remote_logger import Item, RemoteLogger, Status, Stored
+from ._common.remote_logging import Item, RemoteLogger, Status, Stored
 
 __all__ = ["WandbLogger", "read_history", "read_records"]
 
@@ -48,6 +48,11 @@ class WandbLogger(RemoteLogger):
 
     Raises:
         ImportError: If wandb is not installed: ``pip install signalfire[wandb]``.
+
+    Example:
+        >>> from importlib.util import find_spec
+        >>> if find_spec("wandb"):
+        ...     logger = WandbLogger("digits", "runs/first", mode="offline")
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("wandb",), "wandb")

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 
 from signalfire import Engine, Events, Phase
-from signalfire.handlers import CSVLogger, RemoteLogger
+from signalfire.handlers import CSVLogger, MLflowLogger, RemoteLogger
 from signalfire.handlers.remote_logger import Item, Status, Stored
 from tests.kit import batches, build, finished, linear
 
@@ -89,6 +90,17 @@ class ServiceLogger(RemoteLogger):
     def close_run(self, status: Status, error: str | None) -> None:
         self.service.ask()
         self.service.statuses[self.id] = status, error
+
+
+def in_memory(kind: type[RemoteLogger], folder: Path, **options: Any) -> RemoteLogger:
+    """A logger of this kind that needs no client: in place of its service it has a new one in memory."""
+    first = {} if kind is RemoteLogger else {"experiment" if kind is MLflowLogger else "project": "x"}
+    with patch.object(kind, "needs", ((), "")):
+        logger = kind(**first, folder=folder, run_id="run", **options)  # type: ignore[arg-type]
+    peer = ServiceLogger(Service(), folder)
+    for name in ("open", "send", "stored", "confirmed", "close_run"):
+        setattr(logger, name, getattr(peer, name))
+    return logger
 
 
 def rows_of_csv(path: Path) -> list[Row]:
