@@ -185,7 +185,7 @@ class RemoteLogger(ScalarLogger):
                 self._run = ""
             self._start(engine)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Continue the remote run from where the state was taken."""
         super().resume(engine)
@@ -266,22 +266,22 @@ class RemoteLogger(ScalarLogger):
             state = engine.state
             self._put(kind, state.epoch, state.iteration, engine.updates[0].steps, {entry.tag: value(entry.value)})
 
-    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_image(self, engine: Engine) -> None:
         """Send an image."""
         self._put_entry(engine, "image", png)
 
-    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_figure(self, engine: Engine) -> None:
         """Send a figure as an image."""
         self._put_entry(engine, "image", _drawn)
 
-    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_text(self, engine: Engine) -> None:
         """Send a text."""
         self._put_entry(engine, "text", str)
 
-    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_histogram(self, engine: Engine) -> None:
         """Send a histogram."""
         self._put_entry(engine, "histogram", lambda histogram: [histogram.counts, histogram.edges])
@@ -292,7 +292,7 @@ class RemoteLogger(ScalarLogger):
         if self._sender is not None:
             self._sender.set_parameters(engine.log.given)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, reads=["metrics"], writes=["files"])
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=["error", "metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Close the remote run once everything was sent; what takes too long stays in the file."""
         super().close(engine)

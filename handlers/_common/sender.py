@@ -349,6 +349,7 @@ class Sender(threading.Thread):
             if end is None:
                 if not self._sent and self.kept.size:
                     self.kept.remove()
+                    self._offset = 0
                 self._wake.wait(_LOOK if self._sent else None)
                 return False
         self.service.close_run(*end)

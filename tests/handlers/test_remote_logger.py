@@ -15,9 +15,10 @@ import torch
 from matplotlib.figure import Figure
 
 from signalfire import Engine, Events, Phase
-from signalfire.handlers import Checkpoint, FastDevRun, RemoteLogger, Throughput, Validation
+from signalfire.handlers import Checkpoint, DistributedDataParallel, FastDevRun, RemoteLogger, Throughput, Validation
 from signalfire.handlers.remote_logger import Item
 from tests.kit import build, evaluator_of, finished, linear, same, wait_until
+from tests.processes import run_together
 from tests.remote import DATA, Service, ServiceLogger, go_back_once, rows_of_csv, trainer
 
 
@@ -108,6 +109,29 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("capacity", [1000, 3])
+def test_the_file_is_used_again_and_again(tmp_path: Path) -> None:
+    """Whenever the service is slow, it fills; once it has caught up, it is removed; no row is lost in between."""
+    service = Service()
+    logger = ServiceLogger(service, tmp_path, every="1it", capacity=2)
+    engine = trainer(logger, folder=tmp_path)
+    seen: list[bool] = []
+
+    def hang(engine: Engine) -> None:
+        wait_until(lambda: not logger.path.exists())
+        service.gate.clear()
+
+    def answer(engine: Engine) -> None:
+        seen.append(logger.path.exists())
+        service.gate.set()
+
+    engine.connect(Events.EPOCH_STARTED, hang)
+    engine.connect(Events.EPOCH_COMPLETED, answer)
+    engine.run(DATA, max_epochs=5)
+    assert seen == [True] * 5
+    assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")
+    assert not logger.path.exists()
+
+
 def test_a_service_that_hangs_holds_nothing_up_and_its_rows_can_be_sent_later(tmp_path: Path, capacity: int) -> None:
     service = Service()
     service.gate.clear()
@@ -274,7 +298,7 @@ def test_a_run_that_is_resumed_after_it_went_back_finds_its_new_remote_run_again
 
         engine.connect(Events.CHECKPOINT_LOADED, change)
         save_at(engine, 2, states)
-        engine.connect(Events.ITERATION_COMPLETED(once=8), lambda engine: wait_until(lambda: bool(service.runs)))
+        engine.connect(Events.ITERATION_COMPLETED(once=8), lambda engine: wait_until(lambda: all_sent(service)))
         return engine, logger
 
     engine, logger = make()
@@ -401,6 +425,22 @@ def test_generators_and_weights_are_those_of_a_run_without_it(tmp_path: Path) ->
     (one, drawn), (other, drawn_too) = draws(), draws(ServiceLogger(Service(), tmp_path, every="1it"))
     assert same(one, other)
     assert drawn == drawn_too
+
+
+def send_one_run(folder: str) -> tuple[int, list[Any], list[Any]]:
+    """Train in one of several processes; what this one has sent, and what was logged."""
+    service = Service()
+    engine = trainer(ServiceLogger(service, Path(folder), every="1it"), DistributedDataParallel(), folder=Path(folder))
+    engine.run(DATA, max_epochs=1)
+    rows = [row for run_id in service.runs for row in service.numbers(run_id)]
+    return service.requests, rows, rows_of_csv(Path(folder) / "log.csv")
+
+
+def test_of_several_processes_the_first_sends_one_run(tmp_path: Path) -> None:
+    (asked, rows, logged), (asked_by_other, rows_of_other, _) = run_together(send_one_run, 2, str(tmp_path))
+    assert asked > 0
+    assert rows == logged
+    assert (asked_by_other, rows_of_other) == (0, [])
 
 
 def test_without_its_package_the_error_names_the_extra(tmp_path: Path) -> None:
