@@ -80,20 +80,26 @@ def test_what_is_logged_and_hyperparameters_are_sent(tmp_path: Path) -> None:
     assert (kind, sum(counts), len(edges)) == ("histogram", 2, len(counts) + 1)
 
 
-def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, 5], ids=["from the start", "later"])
+def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, first: int) -> None:
     service = Service()
     logger = ServiceLogger(service, tmp_path, every="1it", capacity=10)
     engine = trainer(logger, folder=tmp_path)
-    service.fails = ConnectionError("no route")
+
+    def fail(engine: Engine) -> None:
+        wait_until(lambda: first == 1 or bool(service.numbers(logger.remote_id)))
+        service.fails = ConnectionError("no route")
 
     def tried(engine: Engine) -> None:
-        wait_until(lambda: service.requests > 2)
+        before = service.requests
+        wait_until(lambda: service.requests > before + 2)
 
     def recover(engine: Engine) -> None:
         assert logger.path.exists()
         service.fails = None
 
-    engine.connect(Events.ITERATION_COMPLETED(once=2), tried)
+    engine.connect(Events.STARTED if first == 1 else Events.ITERATION_COMPLETED(once=first), fail)
+    engine.connect(Events.ITERATION_COMPLETED(once=first + 1), tried)
     engine.connect(Events.ITERATION_COMPLETED(once=50), recover)
     with pytest.warns(UserWarning, match="remote|service_logger") as warned:
         engine.run(DATA, max_epochs=10)
@@ -108,7 +114,6 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path) -> 
     assert same(engine.model, alone.model)
 
 
-@pytest.mark.parametrize("capacity", [1000, 3])
 def test_the_file_is_used_again_and_again(tmp_path: Path) -> None:
     """Whenever the service is slow, it fills; once it has caught up, it is removed; no row is lost in between."""
     service = Service()
@@ -132,6 +137,7 @@ def test_the_file_is_used_again_and_again(tmp_path: Path) -> None:
     assert not logger.path.exists()
 
 
+@pytest.mark.parametrize("capacity", [1000, 3])
 def test_a_service_that_hangs_holds_nothing_up_and_its_rows_can_be_sent_later(tmp_path: Path, capacity: int) -> None:
     service = Service()
     service.gate.clear()
