@@ -7,7 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -97,9 +99,9 @@ def in_memory(kind: type[RemoteLogger], folder: Path, **options: Any) -> RemoteL
     first = {} if kind is RemoteLogger else {"experiment" if kind is MLflowLogger else "project": "x"}
     with patch.object(kind, "needs", ((), "")):
         logger = kind(**first, folder=folder, run_id="run", **options)  # type: ignore[arg-type]
-    peer = ServiceLogger(Service(), folder)
+    fields = SimpleNamespace(service=Service(), id="")
     for name in ("open", "send", "stored", "confirmed", "close_run"):
-        setattr(logger, name, getattr(peer, name))
+        setattr(logger, name, partial(getattr(ServiceLogger, name), fields))
     return logger
 
 
@@ -156,34 +158,49 @@ def first_send(logger: RemoteLogger) -> threading.Event:
 PROGRAM = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
-from signalfire import Events, Phase
+from signalfire import Events
 from signalfire.handlers import Checkpoint, MLflowLogger, TrackioLogger, WandbLogger
 from tests.kit import batches
 from tests.remote import trainer
 
-kind, folder, life = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-make = {
+kind, folder, life = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+logger = {
     "mlflow": lambda: MLflowLogger("x", folder, uri=f"sqlite:///{folder}/mlflow.db", every="1it"),
     "wandb": lambda: WandbLogger("x", folder, mode="offline", every="1it"),
     "trackio": lambda: TrackioLogger("x", folder, every="1it"),
-}[kind]
-logger = make()
-checkpoint = Checkpoint(folder / "saved", every="4it", keep=1, resume=True, sync_files=False)
-engine = trainer(logger, checkpoint, folder=folder)
-engine.connect(Events.ITERATION_COMPLETED, lambda engine: time.sleep(0.06))
-if life:
-    def die():
-        time.sleep(life)
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=die, daemon=True).start()
+}[kind]()
+opened, opening = threading.Event(), logger.open
+
+def note(*given):
+    opening(*given)
+    opened.set()
+
+logger.open = note
+engine = trainer(logger, Checkpoint(folder / "saved", every="4it", keep=1, resume=True, sync_files=False), folder=folder)
+made = 0
+
+def die():
+    time.sleep(random.uniform(0, 0.04))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def live(engine):
+    global made
+    made += 1
+    if made == 1:
+        opened.wait()
+    if made == life:
+        threading.Thread(target=die).start()
+    time.sleep(0.02)
+
+engine.connect(Events.ITERATION_COMPLETED, live)
 engine.run(batches(6), max_epochs=12)
 print(logger.remote_id)
 """
-"""Trains, from its last checkpoint if there is one, and kills itself after so many seconds unless they are 0."""
+"""Trains, from its last checkpoint if there is one, and kills itself soon after so many iterations unless they are 0."""
 
 
-def killed_and_resumed(kind: str, folder: Path, lives: Sequence[float]) -> str:
-    """Kill a training after so many seconds of its life, again and again, and let it end; returns the id of the remote run."""
+def killed_and_resumed(kind: str, folder: Path, lives: Sequence[int]) -> str:
+    """Kill a training soon after so many iterations, again and again, and let it end; returns the id of the remote run."""
     environment = {
         **os.environ,
         "TRACKIO_DIR": str(folder / "trackio"),

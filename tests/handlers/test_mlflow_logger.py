@@ -164,5 +164,5 @@ def test_a_resumed_run_continues_the_run_of_mlflow_and_a_param_that_changed_is_a
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing(tmp_path: Path, client: Any) -> None:
-    run_id = killed_and_resumed("mlflow", tmp_path, [3.4, 3.0, 3.6])
+    run_id = killed_and_resumed("mlflow", tmp_path, [5, 14, 9, 22])
     assert numbers(client, run_id) == sorted(rows_of_csv(tmp_path / "log.csv"))

@@ -240,6 +240,41 @@ def test_rows_that_were_not_sent_when_the_state_was_saved_are_sent_by_the_resume
     assert not logger.path.exists()
 
 
+def test_rows_that_a_client_would_lose_with_its_process_are_in_the_file(tmp_path: Path) -> None:
+    """A client that writes in a thread of its own: what it had not written is sent again, and nothing else is."""
+    service = Service()
+
+    class Buffering(ServiceLogger):
+        written = 3  # items; those after them are lost
+
+        def send(self, items: Any) -> None:
+            buffer.extend(items)
+            super().send(buffer[: self.written][len(stored) :])
+            stored.extend(buffer[: self.written][len(stored) :])
+
+        def confirmed(self) -> int:
+            return len(stored)
+
+    buffer: list[Item] = []
+    stored: list[Item] = []
+    first = Buffering(service, tmp_path, every="1it", run_id="run", name="service_logger")
+    engine = trainer(first)
+    states: list[Any] = []
+    engine.connect(Events.ITERATION_COMPLETED(once=4), lambda engine: wait_until(lambda: len(buffer) >= 4))
+    save_at(engine, 4, states)
+    kept: list[bytes] = []
+    engine.connect(Events.ITERATION_COMPLETED(once=5), lambda engine: kept.append(first.path.read_bytes()))
+    engine.run(DATA, max_epochs=2)
+    assert [json.loads(line)["number"] for line in kept[0].splitlines()[1:]] == [4, 5, 6]
+    first.path.write_bytes(kept[0])  # as if it had been killed after the fourth iteration
+    logger = ServiceLogger(service, tmp_path, every="1it")
+    engine = trainer(logger, folder=tmp_path / "again")
+    engine.load_state_dict(states[0])
+    engine.run(DATA, max_epochs=2)
+    trainer(folder=tmp_path / "whole").run(DATA, max_epochs=2)
+    assert service.numbers("run") == rows_of_csv(tmp_path / "whole" / "log.csv")
+
+
 def test_a_run_that_goes_back_and_repeats_itself_doubles_nothing(tmp_path: Path) -> None:
     service = Service()
     logger = ServiceLogger(service, tmp_path, every="1it")

@@ -120,7 +120,7 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    run_id = killed_and_resumed("trackio", tmp_path, [2.1, 2.7, 1.9])
+    run_id = killed_and_resumed("trackio", tmp_path, [5, 14, 9, 22])
     with closing(sqlite3.connect(tmp_path / "trackio" / "x.db")) as connection:
         rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     assert {run for run, *_ in rows} == {run_id}
