@@ -167,11 +167,14 @@ class Sender(threading.Thread):
             self._abandoned = True
             self._wake.notify()
             items = {item.number: item for item in self._waiting()}
+            taken = self._last if self._back is None else min(self._last, self._back)
             if self.kept.size:
-                items |= {item.number: item for item in KeptFile.load(self.kept.path)[1] if item.number > self._last}
+                items |= {item.number: item for item in KeptFile.load(self.kept.path)[1] if item.number > taken}
             self.kept.header |= {"forks": self.forks, "status": status, "error": error}
-            self.kept.replace(items[index] for index in sorted(items))
-            self.kept.close()
+            try:
+                self.kept.replace(items[number] for number in sorted(items))
+            except OSError as problem:  # such as a full disk
+                self.problem = f"its file cannot be written: {problem}"
             return len(items)
 
     # ---- the thread -----------------------------------------------------------------------------------------------
