@@ -89,10 +89,14 @@ def main() -> None:
         ("it hangs, rows in the file", False, 1),
     ):
         rows, iterations = measure(options.iterations, options.values, answers=answers, capacity=capacity)
-        numbers = [statistics.median(rows), statistics.quantiles(rows, n=100)[98], statistics.median(iterations)]
-        print(
-            f"{what:28} us a row {numbers[0]:7.1f}  99 % {numbers[1]:7.1f}  us an iteration with its numbers {numbers[2]:7.1f}"
-        )
+        numbers = [
+            statistics.median(rows),
+            statistics.fmean(rows),
+            statistics.median(iterations),
+            statistics.fmean(iterations),
+        ]
+        row, iteration = "us a row {:6.1f} (mean {:6.1f})", "us an iteration with its numbers {:6.1f} (mean {:6.1f})"
+        print(f"{what:26}", row.format(*numbers[:2]), iteration.format(*numbers[2:]))
 
 
 if __name__ == "__main__":
