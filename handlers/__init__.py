@@ -35,6 +35,7 @@ from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
+from .mlflow_logger import MLflowLogger
 from .non_finite_guard import NonFiniteGuard
 from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
@@ -45,6 +46,7 @@ from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .pruning import Pruning
+from .remote_logger import RemoteLogger
 from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
@@ -55,10 +57,12 @@ from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
 from .tensorboard import TensorBoardLogger
 from .throughput import Throughput
+from .trackio_logger import TrackioLogger
 from .true_precision import TruePrecision
 from .truncated_bptt import TruncatedBPTT
 from .update_frequency import UpdateFrequency
 from .validation import Validation
+from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
@@ -89,6 +93,7 @@ __all__ = [
     "LRScheduling",
     "LabelSmoothing",
     "LimitBatches",
+    "MLflowLogger",
     "Metric",
     "Metrics",
     "MicroBatching",
@@ -107,6 +112,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "Pruning",
+    "RemoteLogger",
     "Rewindable",
     "Seeding",
     "SharpnessAwareMinimization",
@@ -116,10 +122,12 @@ __all__ = [
     "TensorBoardLogger",
     "Throughput",
     "Timing",
+    "TrackioLogger",
     "TruePrecision",
     "TruncatedBPTT",
     "UpdateFrequency",
     "Validation",
+    "WandbLogger",
     "cosine_with_warmup",
     "discriminative_rates",
     "one_cycle",

@@ -45,17 +45,21 @@ from signalfire.handlers import (
     MicroBatching,
     MixedPrecision,
     MixUp,
+    MLflowLogger,
     NonFiniteGuard,
     ParameterScheduling,
     ProgressBar,
     Pruning,
+    RemoteLogger,
     Seeding,
     SharpnessAwareMinimization,
     TensorBoardLogger,
+    TrackioLogger,
     TruePrecision,
     TruncatedBPTT,
     UpdateFrequency,
     Validation,
+    WandbLogger,
     cosine_with_warmup,
     discriminative_rates,
     one_cycle,
@@ -64,6 +68,7 @@ from signalfire.handlers import (
     warmup,
     warmup_stable_decay,
 )
+from tests.remote import in_memory
 
 Batch = tuple[Tensor, Tensor]
 
@@ -516,6 +521,7 @@ def logs(folder: Path) -> Engine:
         CSVLogger(folder / "log.csv", every="1it"),
         JSONLinesLogger(folder / "log.jsonl", every="2it"),
         TensorBoardLogger(folder / "events", every="2it"),
+        *(in_memory(kind, folder, every="2it") for kind in (RemoteLogger, MLflowLogger, WandbLogger, TrackioLogger)),
         Histograms(every="3it"),
         Checkpoint(folder / "best", monitor="loss", keep=2, name="best"),
         Checkpoint(folder / "last", every="1it", keep=2, name="last"),

@@ -452,6 +452,41 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_predictions_are_complete_and_in_the_order_of_the_data",
         ],
     },
+    "O3 MLflow, Weights & Biases, Trackio": {
+        "handlers/test_remote_logger.py": [
+            "test_the_service_gets_the_rows_of_the_csv_logger_value_for_value",
+            "test_a_service_that_refuses_costs_one_warning_and_no_row",
+            "test_a_service_that_hangs_holds_nothing_up_and_its_rows_can_be_sent_later",
+            "test_the_run_puts_a_row_into_a_queue_and_calls_nothing_else",
+            "test_a_resumed_run_continues_the_same_remote_run_and_doubles_nothing",
+            "test_rows_that_were_not_sent_when_the_state_was_saved_are_sent_by_the_resumed_run",
+            "test_rows_that_a_client_would_lose_with_its_process_are_in_the_file",
+            "test_how_a_run_ends_is_its_status",
+            "test_a_run_that_goes_back_and_takes_another_way_continues_as_a_new_remote_run",
+            "test_of_several_processes_the_first_sends_one_run",
+            "test_without_its_package_the_error_names_the_extra",
+            "test_a_client_is_imported_only_once_a_run_begins",
+            "test_generators_and_weights_are_those_of_a_run_without_it",
+        ],
+        "handlers/test_mlflow_logger.py": [
+            "test_the_database_has_the_rows_of_the_csv_logger_value_for_value",
+            "test_how_a_run_ends_is_its_status",
+            "test_a_run_that_takes_another_way_continues_as_a_new_run",
+            "test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing",
+        ],
+        "handlers/test_wandb_logger.py": [
+            "test_the_files_have_the_rows_of_the_csv_logger_value_for_value",
+            "test_how_a_run_ends_is_its_exit_code",
+            "test_a_run_that_takes_another_way_continues_as_a_new_run",
+            "test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing",
+        ],
+        "handlers/test_trackio_logger.py": [
+            "test_the_database_has_the_rows_of_the_csv_logger_value_for_value",
+            "test_how_a_run_ends_is_an_alert",
+            "test_a_run_that_takes_another_way_continues_as_a_new_run",
+            "test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing",
+        ],
+    },
     "O5 learning rate, momentum, statistics, memory, throughput, stragglers": {
         "handlers/test_throughput.py": [
             "test_rates_are_those_of_the_iterations_after_the_warm_up",

@@ -51,6 +51,7 @@ from signalfire.handlers import (
     MicroBatching,
     MixedPrecision,
     MixUp,
+    MLflowLogger,
     NonFiniteGuard,
     OptimizerStatistics,
     OverfitBatches,
@@ -61,6 +62,7 @@ from signalfire.handlers import (
     Profiler,
     ProgressBar,
     Pruning,
+    RemoteLogger,
     Rewindable,
     Seeding,
     SharpnessAwareMinimization,
@@ -69,14 +71,17 @@ from signalfire.handlers import (
     Summary,
     TensorBoardLogger,
     Throughput,
+    TrackioLogger,
     TruePrecision,
     TruncatedBPTT,
     UpdateFrequency,
     Validation,
+    WandbLogger,
 )
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 from tests.kit import cleaned_up, quick, shipped
+from tests.remote import in_memory
 
 # A case is made without the engine, so that its evaluator has a model of its own; a handler is alone, so that nothing saves.
 pytestmark = [pytest.mark.filterwarnings("ignore:W51"), pytest.mark.filterwarnings("ignore:C31")]
@@ -243,6 +248,10 @@ CASES: dict[str, Case] = {
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),
     "ProgressBar": Case(lambda: ProgressBar(file=io.StringIO(), line_interval=0), False),
     "Pruning": Case(lambda: Pruning(0.6, end=2, every=1), True),
+    "MLflowLogger": Case(lambda: in_memory(MLflowLogger, FOLDER / "remote", every="2it"), False),
+    "RemoteLogger": Case(lambda: in_memory(RemoteLogger, FOLDER / "remote", every="2it"), False),
+    "TrackioLogger": Case(lambda: in_memory(TrackioLogger, FOLDER / "remote", every="2it"), False),
+    "WandbLogger": Case(lambda: in_memory(WandbLogger, FOLDER / "remote", every="2it"), False),
     "Rewindable": Case(lambda: Rewindable(every="2it"), False),
     "SWA": Case(lambda: SWA(2, bn_data=make_data()), False),
     "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0), True),

@@ -47,6 +47,7 @@ from signalfire.handlers import (
     Preemption,
     ProgressBar,
     Pruning,
+    RemoteLogger,
     Rewindable,
     Seeding,
     SpikeGuard,
@@ -58,6 +59,7 @@ from signalfire.handlers import (
 )
 from signalfire.randomness import random_state
 from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
+from tests.remote import in_memory
 from tests.resume_recipes import RECIPES, Recipe
 
 __all__ = ["COMPOSITIONS", "UNSEEN", "Place", "Watch", "declared", "meant", "watch"]
@@ -347,6 +349,7 @@ def logged(folder: Path) -> Engine:
         mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5)),
         Histograms(every="2it"),
         TensorBoardLogger(folder / "events", graph=True),
+        in_memory(RemoteLogger, folder / "remote"),
         Metrics(train_loss=Average()),
     )
     engine.log.hyperparameters(lr=0.1)

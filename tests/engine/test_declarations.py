@@ -91,6 +91,18 @@ NOT_IN_THESE_RUNS = {
             "end_session",
         )
     },
+    **{
+        ("RemoteLogger", name): "what it gets its thread sends, to a service in memory here"
+        for name in (
+            "resume",
+            "write_image",
+            "write_figure",
+            "write_text",
+            "write_histogram",
+            "write_hyperparameters",
+            "close",
+        )
+    },
 }
 
 

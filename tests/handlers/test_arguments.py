@@ -32,16 +32,20 @@ NEEDED: dict[str, dict[str, Any]] = {
     "JSONLinesLogger": {"path": "x.jsonl"},
     "LimitBatches": {"train": 2},
     "LRScheduling": {"scheduler": partial(StepLR, step_size=1)},
+    "MLflowLogger": {"experiment": "x", "folder": tempfile.gettempdir()},
     "Metrics": {"loss": Average()},
     "MicroBatching": {"size": 2},
     "ParameterScheduling": {"field": "momentum", "schedule": {0: 0.9}},
+    "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
     "SharpnessAwareMinimization": {"rho": 0.1},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},
+    "TrackioLogger": {"project": "x", "folder": tempfile.gettempdir()},
     "TruePrecision": {"precision": "fp64"},
     "TruncatedBPTT": {"steps": 2},
     "UpdateFrequency": {"main": 2},
     "Validation": {"evaluator": EVALUATOR, "data": batches(1)},
+    "WandbLogger": {"project": "x", "folder": tempfile.gettempdir()},
 }
 # With other arguments beside, for arguments that only then have a meaning.
 BESIDE: dict[str, dict[str, Any]] = {

@@ -1,0 +1,394 @@
+"""Base of the loggers that send a run to a tracking service: MLflow, Weights & Biases, Trackio, or one of your own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from signalfire import Engine, Events, Interval, Phase, on
+from signalfire.acts import Override
+from signalfire.blame import warn
+from signalfire.checks import check_bool, check_int, check_name, check_number
+
+from .event_files import png
+from .folders import check_folder, open_folder
+from .kept_file import Item, KeptFile, Kind
+from .scalars import Record, ScalarLogger
+from .sender import Sender, Status, Stored
+
+__all__ = ["Item", "RemoteLogger", "Status", "Stored"]
+
+
+class RemoteLogger(ScalarLogger):
+    """Sends losses, rates, metrics, and what is logged with ``engine.log``, to a service, which never slows or ends a run.
+
+    The run only puts what it logs into a queue; one thread sends it. What the service does not take is reported once, and waits
+    in memory and then in a file of JSON lines, ``<name>-unsent.jsonl`` in ``folder``, until the service answers again. What is
+    left when the run ends is in that file: a resumed run sends it, and so does `send_kept`.
+
+    A run that is stopped or killed at any point and resumes from a checkpoint continues the same remote run, in which no value is
+    lost or doubled: what the service has after the checkpoint is compared with what the resumed run logs there. Where the values
+    differ, since the run was resumed with other options or put back to an earlier state (``engine.snapshots.restore``), it
+    continues as a new remote run, which begins with a copy of the numbers up to there; its id has a suffix, ``-1``. The old one
+    is closed as KILLED with a text that says so, and keeps the images and texts of its part. Metrics that are measured of the
+    machine, such as those of `Throughput`, may differ.
+
+    The remote run is FINISHED; FAILED, with the error's text; KILLED after Ctrl-C; or still RUNNING if it was preempted. With
+    several ranks, rank 0 sends one run. The horizontal axis is the iteration, and names are the same as in TensorBoard.
+
+    A logger for a service of your own defines `open`, `send`, and usually `stored` and `close_run`. All of them are called in the
+    thread, never at the same time, and may raise anything: they are called again after a while.
+
+    Args:
+        folder: Folder of the run, for the file of what was not sent.
+        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
+            All other new values of metrics are sent, with the iteration in which they were measured.
+        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that begins anew has one of its own.
+        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to go on
+            behind them, in place of a new remote run. For training that is not deterministic, where no resumed run repeats the
+            last digits.
+        capacity: Number of rows that wait in memory.
+        timeout: Seconds to wait, as the run ends, for what is not sent yet.
+
+    Attributes:
+        needs: Modules of the client, and the extra of this package that installs them.
+        backoff: Seconds to wait after a failure, doubled with each further one, and the most.
+
+    Raises:
+        ImportError: If the client is not installed.
+
+    Example:
+        >>> class Printed(RemoteLogger):
+        ...     def open(self, run_id, hyperparameters):
+        ...         print("open", dict(hyperparameters))
+        ...     def send(self, items):
+        ...         for item in items:
+        ...             print(item.iteration, item.kind, sorted(item.values))
+        ...     def close_run(self, status, error):
+        ...         print(status)
+        >>> import tempfile, torch
+        >>> from signalfire import Engine, Update
+        >>> model = torch.nn.Linear(2, 1)
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     engine = Engine(update, model=model)
+        ...     engine.log.hyperparameters(width=2)
+        ...     handle = engine.attach(Printed(folder, every="2it"))
+        ...     state = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 4, max_epochs=1)
+        open {'width': 2}
+        2 numbers ['lr', 'train/loss']
+        4 numbers ['lr', 'train/loss']
+        FINISHED
+    """
+
+    needs: ClassVar[tuple[Sequence[str], str]] = ((), "")
+    backoff: ClassVar[tuple[float, float]] = (0.5, 30.0)
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        run_id: str | None = None,
+        keep_different: bool = False,
+        capacity: int = 1000,
+        timeout: float = 30.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(every=every, name=name)
+        self.given_id = check_name(self, "run_id", run_id)
+        self.keep_different = check_bool(self, "keep_different", keep_different)
+        self.capacity = check_int(self, "capacity", capacity)
+        self.timeout = check_number(self, "timeout", timeout, least=0)
+        self._sender: Sender | None = None  # during a run
+        self._run = ""  # id of the run, without a suffix
+        self._forks = 0  # the suffix
+        self._items = 0  # how many the run has given so far
+        self._at = 0  # the iteration of the last item, ...
+        self._there: list[Iterable[str]] = []  # ... and the names that it has
+        self._reported = False
+        if self.given_id is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.given_id):
+            raise ValueError(f"{type(self).__name__}(run_id={run_id!r}): expected letters, digits, '_' and '-' only")
+        self.folder = check_folder(self, folder)
+        modules, extra = self.needs
+        if missing := [module for module in modules if find_spec(module) is None]:
+            raise ImportError(
+                f"{type(self).__name__}: {missing[0]} is not installed; install the extra: pip install signalfire[{extra}]"
+            )
+
+    # ---- what a service defines -----------------------------------------------------------------------------------
+
+    def open(self, run_id: str, hyperparameters: Mapping[str, Any]) -> None:
+        """Create the remote run of this id, or continue it, and write the hyperparameters; also called if there are new ones."""
+        raise NotImplementedError(f"{type(self).__name__} does not define open()")
+
+    def send(self, items: Sequence[Item]) -> None:
+        """Send items; each has numbers, or an image, a text or a histogram."""
+        raise NotImplementedError(f"{type(self).__name__} does not define send()")
+
+    def stored(self, run_id: str, after: int) -> Iterable[Stored]:
+        """What the remote run has of this iteration and later ones: names, iterations, and numbers, or None for what is none.
+
+        Without it, a run that is killed may send values again, and a new remote run has no copy of earlier numbers.
+        """
+        return ()
+
+    def confirmed(self) -> int | None:
+        """How many of the items that were sent since `open` the client cannot lose if the process is killed; None for all."""
+        return None
+
+    def close_run(self, status: Status, error: str | None) -> None:
+        """End the remote run; RUNNING if it is going to be continued."""
+
+    def clean(self, name: str) -> str:
+        """A name as the service takes it."""
+        return name
+
+    def as_stored(self, value: float) -> float:
+        """A number as the service gives it back."""
+        return value
+
+    # ---- the run --------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The file for what was not sent."""
+        return self.folder / f"{self.name}-unsent.jsonl"
+
+    @property
+    def remote_id(self) -> str:
+        """Id of the remote run; empty before the first run."""
+        if self._sender is not None:
+            return self._sender.remote_id
+        return f"{self._run}-{self._forks}" if self._forks else self._run
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
+
+    @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
+    def begin(self, engine: Engine) -> None:
+        """Open the remote run, or wait for the state that continues one."""
+        super().begin(engine)
+        open_folder(self, self.folder)
+        self._reported = False
+        if not engine.snapshots.has_loaded_state:
+            if engine.state.iteration == 0:
+                self._run = ""
+            self._start(engine)
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def resume(self, engine: Engine) -> None:
+        """Continue the remote run from where the state was taken."""
+        super().resume(engine)
+        if self._sender is None:
+            self._start(engine)
+        else:
+            self._sender.go_back(self._items, engine.state.iteration)
+
+    def _start(self, engine: Engine) -> None:
+        if not self._run:
+            self._run, self._forks = self.given_id or engine.snapshots.run_id, 0
+            self._items, self._at, self._there = 0, 0, []
+        parameters = dict(engine.log.given)
+        kept = self._open_kept({"run": self._run, "forks": self._forks, "hyperparameters": parameters})
+        self._sender = self._new_sender(kept, engine.state.iteration)
+        self._sender.start()
+
+    def _new_sender(self, kept: KeptFile, position: int) -> Sender:
+        header = kept.header
+        return Sender(
+            self,
+            kept,
+            name=self.name,
+            run=header["run"],
+            forks=header["forks"],
+            position=position,
+            parameters=header["hyperparameters"],
+            capacity=self.capacity,
+        )
+
+    def _open_kept(self, header: Mapping[str, Any]) -> KeptFile:
+        """The file of what an earlier process of this run has not sent; that of another run is put aside."""
+        kept = KeptFile(self.path, header)
+        if not self.path.exists():
+            return kept
+        try:
+            found, items = KeptFile.load(self.path)
+        except ValueError:
+            found, items = {}, []
+        if found.get("run") == header["run"]:
+            if items := [item for item in items if item.number <= self._items]:
+                kept.replace(items)
+            else:
+                kept.remove()
+            return kept
+        count = itertools.count(1)
+        aside = next(one for one in (self.path.with_suffix(f".{i}.jsonl") for i in count) if not one.exists())
+        self.path.rename(aside)
+        if items:
+            warn(
+                f"{self.name!r}: {len(items)} rows of run {found['run']!r} were never sent; they are in {str(aside)!r} now: send "
+                f"them with {type(self).__name__}(...).send_kept({str(aside)!r})"
+            )
+        return kept
+
+    def record(self, record: Record) -> None:
+        """Put a row into the queue."""
+        self._put("numbers", record.epoch, record.iteration, record.step, record.values)
+
+    def _put(self, kind: Kind, epoch: int, iteration: int, step: int, values: Mapping[str, Any]) -> None:
+        if (sender := self._sender) is None:
+            return
+        if iteration != self._at:
+            self._at, self._there = iteration, []
+        before = Counter(itertools.chain(*self._there)) if self._there else _NONE
+        self._there.append(values)
+        self._items += 1
+        sender.put(Item(self._items, epoch, iteration, step, time.time(), kind, values, before))
+        if sender.problem is not None and not self._reported:
+            self._reported = True
+            warn(
+                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; the training goes on, its rows "
+                "are kept, and it is tried again"
+            )
+
+    def _put_entry(self, engine: Engine, kind: Kind, value: Any) -> None:
+        if (entry := engine.log.entry) is not None:
+            state = engine.state
+            self._put(kind, state.epoch, state.iteration, engine.updates[0].steps, {entry.tag: value(entry.value)})
+
+    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    def write_image(self, engine: Engine) -> None:
+        """Send an image."""
+        self._put_entry(engine, "image", png)
+
+    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    def write_figure(self, engine: Engine) -> None:
+        """Send a figure as an image."""
+        self._put_entry(engine, "image", _drawn)
+
+    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    def write_text(self, engine: Engine) -> None:
+        """Send a text."""
+        self._put_entry(engine, "text", str)
+
+    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    def write_histogram(self, engine: Engine) -> None:
+        """Send a histogram."""
+        self._put_entry(engine, "histogram", lambda histogram: [histogram.counts, histogram.edges])
+
+    @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    def write_hyperparameters(self, engine: Engine) -> None:
+        """Send the hyperparameters that come in a run; others are sent as it begins."""
+        if self._sender is not None:
+            self._sender.set_parameters(engine.log.given)
+
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=["error", "metrics"], writes=["files"])
+    def close(self, engine: Engine) -> None:
+        """Close the remote run once everything was sent; what takes too long stays in the file."""
+        super().close(engine)
+        sender, self._sender = self._sender, None
+        if sender is None:
+            return
+        left = sender.finish(*_ending(engine), self.timeout)
+        self._forks = sender.forks
+        if not sender.done.is_set():
+            why = f" ({sender.problem})" if sender.problem else ""
+            warn(
+                f"{self.name!r}: run {sender.remote_id!r} could not be closed within {self.timeout:g} s{why}; {left} rows that "
+                f"were not sent are in {str(self.path)!r}: resume the run, or call {type(self).__name__}(...).send_kept()"
+            )
+
+    def send_kept(self, path: str | os.PathLike[str] | None = None) -> int:
+        """Send what an earlier run could not send, and close that run; returns the number of rows.
+
+        Args:
+            path: its file, if it is not the one that this logger would write.
+
+        Raises:
+            RuntimeError: during a run.
+            TimeoutError: if the service does not take all of it within ``timeout``; the file stays.
+        """
+        if self._sender is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.send_kept() was called during a run, which sends what is kept itself"
+            )
+        path = self.path if path is None else Path(path)
+        if not path.exists():
+            return 0
+        header, items = KeptFile.load(path)
+        kept = KeptFile(path, header)
+        kept.replace(items)
+        sender = self._new_sender(kept, items[-1].iteration if items else 0)
+        sender.start()
+        left = sender.finish(header.get("status", "RUNNING"), header.get("error"), self.timeout)
+        if not sender.done.is_set():
+            raise TimeoutError(f"{type(self).__name__}: {left} rows of {str(path)!r} were not sent: {sender.problem}")
+        return len(items)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._sender is not None:
+            self._sender.keep()
+            self._forks = self._sender.forks
+        if self._run:
+            state["run"] = {"id": self._run, "forks": self._forks, "items": self._items}
+            state["at"] = {"iteration": self._at, "names": dict(Counter(itertools.chain(*self._there)))}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        run = state.get("run", {"id": "", "forks": 0, "items": 0})
+        at = state.get("at", {"iteration": 0, "names": {}})
+        if self._sender is None:
+            self._run, self._forks = run["id"], run["forks"]
+        self._items, self._at = run["items"], at["iteration"]
+        self._there = [list(Counter(at["names"]).elements())] if at["names"] else []
+
+    # ---- what the thread asks -------------------------------------------------------------------------------------
+
+    def as_sent(self, item: Item) -> Item:
+        """An item with the names and numbers of the service."""
+        values = {
+            self.clean(name): self.as_stored(value) if item.kind == "numbers" else value
+            for name, value in item.values.items()
+        }
+        return item._replace(values=values, before={self.clean(name): count for name, count in item.before.items()})
+
+    def is_measured(self, name: str) -> bool:
+        """Whether a value is measured of the machine, so that no run repeats it."""
+        engine = self.engine
+        return engine is not None and name in {
+            self.clean(self.tag_of(engine, metric)) for metric in list(engine.state.metrics.unsaved)
+        }
+
+
+_NONE: Mapping[str, int] = {}
+
+
+def _ending(engine: Engine) -> tuple[Status, str | None]:
+    """How a run has ended."""
+    error = engine.state.exception
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", None
+    if error is not None:
+        return "FAILED", f"{type(error).__name__}: {error}"
+    return ("RUNNING" if engine.boundary.preempted else "FINISHED"), None
+
+
+def _drawn(figure: Any) -> bytes:
+    """A figure as a PNG file, drawn at once: it may be changed or closed afterwards."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return png(np.asarray(canvas.buffer_rgba())[:, :, :3])

@@ -1,0 +1,1 @@
+from handlers._common.remote_logging import *

@@ -1,0 +1,1 @@
+from handlers.mlflow_logger import *

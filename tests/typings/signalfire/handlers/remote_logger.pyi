@@ -1,0 +1,1 @@
+from handlers.remote_logger import *

@@ -1,0 +1,1 @@
+from handlers.trackio_logger import *

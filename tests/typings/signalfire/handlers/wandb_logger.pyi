@@ -1,0 +1,1 @@
+from handlers.wandb_logger import *
