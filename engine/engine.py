@@ -351,7 +351,9 @@ class Engine:
         self.handlers.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("an Engine cannot be copied or pickled; build another, and give it this one's state_dict()")
+        raise TypeError(
+            "an Engine can be neither copied nor pickled; build another, and give it this one's state_dict()"
+        )
 
     def __str__(self) -> str:
         return str(self.wiring())

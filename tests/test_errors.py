@@ -196,7 +196,7 @@ def test_files_are_complete_after_an_error(tmp_path: Path) -> None:
     assert logger.writer is None
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
 
 
 SCRIPT = """
