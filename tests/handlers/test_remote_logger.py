@@ -339,7 +339,13 @@ def test_a_run_that_is_resumed_after_it_went_back_finds_its_new_remote_run_again
 
         engine.connect(Events.CHECKPOINT_LOADED, change)
         save_at(engine, 2, states)
-        engine.connect(Events.ITERATION_COMPLETED(once=8), lambda engine: wait_until(lambda: all_sent(service)))
+        # Once the row of this iteration is in the queue, so that the first remote run has it each time.
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=8),
+            lambda engine: wait_until(lambda: all_sent(service)),
+            phase=Phase.PERSIST,
+            rank=100,
+        )
         return engine, logger
 
     engine, logger = make()
