@@ -18,10 +18,12 @@ from .data.loading import epochs_of, generators_of, indices_from, set_epochs, sk
 from .data.streamed import inner
 from .events import Events
 from .findings import allow
+from .norms import joined, norm_parts
 from .past import Place
 from .randomness import set_random_state, unchanged_random_state
 from .rehearsal import rehearsal
 from .saving import gather
+from .update import read_together
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -33,8 +35,8 @@ class Made(NamedTuple):
     """What an iteration came to when it was made again.
 
     Attributes:
-        loss: the mean loss of the window that the iteration completes, or of its batch inside a window; in single precision.
-        gradient_norm: the norm of the gradients before anything changes them; in single precision.
+        loss: the mean loss of the window that the iteration completes, or of its batches so far.
+        gradient_norm: the norm of the gradients before anything changes them.
         gradients: the sha256 of these gradients.
         weights: the sha256 of the weights before the step.
     """
@@ -291,12 +293,13 @@ class _Watch:
         if update.evaluation > 0:
             return
         gradients = [p.grad for p in update.parameters if p.grad is not None]
-        self._norm = torch.nn.utils.get_total_norm(gradients).float().item() if gradients else math.nan
+        self._norm = joined(read_together(norm_parts(gradients))) if gradients else math.nan
         self._gradients = _digest(gradients)
         self._weights = _digest([p for root in engine.modules.values() for p in root.parameters()])
 
     def made(self) -> Made:
-        numbers = [loss.float().item() * weight for loss, weight in self._losses]
+        values = read_together([loss for loss, _ in self._losses])
+        numbers = [value * weight for value, (_, weight) in zip(values, self._losses, strict=True)]
         loss = sum(numbers) / sum(weight for _, weight in self._losses) if numbers else math.nan
         return Made(loss, self._norm, self._gradients, self._weights)
 

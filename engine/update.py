@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from .window import ONE, Window
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["NO_GRADIENT", "Update", "UpdateState", "loss_module", "needs_closure"]
+__all__ = ["NO_GRADIENT", "Update", "UpdateState", "loss_module", "needs_closure", "read_together"]
 
 Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
@@ -240,7 +240,7 @@ class UpdateState:
         self.share: float = ONE
         self._parameters: list[Tensor] = []
         self._parameters_of: list[int] = []
-        self._asked: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+        self._asked: list[tuple[Callable[..., None], tuple[Tensor, ...], bool]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -350,26 +350,40 @@ class UpdateState:
             then: called with a bool for each flag, in the order of the calls.
             flags: tensors of one element; true where it is not zero.
         """
-        self._asked.append((lambda *values: then(*map(bool, values)), flags))
+        self._asked.append((lambda *values: then(*map(bool, values)), flags, False))
 
     def read_numbers_later(self, then: Callable[..., None], *numbers: Tensor) -> None:
-        """As `read_later`, for numbers: ``then`` is called with a float for each, in single precision."""
-        self._asked.append((then, numbers))
+        """As `read_later`, for numbers: ``then`` is called with a float for each."""
+        self._asked.append((then, numbers, True))
 
     def read_flags(self) -> None:
-        """Read all that `read_later` was given, in one synchronization with the device, and report the values."""
+        """Read all that was asked for, in one synchronization with the device, and report the values."""
         asked, self._asked = self._asked, []
-        given = [one for _, several in asked for one in several]
+        if len(asked) == 1 and asked[0][2]:
+            then, several, _ = asked[0]
+            then(*read_together(several))
+            return
+        given = [one for _, several, _ in asked for one in several]
         values = []
         if given:
             device = given[0].device
             values = torch.stack([one.detach().reshape(()).to(device, torch.float32) for one in given]).tolist()
-        for then, several in asked:
-            then(*values[: len(several)])
+        for then, several, numbers in asked:
+            # On a CPU a number costs nothing to read, and keeps its precision.
+            own = read_together(several) if numbers and several and several[0].device.type == "cpu" else values
+            then(*own[: len(several)])
             del values[: len(several)]
 
     def __repr__(self) -> str:
         return f"UpdateState({self.name!r}, steps={self.steps}, loss={self.loss}, skipped={self.skipped!r})"
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of tensors of one element, in one synchronization with their device, there in single precision."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return [one.item() for one in tensors]
+    device = tensors[0].device
+    return torch.stack([one.detach().reshape(()).to(device, torch.float32) for one in tensors]).tolist()
 
 
 def _not_again() -> Tensor:

@@ -15,6 +15,7 @@ from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.blame import warn
 from signalfire.checks import check_choice, check_int, check_number
+from signalfire.norms import joined, norm_parts
 from signalfire.past import Place
 from signalfire.planning import steps_to_come
 
@@ -104,7 +105,7 @@ class SpikeGuard(Handler):
         self.actions: list[dict[str, Any]] = []
         self._usual: dict[str, _Window] = {}  # by update and what is watched
         self._losses: dict[str, list[tuple[int, Tensor, float]]] = {}  # iteration, loss and weight, of the open window
-        self._norm: Tensor | None = None  # of the gradients that are ready
+        self._norms: list[Tensor] = []  # of the gradients that are ready
         self._goes_back_to: int | None = None  # from the spike to the end of its iteration
         self._told = False  # that a loss has no logarithm
 
@@ -134,9 +135,9 @@ class SpikeGuard(Handler):
     )
     def measure_norm(self, engine: Engine) -> None:
         """Measure the norm, before anything clips the gradients."""
-        update, self._norm = engine.state.update, None
-        if "gradient_norm" in self.watch and update.evaluation == 0 and (gradients := gradients_of(update)):
-            self._norm = total_norm(gradients)
+        update = engine.state.update
+        if "gradient_norm" in self.watch and update.evaluation == 0:
+            self._norms = norm_parts(gradients_of(update))
 
     @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_SPIKES, reads=[], writes=["flags"])
     def ask(self, engine: Engine) -> None:
@@ -144,9 +145,9 @@ class SpikeGuard(Handler):
         update = engine.state.update
         if update.evaluation > 0:
             return
-        losses, norm = self._losses.pop(update.name, []), self._norm
-        self._norm = None
-        numbers = [loss for _, loss, _ in losses] + ([] if norm is None else [norm])
+        losses, norms = self._losses.pop(update.name, []), self._norms
+        self._norms = []
+        numbers = [*(loss for _, loss, _ in losses), *norms]
 
         def decide(*values: float) -> None:
             self._decide(engine, update, losses, list(values))
@@ -168,8 +169,8 @@ class SpikeGuard(Handler):
         self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor, float]], values: list[float]
     ) -> None:
         found: dict[str, float] = {}
-        if "gradient_norm" in self.watch and len(values) > len(losses):
-            found["gradient norm"] = values.pop()
+        if norms := values[len(losses) :]:
+            found["gradient norm"] = joined(norms)
         if "loss" in self.watch:
             weights = [weight for *_, weight in losses]
             total, weight = sum(map(float.__mul__, values, weights)), sum(weights)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, UpdateState
-from signalfire.distributed import is_sharded, local_part, norms_over_ranks
 from signalfire.modules import Modules, bare_name
+from signalfire.norms import any_sharded, norms
 
 __all__ = [
     "alike",
@@ -91,11 +91,6 @@ def gradients_of(update: UpdateState) -> list[Tensor]:
     return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
 
 
-def any_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Whether an update's parameters or gradients are sharded: all of them are, or none."""
-    return bool(tensors) and is_sharded(tensors[0])
-
-
 def alike(gradients: Sequence[Tensor]) -> bool:
     """Whether one foreach kernel takes them all: dense tensors of one device and dtype that need no gradient."""
     first = gradients[0]
@@ -108,18 +103,6 @@ def alike(gradients: Sequence[Tensor]) -> bool:
         and not one.requires_grad
         for one in gradients
     )
-
-
-def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The p-norm of each gradient, on its device: 0 for an empty one, that of the full tensor for a sharded one."""
-    if any_sharded(gradients):
-        parts = norms([local_part(gradient) for gradient in gradients], norm_type)
-        return list(norms_over_ranks(torch.stack(parts), gradients, norm_type))
-    try:
-        return list(torch._foreach_norm(gradients, norm_type)) if gradients else []
-    except RuntimeError:  # a sparse gradient, or an empty one
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]
 
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
