@@ -171,7 +171,7 @@ class Past(Part):
         return list(leave_out)
 
     def places_of(self, iterations: Iterable[int]) -> list[Place]:
-        """Which batches the iterations of this pass over the data, or of the one before, have used; none without data."""
+        """Which batches the iterations have used, as far back as to the pass before this one; none without data."""
         feed = self.engine.feed
         return [Place(number + 1, index) for number, index in feed.places_of(iterations)] if feed.has_data else []
 

@@ -252,9 +252,8 @@ class Replay:
         if self._position is None:
             with self._rehearsal():
                 self._continue(self._state, self.iteration)
-                source = self.engine.feed.current
-                self._batch = source.place_of(self.iteration)
-                self._position = source.state_dict()
+                (self._batch,) = self.engine.feed.places_of([self.iteration])
+                self._position = self.engine.feed.current.state_dict()
         return self._batch
 
 

@@ -250,6 +250,7 @@ class Snapshots(Part):
         if loaded is None:
             return False
         seed = engine.seed
+        engine.past.reset()  # its states are those of another run
         position = put_back(engine, loaded, allowed=self._allowed)
         if engine.training:
             report_resume(engine, loaded, self._allowed, seed)

@@ -103,8 +103,9 @@ class Feed:
         self.current.check_can_go_back(position)
 
     def places_of(self, iterations: Iterable[int]) -> list[tuple[int, int]]:
-        """The pass over the data, and the index in it, of each iteration's batch; see `Source.place_of`."""
-        return [self.current.place_of(iteration) for iteration in iterations]
+        """The pass over the data, and the index in it, of each iteration's batch; not of those before the last pass but one."""
+        places = (self.current.place_of(iteration) for iteration in iterations)
+        return [place for place in places if place is not None]
 
     def begin_again_at(self, position: dict[str, Any] | None, seed: int) -> None:
         """Go back to a position of this run, or of an earlier one, in the same data."""

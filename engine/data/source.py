@@ -162,16 +162,12 @@ class Source:
         read = read if self.left_out is None else self.left_out.read(self.number, read)
         return self.round_shares.get(read - 1, 1)
 
-    def place_of(self, iteration: int) -> tuple[int, int]:
-        """The pass and the index in it of the batch of an iteration of this pass, or of the one before.
-
-        Raises:
-            LookupError: for an earlier iteration.
-        """
+    def place_of(self, iteration: int) -> tuple[int, int] | None:
+        """The pass and the index in it of the batch of an iteration of this pass or the one before; None of an earlier one."""
         started_at, number = self.started_at, self.number
         if iteration <= started_at:
             if self.before is None or iteration <= self.before:
-                raise LookupError(f"the batch of iteration {iteration} is not known any more")
+                return None
             started_at, number = self.before, number - 1
         read = iteration - started_at
         return number, (read if self.left_out is None else self.left_out.read(number, read)) - 1

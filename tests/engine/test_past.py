@@ -219,6 +219,18 @@ def _rewind(engine: Engine, to: int, leave_out: int = 0) -> None:
     engine.rewind(to, leave_out=leave_out)
 
 
+def test_a_state_of_another_run_replaces_what_was_kept() -> None:
+    other = build()
+    run(other, kit.batches(11), max_iters=9)
+    engine = build(Rewindable(every="2it", keep=9))
+    run(engine, kit.batches(11), max_iters=7)
+    engine.load_state_dict(other.state_dict(), allow=["rewindable"])
+    kept: list[int | None] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: kept.append(engine.past.oldest))
+    run(engine, kit.batches(11), max_iters=11)
+    assert kept == [9, 9]
+
+
 def test_mistakes_name_the_way_out() -> None:
     engine = build()
     with pytest.raises(RuntimeError, match=r"rewind\(to=3\): the engine is not running"):

@@ -23,16 +23,21 @@ from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
     DistributedDataParallel,
+    FullyShardedDataParallel,
     GradientAccumulation,
     GradientClipping,
+    Histograms,
     History,
     LRScheduling,
     Metrics,
     NonFiniteGuard,
     SpikeGuard,
+    TensorBoardLogger,
     Validation,
 )
+from signalfire.testing import fingerprint
 from tests import kit
+from tests.handlers.test_tensorboard import shown
 from tests.kit import digest
 from tests.processes import run_together
 
@@ -277,6 +282,8 @@ def test_logs_metrics_checkpoints_and_validations_are_those_of_a_run_without_the
             Metrics(train_loss=Average()),
             Validation(evaluator, data_of(3), every="7it", prefix="val_"),
             CSVLogger(folder / "log.csv", every="1it"),
+            TensorBoardLogger(folder / "events", every="1it"),
+            Histograms(every="7it"),
             History(),
             GradientAccumulation(window),
             Checkpoint(folder / "best", monitor="val_loss", mode="min", keep=2, name="best"),
@@ -293,6 +300,7 @@ def test_logs_metrics_checkpoints_and_validations_are_those_of_a_run_without_the
     run(other, lacking(data_of(80, poisoned=60), *range(start + 1, start + 7)))
     assert (tmp_path / "guarded" / "log.csv").read_text() == (tmp_path / "other" / "log.csv").read_text()
     assert engine.find(History).records == other.find(History).records
+    assert shown(tmp_path / "guarded" / "events") == shown(tmp_path / "other" / "events")
     for folder in ("best", "last"):
         names = [sorted(path.name for path in (tmp_path / one / folder).iterdir()) for one in ("guarded", "other")]
         assert names[0] == names[1]
@@ -455,6 +463,24 @@ def _of_two() -> tuple[int, list[dict[str, Any]], str]:
     engine = build(DistributedDataParallel(), guard)
     run(engine, data_of(120, poisoned=80))
     return engine.state.iteration, guard.actions, weights(engine)
+
+
+def _of_two_sharded() -> list[tuple[int, str]]:
+    found = []
+    for guarded in (True, False):
+        data = data_of(120, poisoned=80) if guarded else lacking(data_of(120, poisoned=80), *range(69, 81))
+        guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+        engine = build(FullyShardedDataParallel(), *([guard] if guarded else []))
+        run(engine, data)
+        found.append((engine.state.iteration, fingerprint(engine, handlers=False)["modules.model"]))
+    return found
+
+
+@pytest.mark.slow
+def test_a_sharded_model_goes_back_each_rank_with_its_part() -> None:
+    for guarded, other in run_together(_of_two_sharded, 2):
+        assert guarded == other
+        assert guarded[0] == 54
 
 
 @pytest.mark.slow
