@@ -113,6 +113,7 @@ def test_of_other_data_the_batch_is_named() -> None:
     assert engine.replay(22).rank_samples()[0].sample in range(8)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_engine_is_changed(tmp_path: Any) -> None:
     def weights(engine: Engine) -> str:
         return digest(engine.state_dict() | {"handlers": {}})

@@ -112,6 +112,7 @@ def test_all_is_collected_after_many_collections_of_young_objects(monkeypatch: p
     assert found == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 2), (5, 1), (6, 1), (6, 2)]
 
 
+@pytest.mark.slow
 def test_all_is_collected_before_an_evaluation(tmp_path: Any) -> None:
     engine = build()
     evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=engine.modules["model"])
@@ -120,6 +121,7 @@ def test_all_is_collected_before_an_evaluation(tmp_path: Any) -> None:
     assert [one for one in counted(engine, 1, every="100it") if one[1] == 2] == [(0, 2), (3, 2), (6, 2), (6, 2)]
 
 
+@pytest.mark.slow
 def test_only_what_was_made_in_the_run_is_looked_at() -> None:
     engine, frozen = build(), []
     engine.attach(GarbageCollection())
@@ -130,6 +132,7 @@ def test_only_what_was_made_in_the_run_is_looked_at() -> None:
     assert frozen == [(False, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", quick(["completed", "failed", "interrupted", "disabled", "detached"], "failed", "disabled")
 )

@@ -215,7 +215,7 @@ class Samples(Dataset[Batch]):
         return inputs + 0.01 * torch.randn(5), targets * (100.0 if index == self.poisoned else 1.0)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", kit.quick([0, 2], 0))
 def test_a_shuffled_loader_leaves_out_batches_by_epoch_and_index(workers: int) -> None:
     def loader() -> DataLoader[Batch]:
         order = torch.Generator().manual_seed(5)
@@ -270,6 +270,7 @@ def test_a_spike_at_the_beginning_of_an_epoch_leaves_out_batches_of_two() -> Non
     assert lengths == [40, 37, 37, 40] or lengths == [37, 37, 40] or lengths[-3:] == [37, 37, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3])
 def test_logs_metrics_checkpoints_and_validations_are_those_of_a_run_without_these_batches(
     tmp_path: Path, window: int

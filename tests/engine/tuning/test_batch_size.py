@@ -79,6 +79,7 @@ def test_the_largest_size_that_fits_is_found_and_was_tried(options: dict[str, An
     assert sizes.limit == ""
 
 
+@pytest.mark.slow
 def test_no_size_is_tried_beyond_the_samples_or_the_maximum() -> None:
     sizes = find_batch_size(build(Limited(10**6)), loader_of(50))
     assert [one.size for one in sizes.trials] == [2, 4, 8, 16, 32, 50]
@@ -90,6 +91,7 @@ def test_no_size_is_tried_beyond_the_samples_or_the_maximum() -> None:
     assert [one.size for one in sizes.trials] == [50]
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_the_second_step_or_in_the_evaluation_is_noticed() -> None:
     in_second = find_batch_size(build(Limited(100, call=2)), loader_of(), margin=0.0)
     assert in_second.largest == 64
@@ -207,6 +209,7 @@ def test_a_limit_of_the_memory_of_a_process_is_found() -> None:
     assert " no " in printed
 
 
+@pytest.mark.slow
 def test_the_sizes_are_shown_with_peak_and_speed() -> None:
     sizes = find_batch_size(build(Limited(100)), loader_of(), margin=0.0)
     lines = str(sizes).splitlines()
@@ -220,6 +223,7 @@ def test_the_sizes_are_shown_with_peak_and_speed() -> None:
     assert by_hand.fastest == 4
 
 
+@pytest.mark.slow
 def test_what_a_failed_trial_held_is_freed() -> None:
     engine = build(Limited(100))
     find_batch_size(engine, loader_of())
@@ -243,6 +247,7 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
         find_batch_size(build(Limited(10)), loader_of(), **options)
 
 
+@pytest.mark.slow
 def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_limit() -> None:
     fixed = kit.batches([8] * 5, 4, (), classes=3)
     with pytest.raises(
