@@ -106,7 +106,7 @@ class WandbLogger(RemoteLogger):
             id=run_id,
             resume="allow",
             reinit="create_new",
-            mode=self.mode,  # type: ignore[arg-type]
+            mode=self.mode,
             dir=self.folder,
             config=dict(hyperparameters),
             settings=wandb.Settings(console="off", silent=True, quiet=True),
