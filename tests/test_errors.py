@@ -228,7 +228,7 @@ def test_ctrl_c_in_a_real_process_ends_it_cleanly(tmp_path: Path) -> None:
     assert "iteration" in errors
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
-    steps = [event.step for event in events.Scalars("loss")]
+    steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) in (last, last - 1)
 
