@@ -198,7 +198,7 @@ class Log(Part):
         self.engine.signals.emit(self.engine, Events.HYPERPARAMETERS_LOGGED)
 
     def _receives(self, event: EventEnum, kind: str, name: str) -> bool:
-        """Whether somebody receives an event; a person is told if nobody does."""
+        """Whether an event has a receiver; it is reported if it has none."""
         self._check(f"log.{kind}", name)
         engine = self._outer
         if engine.dry_run or self.engine.dry_run:

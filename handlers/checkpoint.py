@@ -416,8 +416,9 @@ class Checkpoint(Handler):
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error", "step", "device"], writes=["files"])
     def check_saved(self, engine: Engine) -> None:
-        """Report a run that ends with nothing saved; remove what was kept only in case the run went back."""
-        if self.retention.held and engine.processes.is_rank_zero:
+        """Report a run that ends with nothing saved; remove what was kept only in case it went back, as a resumed one may."""
+        resumes = engine.state.exception is not None or engine.boundary.preempted
+        if self.retention.held and engine.processes.is_rank_zero and not resumes:
             self._saver.remove_held(self._run(engine))
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
         ran = engine.state.exception is None and engine.state.completed > self._began

@@ -49,7 +49,7 @@ class TensorBoardLogger(ScalarLogger):
         every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
             All other new values of metrics are written, with the iteration in which they were measured.
         graph: Whether to write the graph of the model, traced in eval mode with the first batch, without a trace in the training.
-            A model that cannot be traced is reported, and training goes on.
+            A model that cannot be traced is reported, and training continues.
 
     Raises:
         ImportError: If a graph is asked for and the package tensorboard, with which torch traces it, is not installed.

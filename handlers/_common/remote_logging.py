@@ -53,8 +53,8 @@ class RemoteLogger(ScalarLogger):
         every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
             All other new values of metrics are sent, with the iteration in which they were measured.
         run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that begins anew has one of its own.
-        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to go on
-            behind them, in place of a new remote run. For training that is not deterministic, where no resumed run repeats the
+        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to continue
+            after them, in place of a new remote run. For training that is not deterministic, where no resumed run repeats the
             last digits.
         capacity: Number of rows that wait in memory.
         timeout: Seconds to wait, as the run ends, for what is not sent yet.
@@ -257,7 +257,7 @@ class RemoteLogger(ScalarLogger):
         if sender.problem is not None and not self._reported:
             self._reported = True
             warn(
-                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; the training goes on, its rows "
+                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, its rows "
                 "are kept, and it is tried again"
             )
 

@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Phase, Update
 from signalfire.findings import FindingWarning
 from signalfire.handlers import Average, CSVLogger, EarlyStopping, History, Metrics, Validation
 from signalfire.log import Entry, Histogram, as_pixels
@@ -54,6 +54,26 @@ def test_a_number_of_each_iteration_is_sampled_and_a_rarer_one_is_written_always
     ]  # whether it is one of each iteration shows in the second
     assert found["train/rare"] == [(i, float(i)) for i in range(1, 26, 4)]
     assert history["kl"] == [i / 2 for i in range(1, 26)]
+
+
+def test_a_resumed_run_samples_at_the_same_iterations(tmp_path: Path) -> None:
+    def engine_of(path: Path) -> Engine:
+        engine = build(mlp(5, 8, 1), CSVLogger(path, every="4it"))
+        engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("kl", engine.state.iteration / 2))
+        return engine
+
+    saved: list[dict[str, Any]] = []
+    engine = engine_of(tmp_path / "whole.csv")
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: saved.append(engine.state_dict()), phase=Phase.PERSIST)
+    engine.run(batches(10), max_epochs=1)
+    whole = (tmp_path / "whole.csv").read_text()
+    for moment, state in enumerate(saved[:-1]):
+        path = tmp_path / f"{moment}.csv"
+        path.write_text(whole)
+        engine = engine_of(path)
+        engine.load_state_dict(state)
+        engine.run(batches(10), max_epochs=1)
+        assert path.read_text() == whole, moment
 
 
 @pytest.mark.parametrize(
@@ -258,6 +278,10 @@ def test_strange_tensors_have_a_histogram_or_a_warning_with_their_name(values: A
     finite = [one for one in np.abs(np.asarray(values)) if np.isfinite(one)]
     assert [sum(one.value.counts) for one in found] == ([len(finite)] * 2 if finite else [])
     assert ["log.histogram('h')" in str(one.message) for one in caught] == [True] * (len(finite) < max(len(values), 1))
+
+
+def test_of_complex_values_the_magnitudes_are_counted() -> None:
+    assert Histogram.of(torch.tensor([3 + 4j, 5 + 12j])).total == pytest.approx(18)
 
 
 def test_hyperparameters_are_flat_and_plain() -> None:

@@ -212,10 +212,27 @@ def test_memory_holds_no_more_states_than_asked_for() -> None:
     assert most[0] == (0, 0, 1)
     assert max(count for *_, count in most) == 3
     assert most[-1] == (6, 10, 3)
+    rewinding(engine, at=19, to=15)
+    engine.connect(
+        Events.ITERATION_COMPLETED, lambda engine: newest.append((engine.state.iteration, engine.past.newest))
+    )
+    newest: list[tuple[int, int | None]] = []
+    run(engine, kit.batches(11), max_epochs=2)
+    assert newest[8:11] == [(15, 14), (16, 14), (17, 16)]  # again, after 19; what was further is gone
 
 
 def _rewind(engine: Engine, to: int, leave_out: int = 0) -> None:
     engine.rewind(to, leave_out=leave_out)
+
+
+def test_other_data_may_follow_once_all_that_is_not_left_out_was_used() -> None:
+    engine = build(Rewindable(every="2it"))
+    rewinding(engine, at=6, to=2, leave_out=3)
+    run(engine, kit.batches(10), max_iters=7)
+    resumed = build(Rewindable(every="2it"))
+    resumed.load_state_dict(engine.state_dict())
+    run(resumed, kit.batches(12), max_epochs=2)
+    assert resumed.state.iteration == 7 + 12
 
 
 def test_a_state_of_another_run_replaces_what_was_kept() -> None:

@@ -1,4 +1,4 @@
-"""An iteration that is made again: it is the iteration of the run, nothing is changed, and samples and faults are told."""
+"""An iteration that is replayed is the iteration of the run; nothing is changed, and samples and faults are identified."""
 
 from __future__ import annotations
 
@@ -91,14 +91,16 @@ def test_it_is_the_iteration_of_the_run(workers: int) -> None:
         assert remade.times[0] == remade.times[1]
 
 
-def test_its_samples_are_those_of_its_batch() -> None:
+@pytest.mark.parametrize("generator", [torch.Generator().manual_seed(1), None])
+def test_its_samples_are_those_of_its_batch(generator: torch.Generator | None) -> None:
     engine = build(Rewindable(every="6it", keep=9))
     batches: dict[int, Tensor] = {}
     engine.connect(
         Events.ITERATION_COMPLETED, lambda engine: batches.update({engine.state.iteration: engine.state.batch[0]})
     )
     samples = Samples()
-    run(engine, loader_of(samples), max_iters=47)
+    torch.manual_seed(2)  # draws the order where the loader has no generator
+    run(engine, DataLoader(samples, 8, shuffle=True, generator=generator), max_iters=47)
     for iteration in (1, 19, 20, 21, 47):
         replay = engine.replay(iteration)
         assert torch.equal(torch.stack([samples[index][0] for index in replay.samples]), batches[iteration])

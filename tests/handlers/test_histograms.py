@@ -125,6 +125,14 @@ def test_resumed_at_any_iteration_nothing_is_lost_or_doubled() -> None:
         assert found == {tag: rows for tag, rows in rest.items() if rows}, moment
 
 
+def test_a_step_that_is_skipped_has_no_gradients_to_log() -> None:
+    engine = build(network(), Histograms(every="2it", weights=False))
+    found = logged(engine)
+    engine.connect(Events.GRADIENTS_READY(once=3), lambda engine: engine.state.update.skip("a bad batch"))
+    engine.run(batches(4), max_epochs=1)
+    assert list(found["gradients/0.weight"]) == [4]
+
+
 def test_a_run_that_is_called_again_logs_the_gradients_that_were_due() -> None:
     engine = build(network(), Histograms(every="3it", weights=False))
     found = logged(engine)

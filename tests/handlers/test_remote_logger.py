@@ -104,7 +104,7 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, fir
     with pytest.warns(UserWarning, match="remote|service_logger") as warned:
         engine.run(DATA, max_epochs=10)
     assert [str(one.message) for one in warned] == [
-        f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; the training goes on, its rows "
+        f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training continues, its rows "
         "are kept, and it is tried again"
     ]
     assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")

@@ -132,6 +132,33 @@ def test_a_window_counts_with_its_mean_loss_and_is_left_out_as_a_whole() -> None
     assert engine.updates[0].steps == 39
 
 
+def test_the_losses_of_a_discarded_window_do_not_count() -> None:
+    guard = SpikeGuard("stop", window=WINDOW, watch="loss")
+    engine = build(guard, GradientAccumulation(2))
+    losses: dict[int, float] = {}
+
+    @engine.on(Events.LOSS_COMPUTED)
+    def note(engine: Engine) -> None:
+        assert engine.state.update.loss is not None
+        losses[engine.state.iteration] = engine.state.update.loss.item()
+
+    engine.connect(Events.BACKWARD_COMPLETED(once=5), lambda engine: engine.state.update.skip("a bad batch"))
+    run(engine, data_of(9))
+    recorded = engine.past.recorded
+    windows = {2: (1, 2), 4: (3, 4), 6: (6,), 8: (7, 8), 9: (9,)}
+    assert recorded.keys() == windows.keys()
+    for end, window in windows.items():
+        assert recorded[end]["loss"] == pytest.approx(sum(losses[one] for one in window) / len(window))
+
+
+def test_two_bad_batches_in_a_row_are_both_found() -> None:
+    data = data_of(60, poisoned=40)
+    data[40] = data[40][0], data[40][1] * 50
+    guard = SpikeGuard(window=WINDOW)
+    run(build(guard), data)
+    assert [action["iteration"] for action in guard.actions] == [40, 41]
+
+
 def test_what_is_not_finite_is_left_to_the_other_guard() -> None:
     guard, other = SpikeGuard(window=WINDOW), NonFiniteGuard(check="both")
     run(build(other, guard), data_of(60, poisoned=40, scale=float("inf")))
@@ -308,6 +335,52 @@ def test_logs_metrics_checkpoints_and_validations_are_those_of_a_run_without_the
             assert digest(states[0]) == digest(states[1])
 
 
+def spoiled_at(engine: Engine, *places: tuple[int, int]) -> None:
+    """Make the loss of these batches, by epoch and index, far too large."""
+
+    @engine.on(Events.LOSS_COMPUTED)
+    def spoil(engine: Engine) -> None:
+        update = engine.state.update
+        if engine.past.places_of([engine.state.iteration])[0] in places and update.loss is not None:
+            update.loss = update.loss * 1e4
+
+
+def test_a_spike_after_a_rewind_may_reach_back_into_the_epoch_before() -> None:
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine = build(guard)
+    spoiled_at(engine, (2, 9), (2, 10))
+    run(engine, data_of(40), max_epochs=2)
+    assert [action["batches"] for action in guard.actions] == [
+        [[2, index] for index in range(4, 10)],
+        [[1, 39], *([2, index] for index in range(4)), [2, 10]],
+    ]
+    assert engine.state.iteration == 80 - 12
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED(once=41), Events.EPOCH_COMPLETED(once=1)])
+def test_a_resumed_run_reaches_back_into_the_epoch_before(event: Any) -> None:
+    saved: list[bytes] = []
+
+    def save(engine: Engine) -> None:
+        file = io.BytesIO()
+        torch.save(engine.state_dict(), file)
+        saved.append(file.getvalue())
+
+    ends = []
+    for resumed in (False, True):
+        guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+        engine = build(guard)
+        spoiled_at(engine, (2, 2))
+        if resumed:
+            engine.load_state_dict(torch.load(io.BytesIO(saved[0]), weights_only=True))
+        else:
+            engine.connect(event, save, phase=Phase.PERSIST, rank=50)
+        run(engine, data_of(40), max_epochs=3)
+        ends.append((guard.actions, weights(engine)))
+    assert ends[0] == ends[1]
+    assert ends[0][0][0]["batches"] == [[1, 37], [1, 38], [1, 39], [2, 0], [2, 1], [2, 2]]
+
+
 def test_too_many_rewinds_are_an_error_that_names_the_batches() -> None:
     data = data_of(100)
     for number in (40, 50, 60):
@@ -416,6 +489,39 @@ def test_the_best_from_before_is_still_there_once_a_better_one_is_rewound(tmp_pa
     assert digest(states[0]) == digest(states[1])
 
 
+def test_a_resumed_run_keeps_the_best_from_before_as_well(tmp_path: Path) -> None:
+    data = data_of(60, poisoned=40)
+
+    def engine_of() -> tuple[Engine, SpikeGuard]:
+        guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+        engine = build(
+            guard,
+            Checkpoint(tmp_path / "best", monitor="score", mode="max", keep=1, name="best"),
+            Checkpoint(tmp_path / "last", every="1it", keep=1, resume=True, name="last"),
+        )
+        engine.state.metrics.announce("user", ["score"])
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def score(engine: Engine) -> None:
+            for number, value in ((12, 1.0), (38, 2.0), (39, 3.0)):
+                if torch.equal(engine.state.batch[0], data[number - 1][0]):
+                    engine.log("score", value)
+
+        return engine, guard
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError
+
+    failing, _ = engine_of()
+    failing.connect(Events.ITERATION_STARTED(once=39), fail)
+    with pytest.raises(ArithmeticError):
+        run(failing, data)
+    engine, guard = engine_of()
+    run(engine, data)
+    assert [action["iteration"] for action in guard.actions] == [40]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["best-epoch0001-iter00000012"]
+
+
 PROGRAM = """
 import os, sys, warnings
 from pathlib import Path
@@ -457,11 +563,18 @@ def test_killed_before_in_or_after_a_rewind_it_ends_alike(tmp_path: Path, killed
     assert logs[0] == logs[1]
 
 
-def _of_two() -> tuple[int, list[dict[str, Any]], str]:
-    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
-    engine = build(DistributedDataParallel(), guard)
-    run(engine, data_of(120, poisoned=80))
-    return engine.state.iteration, guard.actions, weights(engine)
+def _of_two() -> list[tuple[int, list[dict[str, Any]], str]]:
+    # Batches of different sizes, which count by them.
+    data = [
+        (inputs[: 16 - i % 5], targets[: 16 - i % 5]) for i, (inputs, targets) in enumerate(data_of(120, poisoned=80))
+    ]
+    found = []
+    for guarded in (True, False):
+        guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+        engine = build(DistributedDataParallel(), *([guard] if guarded else []))
+        run(engine, data if guarded else lacking(data, *range(69, 81)))
+        found.append((engine.state.iteration, guard.actions, weights(engine)))
+    return found
 
 
 def _of_two_sharded() -> list[tuple[int, str]]:
@@ -486,7 +599,8 @@ def test_a_sharded_model_goes_back_each_rank_with_its_part() -> None:
 def test_two_processes_go_back_together() -> None:
     first, second = run_together(_of_two, 2)
     assert first == second
-    iteration, actions, _ = first
+    (iteration, actions, ends), (_, _, without) = first
+    assert ends == without
     assert [action["iteration"] for action in actions] == [40]  # the batch of rank 1 in the 40th round
     assert actions[0]["batches"] == [[1, index] for index in range(34, 40)]
     assert iteration == 54
