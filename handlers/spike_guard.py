@@ -242,7 +242,7 @@ class SpikeGuard(Handler):
         )
 
     def _go_back(self, engine: Engine, to: int) -> None:
-        """Go back, at the end of this iteration, without the batches of the last action; a state saved until then includes that."""
+        """Go back, at the end of this iteration, without the batches of the last action; a state saved until then says so."""
         self._goes_back_to = to
         places = [Place(epoch, batch) for epoch, batch in self.actions[-1]["batches"]]
         engine.past.rewind(to, leave_out=places, changes={self.name: {"actions": list(self.actions)}})

@@ -53,9 +53,9 @@ class RemoteLogger(ScalarLogger):
         every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
             All other new values of metrics are sent, with the iteration in which they were measured.
         run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that begins anew has one of its own.
-        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to continue
-            after them, in place of a new remote run. For training that is not deterministic, where no resumed run repeats the
-            last digits.
+        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to
+            continue after them, in place of a new remote run. For training that is not deterministic, where no resumed run
+            repeats the last digits.
         capacity: Number of rows that wait in memory.
         timeout: Seconds to wait, as the run ends, for what is not sent yet.
 
