@@ -186,8 +186,8 @@ def die():
 def live(engine):
     global made
     made += 1
-    if made == 1:
-        opened.wait()
+    if made == 1 and not opened.wait(120):
+        raise TimeoutError("the remote run was not opened within two minutes")
     if made == life:
         threading.Thread(target=die).start()
     time.sleep(0.02)
@@ -206,9 +206,12 @@ def killed_and_resumed(kind: str, folder: Path, lives: Sequence[int]) -> str:
         "TRACKIO_DIR": str(folder / "trackio"),
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
-    for life in lives:
-        ended = finished("-c", PROGRAM, kind, folder, life, cwd=folder, env=environment)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-    ended = finished("-c", PROGRAM, kind, folder, 0, cwd=folder, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()[-1]
+    for life in [*lives, 0]:
+        # Into a file: a service process that outlives the one that was killed holds its pipes open.
+        with open(folder / "output", "w") as output:
+            ended = finished(
+                "-c", PROGRAM, kind, folder, life, cwd=folder, env=environment, stdout=output, stderr=output
+            )
+        written = (folder / "output").read_text()
+        assert ended.returncode == (-signal.SIGKILL if life else 0), written
+    return written.splitlines()[-1]

@@ -523,6 +523,7 @@ def test_a_checkpoint_beside_it_refers_to_rows_that_are_safe(tmp_path: Path) -> 
     service.gate.set()
 
 
+@pytest.mark.slow
 def test_a_client_is_imported_only_once_a_run_begins() -> None:
     program = """
 import sys, tempfile

@@ -121,7 +121,7 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     assert text == '"the run went back to iteration 3, and differs from iteration 4 on: it continues as mine-1"'
 
 
-@pytest.mark.campaign  # each life starts a service process of wandb, which may take minutes to come up on a busy machine
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_loses_and_doubles_nothing(tmp_path: Path) -> None:
     run_id = killed_and_resumed("wandb", tmp_path, [5, 14, 9, 22])
     assert len(parts(tmp_path, run_id)) == 5

@@ -60,15 +60,18 @@ def build(model: nn.Module, *handlers: Any, lr: float = 0.1) -> Engine:
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [
-        ({"margin": 0.0}, 64),
-        ({"margin": 0.0, "mode": "bisect"}, 99),
+    kit.quick(
+        [
+            ({"margin": 0.0}, 64),
+            ({"margin": 0.0, "mode": "bisect"}, 99),
+            ({"margin": 0.05, "mode": "bisect"}, 94),
+            ({"margin": 0.05}, 60),
+            ({"margin": 0.0, "start": 500}, 62),
+            ({"margin": 0.0, "start": 500, "mode": "bisect"}, 99),
+            ({"margin": 0.0, "start": 3, "mode": "bisect"}, 99),
+        ],
         ({"margin": 0.05, "mode": "bisect"}, 94),
-        ({"margin": 0.05}, 60),
-        ({"margin": 0.0, "start": 500}, 62),
-        ({"margin": 0.0, "start": 500, "mode": "bisect"}, 99),
-        ({"margin": 0.0, "start": 3, "mode": "bisect"}, 99),
-    ],
+    ),
     ids=str,
 )
 def test_the_largest_size_that_fits_is_found_and_was_tried(options: dict[str, Any], found: int) -> None:

@@ -387,7 +387,7 @@ def of_two(kind: type[Handler]) -> tuple[Any, ...]:
     return curve.rates, curve.losses, curve.suggestion(), find_learning_rate(new, data, steps=10, low=1e-4, high=1e-1)
 
 
-@pytest.mark.parametrize("kind", [DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize("kind", quick([DistributedDataParallel, FullyShardedDataParallel], DistributedDataParallel))
 def test_two_processes_get_one_curve_and_leave_no_trace(kind: type[Handler]) -> None:
     found = run_together(of_two, 2, kind)
     assert found[0] == found[1]
