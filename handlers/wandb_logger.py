@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 import json
@@ -99,18 +100,24 @@ class WandbLogger(RemoteLogger):
         if self._run_object is not None:
             self.close_run("RUNNING", None)
         self._wait_for_other_process(run_id)
-        run = wandb.init(
-            project=self.project,
-            entity=self.entity,
-            name=self.title,
-            id=run_id,
-            resume="allow",
-            reinit="create_new",
-            mode=self.mode,
-            dir=self.folder,
-            config=dict(hyperparameters),
-            settings=wandb.Settings(console="off", silent=True, quiet=True),
-        )
+        try:
+            run = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                name=self.title,
+                id=run_id,
+                resume="allow",
+                reinit="create_new",
+                mode=self.mode,
+                dir=self.folder,
+                config=dict(hyperparameters),
+                settings=wandb.Settings(console="off", silent=True, quiet=True),
+            )
+        except Exception as error:
+            of_another_folder = "in use" in str(error) and not self._parts(run_id)
+            if not of_another_folder:
+                _release(run_id)
+            raise
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         self._run_object = run
@@ -118,7 +125,7 @@ class WandbLogger(RemoteLogger):
 
     def _parts(self, run_id: str) -> list[Path]:
         """The files of a run, in their order."""
-        found = (self.folder / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
+        found = (self.folder / "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
         return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
 
     def _wait_for_other_process(self, run_id: str) -> None:
@@ -157,6 +164,19 @@ class WandbLogger(RemoteLogger):
             run.mark_preempting()
         run.finish(exit_code=_EXIT_CODES[status])
         file.wait_for_end()
+
+
+def _release(run_id: str) -> None:
+    """End a run in W&B's process, which would refuse its id for as long as it lives.
+
+    It has runs that failed to begin; and, if it belongs to a process that started this one, those of a process that was killed.
+    """
+    import wandb
+
+    with contextlib.suppress(
+        Exception
+    ):  # it may not know the run, or may not live; the first error is the one that counts
+        wandb.attach(run_id).finish(exit_code=_EXIT_CODES["RUNNING"])
 
 
 def _as_wandb(item: Item, value: Any) -> Any:

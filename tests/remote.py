@@ -156,7 +156,7 @@ def first_send(logger: RemoteLogger) -> threading.Event:
 
 
 PROGRAM = """
-import os, random, signal, sys, threading, time
+import os, random, signal, sys, threading, time, traceback
 from pathlib import Path
 from signalfire import Events
 from signalfire.handlers import Checkpoint, MLflowLogger, TrackioLogger, WandbLogger
@@ -172,7 +172,11 @@ logger = {
 opened, opening = threading.Event(), logger.open
 
 def note(*given):
-    opening(*given)
+    try:
+        opening(*given)
+    except Exception:
+        traceback.print_exc()  # else only the last of several would be reported
+        raise
     opened.set()
 
 logger.open = note
