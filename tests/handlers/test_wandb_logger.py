@@ -127,7 +127,8 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
 def test_a_run_that_failed_to_begin_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk import wandb_init
 
-    wait, failed = wandb_init.wait_with_progress, []
+    wait = wandb_init.wait_with_progress
+    failed: list[bool] = []
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
         if not failed:
