@@ -177,6 +177,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C35": ("warning", "an attribute was set on a module that PyTorch does not read there"),
     "C36": ("warning", "one layer stands at several places, which share its weights"),
     "C37": ("warning", "linear layers follow each other without an activation between them"),
+    "C38": ("warning", "a handler for several processes is attached in a notebook, which is one process"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -201,10 +201,25 @@ class Registry(Mapping[str, Handler], Part):
             return found[0]
         there = ", ".join(f"{name} ({type(handler).__name__})" for name, handler in self.items()) or "none"
         if not found:
-            raise KeyError(f"find({kind.__name__}): no handler of this class is attached; there are: {there}")
+            raise KeyError(
+                f"find({kind.__name__}): no handler of this class is attached; there are: {there}{self._earlier(kind)}"
+            )
         names = ", ".join(repr(handler.name) for handler in found)
         raise KeyError(f"find({kind.__name__}): {len(found)} handlers of this class are attached: {names}; "
                        "choose one by its name: engine.handlers[name]")  # fmt: skip
+
+    def _earlier(self, kind: type) -> str:
+        """A hint at a handler whose class was defined again since, by a notebook's cell or a reloaded module."""
+        for name, handler in self.items():
+            if any(
+                (one.__module__, one.__qualname__) == (kind.__module__, kind.__qualname__)
+                for one in type(handler).__mro__
+            ):
+                return (
+                    f"; {name!r} is of an earlier definition of {kind.__name__}: detach it and attach one of the new class, or "
+                    f"take it by its name: engine.handlers[{name!r}]"
+                )
+        return ""
 
     def _find(self, handler: Handler | str) -> _Record:
         name = handler if isinstance(handler, str) else handler.name

@@ -137,6 +137,29 @@ def test_a_cell_that_was_interrupted_and_is_run_again_ends_as_without() -> None:
     assert ended == printed
 
 
+def test_several_processes_a_class_defined_anew_and_spawned_workers_are_told_apart_in_a_notebook() -> None:
+    define = "class Mine(Handler):\n    pass"
+    cells = (
+        f"{BUILD}\nfrom signalfire import Handler\nfrom signalfire.handlers import DistributedDataParallel",
+        "engine = build(mlp(5, 8, 1), DistributedDataParallel())\nfor one in engine.check(): print(one)",
+        define,
+        "engine = build(mlp(5, 8, 1), Mine())",
+        define,
+        "engine.find(Mine)",
+        "class Squares(torch.utils.data.Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.full((5,), float(i)), torch.tensor([float(i)])",
+        "loader = torch.utils.data.DataLoader(Squares(), num_workers=1, multiprocessing_context='spawn')",
+        "build(mlp(5, 8, 1)).run(loader, max_epochs=1)",
+    )
+    outputs = executed(*cells, allow_errors=True)
+    assert "'distributed_data_parallel' does nothing in a notebook" in _text(outputs[1][0])
+    (missing,) = outputs[5]
+    assert "'mine' is of an earlier definition of Mine: detach it" in missing.evalue
+    (refused,) = outputs[8]
+    assert refused.ename == "ValueError"
+    assert "the data's dataset (Squares) was defined in an interactive session" in refused.evalue
+
+
 def test_outside_of_a_notebook_ipython_is_not_imported() -> None:
     code = f"{BUILD}\nbuild(mlp(5, 8, 1), ProgressBar()).run(data, max_epochs=1)\nimport sys; print('IPython' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ def check_data(engine: Engine) -> None:
 
     Raises:
         TypeError: for a mapping or a string, of which the keys or letters would be the batches.
-        ValueError: for data that never ends in a run that nothing else ends, and for ranks with data of different lengths.
+        ValueError: for data that never ends in a run that nothing else ends, for ranks with data of different lengths, and for
+            worker processes that cannot import what they need.
     """
     source = engine.feed.current
     data = source.data.data if isinstance(source.data, FirstBatches) else source.data
@@ -40,6 +42,7 @@ def check_data(engine: Engine) -> None:
         return
     _refuse_no_batches(data)
     _refuse_endless(engine, data)
+    _refuse_unknown_to_workers(data)
     if source.policy == "round_robin":
         _check_ranks(engine, data)
     elif source.policy == "own" and engine.processes.distributed and engine.training:
@@ -121,6 +124,30 @@ def _fingerprint(data: Any) -> list[Any]:
     if type(dataset) is TensorDataset:
         return [float(one[:1].double().sum()) for one in dataset.tensors]
     return []
+
+
+def _refuse_unknown_to_workers(data: Any) -> None:
+    """Workers that do not begin as a copy of this process import what they need; what a notebook defined is in no module."""
+    if getattr(data, "num_workers", 0) == 0 or hasattr(sys.modules["__main__"], "__file__"):
+        return
+    if (context := getattr(data, "multiprocessing_context", None)) is not None:
+        method = context.get_start_method()
+    else:  # asked so that it is not settled by the question
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "fork":
+        return
+    given = [(name, getattr(data, name, None)) for name in ("collate_fn", "worker_init_fn")]
+    dataset = getattr(data, "dataset", None)
+    while dataset is not None:
+        given.append(("dataset", type(dataset)))
+        dataset = dataset.dataset if isinstance(dataset, Subset) else None
+    for what, one in given:
+        if getattr(one, "__module__", None) == "__main__":
+            raise ValueError(
+                f"run(): the data's {what} ({getattr(one, '__qualname__', one)}) was defined in an interactive session, where "
+                f"its {data.num_workers} worker processes, started by {method!r}, cannot find it; move it into a module and "
+                "import it, or use DataLoader(num_workers=0)"
+            )
 
 
 def _report_samples(engine: Engine, data: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,9 @@ from signalfire.distributed import (
     note_failure,
     process_group,
 )
+from signalfire.findings import Finding, finding
 
+from .displays import in_notebook
 from .ranks import BROADCAST_BUFFERS, RECORD_EVENT
 
 __all__ = ["Distribution", "ShardPolicy", "broadcast"]
@@ -86,6 +88,15 @@ class Distribution(Handler):
 
     def detached(self, engine: Engine) -> None:
         self.processes = SINGLE_PROCESS
+
+    def findings(self, engine: Engine) -> Iterable[Finding]:
+        if engine.training and not self.processes.distributed and in_notebook():
+            yield finding(
+                "C38",
+                f"{self.name!r} does nothing in a notebook, whose kernel is a single process",
+                "write the training into a script, and launch it: torchrun --nproc-per-node 2 train.py",
+                [self.name],
+            )
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT, reads=[], writes=["processes"])
     def start_watch(self, engine: Engine) -> None:

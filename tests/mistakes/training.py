@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from signalfire import Engine, Events, Update
 from signalfire.handlers import (
     Checkpoint,
+    DistributedDataParallel,
     GradientAccumulation,
     LRScheduling,
     MixedPrecision,
@@ -444,6 +447,16 @@ def processes_without_a_handler_that_connects_them(right: bool) -> None:
         for name, value in (launched | {"WORLD_SIZE": "1" if right else "2"}).items():
             patch.setenv(name, value)
         build(mlp(5, 8, 1)).run(batches(8), max_epochs=1)
+
+
+@mistake("C38")
+def a_handler_for_several_processes_in_a_notebook(right: bool) -> None:
+    shell = SimpleNamespace(
+        kernel=None if right else object()
+    )  # as IPython has it; tests/test_notebooks.py has a real one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+        build(mlp(5, 8, 1), DistributedDataParallel()).run(batches(8), max_epochs=1)
 
 
 @mistake("C31")

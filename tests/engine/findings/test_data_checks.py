@@ -9,7 +9,7 @@ import pytest
 
 from signalfire import Engine, Events
 from signalfire.handlers import DistributedDataParallel
-from tests.kit import batches, build, linear
+from tests.kit import batches, build, finished, linear
 from tests.processes import run_together
 
 
@@ -59,3 +59,55 @@ def test_a_run_that_resumes_where_only_the_end_of_an_epoch_is_left_made_no_itera
     other.run(batches(), max_epochs=1)
     assert other.state.iteration == engine.state.iteration
     assert "W29" not in [one.code for one in other.findings.of_run()]
+
+
+INTERACTIVE = """
+import sys, torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from tests.kit import build, linear
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.full((5,), float(i)), torch.tensor([float(i)])
+
+def collate(samples):
+    return torch.utils.data.default_collate(samples)
+
+plain = TensorDataset(torch.ones(8, 5), torch.ones(8, 1))
+loader = {
+    "dataset": lambda: DataLoader(Squares(), 4, num_workers=1, multiprocessing_context="spawn"),
+    "subset": lambda: DataLoader(Subset(Squares(), [0, 1, 2, 3]), 4, num_workers=1, multiprocessing_context="spawn"),
+    "collate": lambda: DataLoader(plain, 4, num_workers=1, multiprocessing_context="forkserver", collate_fn=collate),
+    "fork": lambda: DataLoader(Squares(), 4, num_workers=1, multiprocessing_context="fork"),
+    "no workers": lambda: DataLoader(Squares(), 4),
+    "importable": lambda: DataLoader(plain, 4, num_workers=1, multiprocessing_context="spawn"),
+}[sys.argv[1]]()
+try:
+    build(linear(5, 1)).run(loader, max_epochs=1)
+except ValueError as error:
+    print(error)
+else:
+    print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "printed"),
+    [
+        ("dataset", "the data's dataset (Squares) was defined in an interactive session, where its 1 worker processes, started "
+                    "by 'spawn', cannot find it"),
+        ("subset", "the data's dataset (Squares) was defined in an interactive session"),
+        ("collate", "the data's collate_fn (collate) was defined in an interactive session, where its 1 worker processes, "
+                    "started by 'forkserver'"),
+        ("fork", "trained"),
+        ("no workers", "trained"),
+        ("importable", "trained"),
+    ],
+)  # fmt: skip
+def test_workers_that_cannot_find_what_an_interactive_session_defined_are_refused(data: str, printed: str) -> None:
+    done = finished("-c", INTERACTIVE, data)
+    assert printed in done.stdout, done.stdout + done.stderr
