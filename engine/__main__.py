@@ -1,0 +1,39 @@
+"""The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m signalfire", description="A PyTorch training engine whose loop only emits events."
+    )
+    commands = parser.add_subparsers(dest="command", title="commands")
+    commands.add_parser(
+        "demo", help="train two small models, and one of them without one of its handlers (the default)"
+    )
+    new = commands.add_parser("new", help="write a small project of your own")
+    new.add_argument("folder", help="its folder, such as my_project")
+    given = parser.parse_args(arguments)
+    if given.command == "new":
+        from .commands.new import new_project
+
+        try:
+            written = new_project(given.folder)
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(*written, sep="\n")
+        print(f"\nNext: cd {given.folder}; python train.py; python -m pytest; python study.py")
+        return 0
+    from .commands.demo import demo
+
+    demo()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""``python -m signalfire new``: the project that it writes works as it is, in an environment and an editor."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from signalfire.__main__ import main
+from tests.kit import finished
+
+ROOT = Path(__file__).parents[3]
+FILES = ["README.md", "loss_spikes.py", "pyproject.toml", "study.py", "test_loss_spikes.py", "train.py"]
+
+
+def test_a_project_is_written_under_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "digits"
+    assert main(["new", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert 'name = "digits"' in (folder / "pyproject.toml").read_text()
+    assert not [path.name for path in folder.iterdir() if "my_project" in path.read_text()]
+    printed = capsys.readouterr().out
+    assert all(str(folder / name) in printed for name in FILES)
+
+
+@pytest.mark.parametrize("name", ["my-project", "class", "1st"])
+def test_a_name_that_python_does_not_take_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", str(tmp_path / name)]) == 2
+    assert f"the name {name!r} is not one for Python" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("mine", "file"):
+        assert main(["new", str(tmp_path / name)]) == 2
+        assert "it is there already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.py"]
+    (tmp_path / "empty").mkdir()
+    assert main(["new", str(tmp_path / "empty")]) == 0
+
+
+@pytest.mark.slow
+def test_a_new_project_trains_continues_passes_its_tests_and_its_study(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert main(["new", str(folder)]) == 0
+    trained = finished("train.py", cwd=folder)
+    assert trained.returncode == 0, trained.stderr
+    assert "accuracy: 9" in trained.stdout
+    again = finished("train.py", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "checkpoint: resuming from 'runs/first/checkpoint-epoch0010-iter00000200', epoch 10" in again.stderr
+    assert again.stdout == trained.stdout
+    tested = finished("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
+    assert tested.returncode == 0, tested.stdout
+    assert "2 passed" in tested.stdout
+    studied = finished("study.py", cwd=folder)
+    assert studied.returncode == 0, studied.stderr
+    assert "Without ema, accuracy" in studied.stdout
+
+
+@pytest.mark.slow
+def test_checkers_find_the_types_where_the_package_is_installed(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # building leaves files
+    for name in ("engine", "handlers", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "tests.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )  # torch, mypy
+    python = tmp_path / "venv" / "bin" / "python"
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--ignore-installed"]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=300)
+    installed = run([python, "-m", "pip", "install", *options, source])
+    assert installed.returncode == 0, installed.stderr
+    folder = tmp_path / "mine"
+    assert main(["new", str(folder)]) == 0
+    check = [python, "-m", "mypy", "--strict", "--no-incremental", "."]
+    checked = run(check, cwd=folder)
+    assert checked.stdout.strip() == "Success: no issues found in 4 source files", checked.stdout
+    (folder / "wrong.py").write_text("from signalfire.handlers import EMA\n\nEMA(decay='much')\n")
+    assert 'wrong.py:3: error: Argument "decay" to "EMA" has incompatible type "str"' in run(check, cwd=folder).stdout

@@ -1,0 +1,1 @@
+from engine.__main__ import *
