@@ -29,6 +29,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 `batches`                       nested batches: their tensors, their samples, a function of every leaf
 `randomness`                    derived seeds, and random states that are left unchanged
 `distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
+`devices`                       what works on which device, and refusals in one sentence
 ==============================  ==========================================================================================
 
 `signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight
@@ -49,6 +50,7 @@ from torch import Tensor
 
 from .connection import Phase, check_place
 from .declarations import Things, check_things
+from .devices import DeviceFeature
 from .events import AnyEvent, Events, resolve
 from .findings.unattached import note_attached, note_made
 from .randomness import derived_seed
@@ -151,6 +153,8 @@ class Handler:
         decides_alike: Whether it skips steps and asks for stops only by what is equal on all ranks (counters, reduced gradients,
             weights, metrics), so that the ranks need not synchronise the decision.
         rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
+        device_features: What it needs of the device beyond tensor operations; an instance may need less than its class. Where the
+            device of the model lacks one (see `devices.TABLE`), the run raises an error before the first batch.
     """
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
@@ -158,6 +162,7 @@ class Handler:
     writes: bool = False
     decides_alike: ClassVar[bool] = False
     rank_zero_only: ClassVar[bool] = False
+    device_features: frozenset[DeviceFeature] = frozenset()
     _name: str | None = None
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None

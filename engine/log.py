@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .devices import widened
 from .events import EventEnum, Events
 from .part import Part
 
@@ -49,9 +50,9 @@ class Histogram(NamedTuple):
         finite = values[values.isfinite()]
         if finite.numel() == 0:
             return cls([], [], 0.0, 0.0, values.numel())
-        wide = finite if finite.device.type == "mps" else finite.double()
-        sums = torch.stack([wide.min(), wide.max(), wide.sum(), (wide * wide).sum()]).double()
-        low, high, total, squares, *counts = torch.cat([sums, torch.histc(finite, _BINS).double()]).tolist()
+        wide = widened(finite)
+        sums = torch.stack([wide.min(), wide.max(), wide.sum(), (wide * wide).sum()])
+        low, high, total, squares, *counts = torch.cat([sums, widened(torch.histc(finite, _BINS))]).tolist()
         if low == high:  # histc widens the range by 1 to both sides
             low, high = low - 1, high + 1
         edges = np.linspace(low, high, _BINS + 1).tolist()
@@ -271,7 +272,7 @@ def as_pixels(where: str, image: Any, layout: str | None) -> np.ndarray[Any, np.
             "if they are not in this order"
         )
     real, most = pixels.is_floating_point(), 1 if pixels.is_floating_point() or pixels.dtype is torch.bool else 255
-    low, high = (pixels.double().nan_to_num(torch.inf).aminmax()) if real else pixels.int().aminmax()
+    low, high = (widened(pixels).nan_to_num(torch.inf).aminmax()) if real else pixels.int().aminmax()
     slack = 0.5 / 255 if real else 0  # less than a step of what is shown
     if low < -slack or high > most + slack:
         raise ValueError(

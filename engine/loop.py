@@ -49,6 +49,7 @@ from .regions import note_problems
 from .restore import Modes
 from .setup import (
     build_optimizers,
+    check_devices,
     check_modules,
     check_windows,
     report_never_emitted,
@@ -252,6 +253,7 @@ class Loop:
         engine.signals.rewind(engine)
         with engine.snapshots.accepting():
             engine.signals.emit(engine, Events.MODEL_SETUP)
+        check_devices(engine)
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         check_modules(engine)

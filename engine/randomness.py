@@ -15,8 +15,8 @@ import torch
 
 __all__ = [
     "check_seed",
-    "cuda_generators",
     "derived_seed",
+    "device_generators",
     "mixed",
     "packed",
     "random_state",
@@ -56,7 +56,7 @@ def reseed(seed: int, others: Iterable[torch.Generator] = ()) -> None:
 
     Args:
         seed: A number of up to 63 bits.
-        others: Other generators to seed, such as those of `cuda_generators`.
+        others: Other generators to seed, such as those of `device_generators`.
     """
     torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 270
     random.seed(seed)
@@ -65,10 +65,16 @@ def reseed(seed: int, others: Iterable[torch.Generator] = ()) -> None:
         generator.manual_seed(seed)
 
 
-def cuda_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The global generators of those devices that are CUDA devices."""
-    places = {device.index for device in devices if device.type == "cuda"}
-    return [torch.cuda.default_generators[torch.cuda.current_device() if n is None else n] for n in places]
+def device_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The global generators of those devices that are accelerators: CUDA, XPU and MPS."""
+    found = []
+    for kind, index in {(device.type, device.index) for device in devices}:
+        if kind == "mps":
+            found.append(torch.mps._get_default_mps_generator())
+        elif kind in ("cuda", "xpu"):
+            module = getattr(torch, kind)
+            found.append(module.default_generators[module.current_device() if index is None else index])
+    return found
 
 
 def seed_everything(seed: int) -> None:
@@ -107,6 +113,10 @@ def random_state() -> dict[str, Any]:
     }
     if torch.cuda.is_initialized() and torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.xpu.is_initialized() and torch.xpu.is_available():
+        state["xpu"] = torch.xpu.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -128,6 +138,10 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
+    if "xpu" in state and torch.xpu.is_available():
+        torch.xpu.set_rng_state_all(state["xpu"])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
     if "python" not in state:
         return
     version, words, gauss = state["python"]

@@ -17,6 +17,7 @@ from .handler import Handler, begin_with, bind, never_called
 from .interval import event_of
 from .part import Part
 from .regions import note_problems
+from .setup import check_device
 from .signals import Signal
 
 if TYPE_CHECKING:
@@ -287,6 +288,8 @@ class Registry(Mapping[str, Handler], Part):
         engine, handler = self.engine, record.handler
         try:
             handler.attached(engine)
+            if engine.running:
+                check_device(engine, handler)
             connections = list(self._connections_of(handler))
         except BaseException:
             self._release(handler)

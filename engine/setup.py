@@ -11,15 +11,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from .connection import Connection
+from .devices import refusal
 from .distributed.sharded import is_sharded
 from .events import Events
 from .update import needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .handler import Handler
 
 __all__ = [
-    "build_optimizers", "check_modules", "check_windows", "report_never_emitted", "report_shared_parameters",
+    "build_optimizers", "check_device", "check_devices", "check_modules", "check_windows", "report_never_emitted",
+    "report_shared_parameters",
     "report_untrained", "set_modes",
 ]  # fmt: skip
 
@@ -106,6 +109,19 @@ def check_modules(engine: Engine) -> None:
                 f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
                 "values; materialise it with model.to_empty(device=...) and initialise it"
             )
+
+
+def check_devices(engine: Engine) -> None:
+    """Raise ValueError for an enabled handler that needs what the model's device does not offer."""
+    for handler in engine.handlers.values():
+        if handler.enabled:
+            check_device(engine, handler)
+
+
+def check_device(engine: Engine, handler: Handler) -> None:
+    """Raise ValueError if the handler needs what the model's device does not offer."""
+    if handler.device_features and (refused := refusal(engine.device, *handler.device_features)) is not None:
+        raise ValueError(f"{handler.name!r}: {refused}")
 
 
 def report_untrained(engine: Engine) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
 
-from .randomness import cuda_generators, derived_seed, mixed, reseed
+from .randomness import derived_seed, device_generators, mixed, reseed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -42,7 +42,7 @@ def begin_stream(engine: Engine, *what: object) -> None:
     """With separate streams, reseed the global generators from the run's seed, the rank and ``what``."""
     if engine.streams == "separate":
         devices = {p.device for root in engine.modules.values() for p in root.parameters()}
-        reseed(derived_seed(engine.seed, *what, engine.processes.rank), cuda_generators(devices))
+        reseed(derived_seed(engine.seed, *what, engine.processes.rank), device_generators(devices))
 
 
 def batch_streams(engine: Engine) -> Callable[[int, int], None]:
@@ -65,7 +65,7 @@ def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
     keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.processes.rank) for one in engine.updates}
     places = dict.fromkeys(keys, (0, 0))  # by update: the last iteration, and its last micro-step in it
     devices = {p.device for module in engine.modules.values() for p in module.parameters()}
-    on_devices = cuda_generators(devices)
+    on_devices = device_generators(devices)
 
     def begin(update: UpdateState, iteration: int) -> None:
         name = update.name

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
 from signalfire.blame import warn
 from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.devices import DeviceFeature
 from signalfire.distributed import is_sharded, lost_another
 from signalfire.frozen import FrozenBase, without
 from signalfire.interval import check_every, unfiltered
@@ -87,6 +88,7 @@ class Checkpoint(Handler):
 
     trains = True
     writes = True
+    device_features = frozenset({DeviceFeature.GENERATOR})
     interval_matters = True
 
     files: checkpoints.Files = checkpoints.Files()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.devices import DeviceFeature
 from signalfire.interval import check_every, event_of
 
 from ._common.ranks import MEASURE_RATES
@@ -15,12 +16,17 @@ from ._common.ranks import MEASURE_RATES
 __all__ = ["DeviceStatistics"]
 
 MIB = 2**20
-_GPU = {  # by metric: the entry of torch's statistics, and its unit
+_CUDA = {  # by metric: the entry of torch's statistics, and its unit
     "gpu_allocated_mib": ("allocated_bytes.all.current", MIB),
     "gpu_reserved_mib": ("reserved_bytes.all.current", MIB),
     "gpu_peak_mib": ("allocated_bytes.all.peak", MIB),
     "gpu_allocation_retries": ("num_alloc_retries", 1),
     "gpu_out_of_memory": ("num_ooms", 1),
+}
+_GPU: dict[str, tuple[str, ...]] = {  # the metrics of each kind of device
+    "cuda": tuple(_CUDA),
+    "xpu": ("gpu_allocated_mib", "gpu_reserved_mib", "gpu_peak_mib"),
+    "mps": ("gpu_allocated_mib", "gpu_reserved_mib"),
 }
 
 
@@ -30,8 +36,8 @@ class DeviceStatistics(Handler):
     In ``state.metrics``: "process_mib", the main memory that the process holds, and "process_peak_mib", the most that it has
     held; on a GPU of CUDA "gpu_allocated_mib" (tensors), "gpu_reserved_mib" (with what torch keeps for later ones),
     "gpu_peak_mib" (the most that tensors have taken), "gpu_allocation_retries" (each is a slow search for memory; more than a
-    few mean that it is nearly full) and "gpu_out_of_memory" (errors that were caught). With several processes these are those
-    of rank 0. Checkpoints do not hold them.
+    few mean that it is nearly full) and "gpu_out_of_memory" (errors that were caught). XPU has the first three of them, and MPS
+    the first two. With several processes these are those of rank 0. Checkpoints do not hold them.
 
     All are whole numbers of MiB. Reading them does not wait for the device.
 
@@ -47,6 +53,7 @@ class DeviceStatistics(Handler):
     """
 
     rank_zero_only = True
+    device_features = frozenset({DeviceFeature.STATISTICS})
 
     def __init__(self, *, every: str | Interval | AnyEvent = "100it", name: str | None = None) -> None:
         super().__init__(name=name)
@@ -54,7 +61,7 @@ class DeviceStatistics(Handler):
         self.measure_event = event_of(self.every)
 
     def metric_names(self, engine: Engine) -> list[str]:
-        return ["process_mib", "process_peak_mib", *(_GPU if engine.device.type == "cuda" else ())]
+        return ["process_mib", "process_peak_mib", *_GPU.get(engine.device.type, ())]
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=["metrics"])
     def announce_metrics(self, engine: Engine) -> None:
@@ -69,10 +76,19 @@ class DeviceStatistics(Handler):
         metrics["process_peak_mib"] = peak
         if current is not None:
             metrics["process_mib"] = current
-        if engine.device.type == "cuda":
-            statistics = torch.cuda.memory_stats(engine.device)
-            for name, (entry, unit) in _GPU.items():
-                metrics[name] = statistics.get(entry, 0) // unit
+        for name, value in _of_device(engine.device).items():
+            metrics[name] = value
+
+
+def _of_device(device: torch.device) -> dict[str, int]:
+    """The memory of an accelerator, by metric; nothing for a CPU."""
+    if device.type == "mps":
+        values = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return {name: value // MIB for name, value in zip(_GPU["mps"], values, strict=True)}
+    if device.type not in _GPU:
+        return {}
+    statistics = getattr(torch, device.type).memory_stats(device)
+    return {name: statistics.get(_CUDA[name][0], 0) // _CUDA[name][1] for name in _GPU[device.type]}
 
 
 def _of_process() -> tuple[int | None, int]:

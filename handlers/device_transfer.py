@@ -12,6 +12,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves, tensors_in
 from signalfire.checks import check_bool
+from signalfire.devices import DeviceFeature, first_wide, refusal, unavailable
 
 __all__ = ["DeviceTransfer"]
 
@@ -32,7 +33,11 @@ class DeviceTransfer(Handler):
     Args:
         device: For example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
         non_blocking: Whether copies from pinned memory may overlap with work of the host.
-        prefetch: Whether copies may also overlap with work of a CUDA device; no effect on other devices.
+        prefetch: Whether copies may also overlap with work of a CUDA device; no effect on the CPU, where nothing is copied.
+
+    Raises:
+        ValueError: For a device that is not available, and for what it does not offer, such as float64 on MPS; see
+            `devices.TABLE`.
 
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.
 
@@ -40,6 +45,8 @@ class DeviceTransfer(Handler):
         >>> DeviceTransfer("cpu").device
         device(type='cpu')
     """
+
+    device_features = frozenset({DeviceFeature.TRANSFER, DeviceFeature.PREFETCH})
 
     def __init__(
         self,
@@ -54,16 +61,20 @@ class DeviceTransfer(Handler):
             self.device = _default_device() if device is None else torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"DeviceTransfer(device={device!r}): {str(error).splitlines()[0]}") from None
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                f"DeviceTransfer(device={device!r}): no CUDA device is available; omit device= to use the available one"
-            )
+        if (absent := unavailable(self.device)) is not None:
+            raise ValueError(f"DeviceTransfer(device={device!r}): {absent}; omit device= to use the available one")
         self.non_blocking = check_bool(self, "non_blocking", non_blocking)
         self.prefetch = check_bool(self, "prefetch", prefetch)
         if prefetch and not non_blocking:
             raise ValueError(
                 "DeviceTransfer(prefetch=True, non_blocking=False): prefetch needs non-blocking copies; omit non_blocking="
             )
+        if prefetch:
+            if (refused := refusal(self.device, DeviceFeature.PREFETCH)) is not None:
+                raise ValueError(f"DeviceTransfer(device={device!r}, prefetch=True): {refused}")
+        else:
+            self.device_features -= {DeviceFeature.PREFETCH}
+        self._no_float64 = refusal(self.device, DeviceFeature.FLOAT64)
         self._copy_stream: torch.cuda.Stream | None = None  # only during a run
         self._left: set[type] = set()  # classes of objects that were left where they were in this run
 
@@ -83,6 +94,12 @@ class DeviceTransfer(Handler):
                     f"{self.name!r}: the model {name!r} is on the meta device, where parameters have no values; "
                     "materialise it first with model.to_empty(device=...), then initialise it"
                 )
+            if self._no_float64 is not None:
+                named = (*module.named_parameters(), *module.named_buffers())
+                if (wide := first_wide(named)) is not None:
+                    raise ValueError(
+                        f"{self.name!r}: {wide!r} of the model {name!r} is float64 or complex128: {self._no_float64}"
+                    )
             module.to(self.device)
         if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
             self._copy_stream = torch.cuda.Stream(self.device)
@@ -111,6 +128,10 @@ class DeviceTransfer(Handler):
 
     def _to_device(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            if self._no_float64 is not None and first_wide([("", value)]) is not None:
+                raise ValueError(
+                    f"{self.name!r}: the batch has a tensor of {value.dtype} and shape {tuple(value.shape)}: {self._no_float64}"
+                )
             return value if value.device == self.device else value.to(self.device, non_blocking=self.non_blocking)
         if hasattr(value, "to"):
             moved = value.to(self.device)

@@ -134,6 +134,7 @@ class DistributedDataParallel(Distribution):
         """Broadcast the weights and buffers of rank 0."""
         if not self._active:
             return
+        self._check_device(engine)
         if self.sync_batch_norm:
             self._synchronise_norms(engine)
         shapes = [(f"{root}.{key}", tuple(value.shape), str(value.dtype))

@@ -169,6 +169,7 @@ class FullyShardedDataParallel(Distribution):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
+        self._check_device(engine)
         self._check_units(engine)
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):

@@ -22,6 +22,7 @@ from signalfire import (
     on,
 )
 from signalfire.codes import Severity
+from signalfire.devices import widened
 from signalfire.findings import check_codes
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
@@ -214,7 +215,7 @@ class Guards(Handler):
                     severity="warning" if several else "info",
                 )
         if inputs is not None and inputs.numel():
-            spread = float(inputs.detach().double().abs().mean())
+            spread = float(widened(inputs.detach()).abs().mean())
             if spread > 20:
                 self._report(
                     engine,

@@ -11,6 +11,7 @@ import torch
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_choice, check_int, check_number
+from signalfire.devices import DeviceFeature
 from signalfire.update import needs_closure
 
 from ._common.ranks import READ_FLAGS
@@ -56,6 +57,7 @@ class MixedPrecision(Handler):
     """
 
     decides_alike = True
+    device_features = frozenset({DeviceFeature.AUTOCAST, DeviceFeature.SCALER})
 
     def __init__(
         self,
@@ -80,6 +82,8 @@ class MixedPrecision(Handler):
         }
         self.scalers: dict[str, torch.amp.GradScaler] = {}
         scaled = precision == "fp16"
+        if not scaled:
+            self.device_features -= {DeviceFeature.SCALER}
         self.loss_event = Events.LOSS_COMPUTED if scaled else None
         self.gradients_event = Events.GRADIENTS_READY if scaled else None
         self.step_event = Events.OPTIMIZER_STEP_COMPLETED if scaled else None

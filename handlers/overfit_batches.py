@@ -12,6 +12,7 @@ import torch
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
 from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int
+from signalfire.devices import DeviceFeature
 from signalfire.randomness import derived_seed, unchanged_random_state
 
 __all__ = ["OverfitBatches"]
@@ -34,6 +35,8 @@ class OverfitBatches(Handler):
     """
 
     trains = True
+
+    device_features = frozenset({DeviceFeature.GENERATOR})
 
     def __init__(self, count: int = 1, *, validation: bool = False, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.checks import check_bool, check_name
+from signalfire.devices import widened
 from signalfire.distributed import is_sharded
 from signalfire.interval import check_every
 
@@ -136,7 +137,7 @@ def _sums(before: Tensor, after: Tensor) -> Tensor:
 def _real(weights: Tensor) -> Tensor:
     """In double precision where the device has it; complex ones as pairs."""
     real = torch.view_as_real(weights) if weights.is_complex() else weights
-    return real.to(torch.float32 if real.device.type == "mps" else torch.float64)
+    return widened(real)
 
 
 def _statistics(sums: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
 from signalfire.acts import Override
+from signalfire.devices import DeviceFeature
 from signalfire.randomness import check_seed, derived_seed
 
 from ._common.ranks import SEED
@@ -26,6 +27,8 @@ class Seeding(Handler):
         >>> Seeding(7).seed
         7
     """
+
+    device_features = frozenset({DeviceFeature.GENERATOR})
 
     def __init__(self, seed: int | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -13,6 +13,7 @@ from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.checks import check_choice
+from signalfire.devices import DeviceFeature, refusal
 from signalfire.findings.model_rules import half_precision_finding
 
 __all__ = ["TruePrecision"]
@@ -40,9 +41,13 @@ class TruePrecision(Handler):
         torch.bfloat16
     """
 
+    device_features = frozenset({DeviceFeature.FLOAT64})
+
     def __init__(self, precision: Literal["bf16", "fp16", "fp64"], *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
+        if self.dtype is not torch.float64:
+            self.device_features = frozenset()
         self._before: dict[tuple[str, str], torch.dtype] = {}  # original dtypes by names of module and tensor
 
     def attached(self, engine: Engine) -> None:
@@ -58,6 +63,8 @@ class TruePrecision(Handler):
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False
+        if (refused := refusal(engine.device, *self.device_features)) is not None:  # before torch's error
+            raise ValueError(f"{self.name!r}: {refused}")
         for name, module in engine.modules.items():
             for key, tensor in _tensors_of(module).items():
                 if tensor.is_complex():

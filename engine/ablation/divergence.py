@@ -356,7 +356,9 @@ def _values(side: _Side, kind: str) -> Iterator[tuple[str, Any]]:
         yield from _optimizers(engine)
     elif kind == "random":
         yield from (("python", side.state["python"]), ("numpy", side.state["numpy"]), ("torch", side.state["torch"]))
-        yield from ((f"cuda:{place}", state) for place, state in enumerate(side.state.get("cuda", ())))
+        for kind in ("cuda", "xpu"):
+            yield from ((f"{kind}:{place}", state) for place, state in enumerate(side.state.get(kind, ())))
+        yield from (("mps", state) for state in (side.state.get("mps"),) if state is not None)
     elif kind == "batch":
         yield from ((f"tensor {place}", tensor) for place, tensor in enumerate(tensors_in(engine.state.batch)))
     elif (loss := engine.state.update.backward_loss) is not None:

@@ -17,6 +17,7 @@ from ..data.extent import extent_of
 from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
+from ..devices import widened
 from ..update import NO_GRADIENT
 from .composition import first_batch
 
@@ -99,7 +100,7 @@ def _check_ranks(engine: Engine, data: Any) -> None:
 def _check_own(engine: Engine, data: Any) -> None:
     """Compare the first batches of ranks that bring their own data; one collective a run."""
     first = tensors_in(first_batch(data))
-    content = [float(one.double().sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
+    content = [float(widened(one).sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
     others = engine.processes.gather(content)
     if content and all(one == others[0] for one in others):
         engine.findings.report(
@@ -117,12 +118,12 @@ def _in_words(extent: Mapping[str, int]) -> str:
 def _fingerprint(data: Any) -> list[Any]:
     """Values that are equal for equal data, as far as they can be read without fetching a sample."""
     if isinstance(data, list | tuple):
-        return [float(one.double().sum()) for one in tensors_in(data[0])[:4] if one.device.type != "meta"]
+        return [float(widened(one).sum()) for one in tensors_in(data[0])[:4] if one.device.type != "meta"]
     dataset = getattr(data, "dataset", None)
     if type(dataset) is Subset:
         return [int(index) for index in list(dataset.indices)[:100]]
     if type(dataset) is TensorDataset:
-        return [float(one[:1].double().sum()) for one in dataset.tensors]
+        return [float(widened(one[:1]).sum()) for one in dataset.tensors]
     return []
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import widened
 from ..distributed.sharded import is_sharded, local_part
 from ..events import Events
 from ..update import needs_closure
@@ -298,7 +299,7 @@ def _samples(parameters: Iterable[Tensor]) -> list[Tensor]:
         own = local_part(parameter).detach()
         flat = own.reshape(-1)
         real = torch.view_as_real(own) if own.is_complex() else own
-        found += [flat[:: max(1, flat.numel() // 16)].clone(), real.double().norm() if own.numel() else own.sum()]
+        found += [flat[:: max(1, flat.numel() // 16)].clone(), widened(real).norm() if own.numel() else own.sum()]
     return found
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from ..batches import tensors_in
 from ..data.loading import draws_at_random
+from ..devices import widened
 from ..distributed.sharded import is_sharded, local_part
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _shares_nothing(engine: Engine, evaluator: Engine) -> bool:
 def _weights_of(engine: Engine, evaluator: Engine) -> _Weights:
     with torch.no_grad():
         own = [local_part(parameter.detach()) for parameter in _parameters(evaluator)]
-        sums = tuple(0.0 if part.device.type == "meta" else float(part.double().sum()) for part in own)
+        sums = tuple(0.0 if part.device.type == "meta" else float(widened(part).sum()) for part in own)
     return _Weights(sums, engine.state.iteration)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.checks import check_choice, check_number
+from signalfire.devices import DeviceFeature, refusal
 from signalfire.distributed import (
     SINGLE_PROCESS,
     Processes,
@@ -54,6 +55,7 @@ class Distribution(Handler):
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
+    device_features = frozenset({DeviceFeature.COLLECTIVES})
     _decisive: ClassVar[tuple[str, ...]] = ("shard_policy",)  # arguments that the weights depend on
 
     def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
@@ -79,8 +81,14 @@ class Distribution(Handler):
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
         engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
         several = self.processes.distributed  # a single process needs no work in an iteration
+        self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+
+    def _check_device(self, engine: Engine) -> None:
+        """Raise ValueError before the first collective on a device without them."""
+        if (refused := refusal(engine.device, *self.device_features)) is not None:
+            raise ValueError(f"{self.name!r}: {refused}")
 
     def settings(self) -> dict[str, Any]:
         """The arguments that the weights depend on: a run may resume with another backend or timeout."""

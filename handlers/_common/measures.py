@@ -12,6 +12,7 @@ from torch import Tensor
 
 from signalfire.batches import samples_in
 from signalfire.checks import check_bool, check_number
+from signalfire.devices import widened
 
 __all__ = ["Accuracy", "Average", "MovingAverage"]
 
@@ -144,11 +145,11 @@ class Average:
         # `map` with C functions is faster than a loop.
         uniform = set(map(type, values)) == {Tensor} and len(set(map(attrgetter("dtype"), values))) == 1
         if not uniform or set(map(Tensor.dim, values)) != {0}:
-            values = [torch.as_tensor(value).double() for value in values]
+            values = [widened(torch.as_tensor(value)) for value in values]
             if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
                 raise ValueError(f"Average: a batch's value has shape {max(wrong)}; expected a scalar: take its mean")
             values = [value.reshape(()) for value in values]
-        numbers: list[float] = torch.stack(values).double().tolist()
+        numbers: list[float] = widened(torch.stack(values)).tolist()
         return numbers
 
     def _fold(self) -> None:

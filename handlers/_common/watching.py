@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from signalfire import Engine, UpdateState
 from signalfire.batches import tensors_in
+from signalfire.devices import widened
 from signalfire.distributed import is_sharded, local_part
 from signalfire.modules import frozen_copies
 
@@ -102,8 +103,8 @@ def batch_of(batch: Any) -> tuple[Any, ...] | None:
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
-    flat = tensor.detach().reshape(-1).double()
-    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    flat = widened(tensor.detach().reshape(-1))
+    places = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     return float(flat.sum()), float(flat @ places)
 
 
@@ -211,8 +212,8 @@ def checksum(engine: Engine) -> str | None:
     parameters = [p.detach() for root in engine.modules.values() for p in root.parameters()]
     if not parameters or any(is_sharded(p) for p in parameters):
         return None
-    sums = torch.stack([p.double().sum().cpu() for p in parameters])
-    squares = torch.stack([p.double().square().sum().cpu() for p in parameters])
+    sums = torch.stack([widened(p).sum().cpu().double() for p in parameters])
+    squares = torch.stack([widened(p).square().sum().cpu().double() for p in parameters])
     return hashlib.sha256(torch.cat([sums, squares]).numpy().tobytes()).hexdigest()
 
 
@@ -232,4 +233,4 @@ def total(gradients: Iterable[Tensor | None]) -> float:
     dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
     if not dense:
         return 0.0
-    return float(torch.stack([torch.linalg.vector_norm(one).double().cpu() for one in dense]).norm())
+    return float(torch.stack([torch.linalg.vector_norm(one).cpu().double() for one in dense]).norm())

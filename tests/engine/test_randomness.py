@@ -13,8 +13,8 @@ import torch
 
 from signalfire import seed_everything
 from signalfire.randomness import (
-    cuda_generators,
     derived_seed,
+    device_generators,
     mixed,
     packed,
     random_state,
@@ -95,8 +95,8 @@ def test_a_seed_that_some_generator_does_not_take_seeds_none(seed: Any) -> None:
     assert draw() == expected
 
 
-def test_the_cpu_has_no_generator_of_cuda() -> None:
-    assert cuda_generators([torch.device("cpu"), torch.device("meta")]) == []
+def test_the_cpu_has_no_generator_of_an_accelerator() -> None:
+    assert device_generators([torch.device("cpu"), torch.device("meta")]) == []
 
 
 # ---- saving and restoring -------------------------------------------------------------------------------------------
