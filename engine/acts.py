@@ -54,6 +54,7 @@ class Override(Enum):
     PRUNING = "which weights are pruned"
     RECEIVER_CALLS = "how receivers are called"
     SEEDING = "seeding"
+    SLOW_WEIGHTS = "the slow weights"
     SPIKES = "what happens at spikes of the loss"
     TIME_CHUNKS = "the time chunks"
     UPDATE_FREQUENCY = "how often each update runs"

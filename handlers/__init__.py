@@ -30,6 +30,7 @@ from .history import History
 from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
+from .lookahead import Lookahead
 from .lr_scheduling import LRScheduling
 from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
@@ -93,6 +94,7 @@ __all__ = [
     "LRScheduling",
     "LabelSmoothing",
     "LimitBatches",
+    "Lookahead",
     "MLflowLogger",
     "Metric",
     "Metrics",

@@ -40,6 +40,7 @@ from signalfire.handlers import (
     JSONLinesLogger,
     LabelSmoothing,
     LimitBatches,
+    Lookahead,
     LRScheduling,
     Metrics,
     MicroBatching,
@@ -238,6 +239,7 @@ def workers(folder: Path) -> Engine:
     return trainer(
         GradientAccumulation(3),
         LabelSmoothing(0.2),
+        Lookahead(3),
         EMA(0.7, start=1, every=2),
         LRScheduling(warmup(2, partial(CosineAnnealingLR, eta_min=0.01))),
         Metrics(accuracy=Accuracy(), name="train_metrics"),
@@ -367,6 +369,7 @@ def sequences(folder: Path) -> Engine:
         GradientClipping(max_norm=0.5),
         LRScheduling(partial(warmup_stable_decay(warmup=2, decay=0.5), total_steps=20)),
         EMA(0.8),
+        Lookahead(3),
         Metrics(train_loss=Average(), name="train_metrics"),
         LimitBatches(4),
         History(),

@@ -46,6 +46,7 @@ from signalfire.handlers import (
     JSONLinesLogger,
     LabelSmoothing,
     LimitBatches,
+    Lookahead,
     LRScheduling,
     Metrics,
     MicroBatching,
@@ -230,6 +231,8 @@ CASES: dict[str, Case] = {
     ),
     "LabelSmoothing": Case(lambda: LabelSmoothing(0.1), True),
     "LimitBatches": Case(lambda: LimitBatches(3), True),
+    "Lookahead": Case(lambda: Lookahead(2), True),
+    "Lookahead, evaluated": Case(lambda: Lookahead(2, evaluate=True), True),
     "Metrics": Case(lambda: Metrics(accuracy=Accuracy(), loss=Average(), update="main"), False),
     "MicroBatching": Case(lambda: MicroBatching(3), True),
     "MixUp": Case(lambda: MixUp(0.4), True),
@@ -293,6 +296,8 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
+        ("EMA", "Lookahead, evaluated"): "override the weights used for evaluation",
+        ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",

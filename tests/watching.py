@@ -36,6 +36,7 @@ from signalfire.handlers import (
     GradientClipping,
     Histograms,
     History,
+    Lookahead,
     LRScheduling,
     Metrics,
     MixedPrecision,
@@ -332,6 +333,7 @@ def pruned(folder: Path) -> Engine:
         Pruning(0.5, end=6, every=2),
         Freezing({"0": 2}),
         EMA(0.5),
+        Lookahead(2),
         GarbageCollection(),
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
@@ -341,6 +343,13 @@ def pruned(folder: Path) -> Engine:
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine
+
+
+def ahead(folder: Path) -> Engine:
+    """Slow weights are evaluated."""
+    model = mlp(5, 8, 1)
+    validation = Validation(evaluator_of(model), batches(2, seed=1), every="1it")
+    return build(model, Lookahead(4, evaluate=True), validation)
 
 
 def logged(folder: Path) -> Engine:
@@ -429,6 +438,7 @@ COMPOSITIONS: dict[str, Recipe] = {
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
         for one in (
+            ahead,
             scaled,
             kept,
             resumed,

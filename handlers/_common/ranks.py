@@ -62,6 +62,12 @@ RECORD_GROUPS = -30
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
+LOOK_AHEAD = -18
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: weights go back to the slow ones before those that are pruned are zero again."""
+
+TAKE_LOADED = 10
+"""WEIGHTS_LOADED / CHANGE: slow weights begin with the loaded ones once those that are pruned are zero."""
+
 PRUNE = -15
 """OPTIMIZER_STEP_COMPLETED / PREPARE: pruned weights are zero before averages take them. STARTED / FINALIZE: weights are pruned
 once layers are frozen, and before they are wrapped."""
