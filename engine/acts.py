@@ -33,6 +33,7 @@ class Override(Enum):
     REDUCTION = "the reduction of gradients over ranks"
 
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
+    CENTRALIZATION = "gradient centralization"
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
     DEVICE = "the device"

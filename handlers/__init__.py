@@ -21,6 +21,7 @@ from .freezing import Freezing, discriminative_rates
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .garbage_collection import GarbageCollection
 from .gradient_accumulation import GradientAccumulation
+from .gradient_centralization import GradientCentralization
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
@@ -84,6 +85,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "GarbageCollection",
     "GradientAccumulation",
+    "GradientCentralization",
     "GradientClipping",
     "GradientNoise",
     "GradientNorms",

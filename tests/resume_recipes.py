@@ -32,6 +32,7 @@ from signalfire.handlers import (
     EarlyStopping,
     Freezing,
     GradientAccumulation,
+    GradientCentralization,
     GradientClipping,
     GradientNoise,
     GradientNorms,
@@ -200,6 +201,7 @@ def augmentation(folder: Path, model: nn.Module | None = None) -> Engine:
     return trainer(
         MixUp(0.4),
         GradientNoise(0.1),
+        GradientCentralization(),
         LabelSmoothing(0.1),
         AdaptiveGradientClipping(0.1),
         GradientNorms(every="2it"),

@@ -37,6 +37,7 @@ from signalfire.handlers import (
     FullyShardedDataParallel,
     GarbageCollection,
     GradientAccumulation,
+    GradientCentralization,
     GradientClipping,
     GradientNoise,
     GradientNorms,
@@ -217,6 +218,7 @@ CASES: dict[str, Case] = {
         lambda: GradientAccumulation(2, weight=lambda engine: 1.0 + engine.state.iteration % 2), True
     ),
     "GradientAccumulation, scheduled": Case(lambda: GradientAccumulation({1: 3, 2: 2}), True),
+    "GradientCentralization": Case(lambda: GradientCentralization(), True),
     "GradientClipping": Case(lambda: GradientClipping(max_norm=0.1), True),
     "GradientNoise": Case(lambda: GradientNoise(0.1), True),
     "GradientNorms": Case(lambda: GradientNorms(per_parameter=True), False),

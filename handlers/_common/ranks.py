@@ -43,6 +43,9 @@ ADD_NOISE, CLIP_ADAPTIVELY = -20, -10
 """GRADIENTS_READY / CHANGE: noise first, so that clipping bounds what the step uses; then the adaptive clip of each unit;
 then the clips by value and by global norm, which bound everything before them."""
 
+CENTRALIZE = -18
+"""GRADIENTS_READY / CHANGE: gradients are centralized with their noise, and before what is pruned or clipped."""
+
 MASK_GRADIENTS = -15
 """GRADIENTS_READY / CHANGE: gradients of pruned weights are zero once noise was added, so that clips do not count them."""
 
