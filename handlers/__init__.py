@@ -7,6 +7,7 @@ if __name__ != "signalfire.handlers":
     )
 
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
+from .auto_clip import AutoClip
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
@@ -71,6 +72,7 @@ __all__ = [
     "SWA",
     "Accuracy",
     "AdaptiveGradientClipping",
+    "AutoClip",
     "Average",
     "CSVLogger",
     "Checkpoint",

@@ -23,6 +23,7 @@ from signalfire.handlers import (
     SWA,
     Accuracy,
     AdaptiveGradientClipping,
+    AutoClip,
     Average,
     Checkpoint,
     CSVLogger,
@@ -242,6 +243,7 @@ def workers(folder: Path) -> Engine:
         GradientAccumulation(3),
         LabelSmoothing(0.2),
         Lookahead(3),
+        AutoClip(40, window=4),
         EMA(0.7, start=1, every=2),
         LRScheduling(warmup(2, partial(CosineAnnealingLR, eta_min=0.01))),
         Metrics(accuracy=Accuracy(), name="train_metrics"),
@@ -475,6 +477,7 @@ def around_the_data(folder: Path) -> Engine:
     engine = trainer(
         GradientAccumulation(3),
         TruePrecision("fp64"),
+        AutoClip(40, window=None),
         EMA(0.9),
         LRScheduling(chained),
         Metrics(train_loss=Average(), thirds=thirds, name="train_metrics"),

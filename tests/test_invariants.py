@@ -23,6 +23,7 @@ from signalfire.handlers import (
     SWA,
     Accuracy,
     AdaptiveGradientClipping,
+    AutoClip,
     Average,
     Checkpoint,
     CSVLogger,
@@ -192,6 +193,7 @@ class Case:
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
+    "AutoClip": Case(lambda: AutoClip(50, window=3), True),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
     "Checkpoint, the best": Case(lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
     "CSVLogger": Case(lambda: CSVLogger(FOLDER / "log.csv", every="2it"), False),
@@ -300,6 +302,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",
+        ("AutoClip", "GradientClipping"): "override gradient clipping of update",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
