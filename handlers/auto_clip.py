@@ -77,7 +77,7 @@ class AutoClip(Handler):
         for norms in self._norms.values():
             norms.drop()
 
-    @on(Events.GRADIENTS_READY, reads=["gradients", "optimizer"], writes=["gradients"])
+    @on(Events.GRADIENTS_READY, reads=["gradients", "trainable", "optimizer"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:
         """Clip the gradients of the accumulation window."""
         update = engine.state.update
