@@ -39,6 +39,7 @@ from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
 from .mlflow_logger import MLflowLogger
+from .neftune import NEFTune
 from .non_finite_guard import NonFiniteGuard
 from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
@@ -108,6 +109,7 @@ __all__ = [
     "ModelSummary",
     "ModuleSummary",
     "MovingAverage",
+    "NEFTune",
     "NonFiniteGuard",
     "OptimizerStatistics",
     "OverfitBatches",

@@ -55,6 +55,7 @@ from signalfire.handlers import (
     MixedPrecision,
     MixUp,
     MLflowLogger,
+    NEFTune,
     NonFiniteGuard,
     OptimizerStatistics,
     OverfitBatches,
@@ -116,6 +117,10 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.features(x).mean(2))
         return scores
+
+    def get_input_embeddings(self) -> nn.Module:
+        """What handlers of language models take for the embedding: its output has three dimensions."""
+        return self.features
 
 
 def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
@@ -242,6 +247,7 @@ CASES: dict[str, Case] = {
     "MixUp": Case(lambda: MixUp(0.4), True),
     "MixedPrecision, bf16": Case(lambda: MixedPrecision("bf16"), True),
     "MixedPrecision, fp16": Case(lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
+    "NEFTune": Case(lambda: NEFTune(), True),
     "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
     "OptimizerStatistics": Case(lambda: OptimizerStatistics(every="2st"), False),
     "OverfitBatches": Case(lambda: OverfitBatches(2), True),

@@ -40,6 +40,7 @@ from signalfire.handlers import (
     LRScheduling,
     Metrics,
     MixedPrecision,
+    NEFTune,
     NonFiniteGuard,
     OptimizerStatistics,
     ParameterScheduling,
@@ -352,6 +353,25 @@ def ahead(folder: Path) -> Engine:
     return build(model, Lookahead(4, evaluate=True), validation)
 
 
+class Reading(nn.Module):
+    """Embeds tokens, and has residual blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.embed((x.abs() * 4).long().clamp(max=8)).mean(1))
+        return output
+
+
+def noisy(folder: Path) -> Engine:
+    """Noise in the forward."""
+    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0))
+
+
 def logged(folder: Path) -> Engine:
     """Everything that can be logged is, and the model's graph."""
     engine = build(
@@ -443,6 +463,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             kept,
             resumed,
             interrupted,
+            noisy,
             failing,
             logged,
             going_back,
