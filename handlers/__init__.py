@@ -50,6 +50,7 @@ from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .pruning import Pruning
+from .random_erasing import RandomErasing
 from .remote_logger import RemoteLogger
 from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
@@ -120,6 +121,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "Pruning",
+    "RandomErasing",
     "RemoteLogger",
     "Rewindable",
     "Seeding",

@@ -49,6 +49,7 @@ from signalfire.handlers import (
     Preemption,
     ProgressBar,
     Pruning,
+    RandomErasing,
     RemoteLogger,
     Rewindable,
     Seeding,
@@ -372,6 +373,11 @@ def noisy(folder: Path) -> Engine:
     return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0))
 
 
+def erased(folder: Path) -> Engine:
+    """Segments of sequences are erased."""
+    return build(nn.Sequential(nn.Flatten(), mlp(10, 8, 1)), RandomErasing(1.0))
+
+
 def logged(folder: Path) -> Engine:
     """Everything that can be logged is, and the model's graph."""
     engine = build(
@@ -484,6 +490,7 @@ COMPOSITIONS: dict[str, Recipe] = {
         for one in (continued, reloaded)
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
+    "erased": Recipe(erased, partial(batches, 6, (2, 5)), {"max_epochs": 2}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),
 }
 
