@@ -7,6 +7,7 @@ if __name__ != "signalfire.handlers":
     )
 
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
+from .auto_clip import AutoClip
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
@@ -21,6 +22,7 @@ from .freezing import Freezing, discriminative_rates
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .garbage_collection import GarbageCollection
 from .gradient_accumulation import GradientAccumulation
+from .gradient_centralization import GradientCentralization
 from .gradient_clipping import GradientClipping
 from .gradient_noise import GradientNoise
 from .gradient_norms import GradientNorms
@@ -30,12 +32,14 @@ from .history import History
 from .json_lines_logger import JSONLinesLogger
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
+from .lookahead import Lookahead
 from .lr_scheduling import LRScheduling
 from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
 from .mixup import MixUp
 from .mlflow_logger import MLflowLogger
+from .neftune import NEFTune
 from .non_finite_guard import NonFiniteGuard
 from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
@@ -46,6 +50,7 @@ from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
 from .pruning import Pruning
+from .random_erasing import RandomErasing
 from .remote_logger import RemoteLogger
 from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
@@ -69,6 +74,7 @@ __all__ = [
     "SWA",
     "Accuracy",
     "AdaptiveGradientClipping",
+    "AutoClip",
     "Average",
     "CSVLogger",
     "Checkpoint",
@@ -83,6 +89,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "GarbageCollection",
     "GradientAccumulation",
+    "GradientCentralization",
     "GradientClipping",
     "GradientNoise",
     "GradientNorms",
@@ -93,6 +100,7 @@ __all__ = [
     "LRScheduling",
     "LabelSmoothing",
     "LimitBatches",
+    "Lookahead",
     "MLflowLogger",
     "Metric",
     "Metrics",
@@ -102,6 +110,7 @@ __all__ = [
     "ModelSummary",
     "ModuleSummary",
     "MovingAverage",
+    "NEFTune",
     "NonFiniteGuard",
     "OptimizerStatistics",
     "OverfitBatches",
@@ -112,6 +121,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "Pruning",
+    "RandomErasing",
     "RemoteLogger",
     "Rewindable",
     "Seeding",

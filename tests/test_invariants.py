@@ -23,6 +23,7 @@ from signalfire.handlers import (
     SWA,
     Accuracy,
     AdaptiveGradientClipping,
+    AutoClip,
     Average,
     Checkpoint,
     CSVLogger,
@@ -37,6 +38,7 @@ from signalfire.handlers import (
     FullyShardedDataParallel,
     GarbageCollection,
     GradientAccumulation,
+    GradientCentralization,
     GradientClipping,
     GradientNoise,
     GradientNorms,
@@ -46,12 +48,14 @@ from signalfire.handlers import (
     JSONLinesLogger,
     LabelSmoothing,
     LimitBatches,
+    Lookahead,
     LRScheduling,
     Metrics,
     MicroBatching,
     MixedPrecision,
     MixUp,
     MLflowLogger,
+    NEFTune,
     NonFiniteGuard,
     OptimizerStatistics,
     OverfitBatches,
@@ -62,6 +66,7 @@ from signalfire.handlers import (
     Profiler,
     ProgressBar,
     Pruning,
+    RandomErasing,
     RemoteLogger,
     Rewindable,
     Seeding,
@@ -113,6 +118,10 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.features(x).mean(2))
         return scores
+
+    def get_input_embeddings(self) -> nn.Module:
+        """What handlers of language models take for the embedding: its output has three dimensions."""
+        return self.features
 
 
 def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
@@ -190,6 +199,7 @@ class Case:
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
+    "AutoClip": Case(lambda: AutoClip(50, window=3), True),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
     "Checkpoint, the best": Case(lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
     "CSVLogger": Case(lambda: CSVLogger(FOLDER / "log.csv", every="2it"), False),
@@ -216,6 +226,7 @@ CASES: dict[str, Case] = {
         lambda: GradientAccumulation(2, weight=lambda engine: 1.0 + engine.state.iteration % 2), True
     ),
     "GradientAccumulation, scheduled": Case(lambda: GradientAccumulation({1: 3, 2: 2}), True),
+    "GradientCentralization": Case(lambda: GradientCentralization(), True),
     "GradientClipping": Case(lambda: GradientClipping(max_norm=0.1), True),
     "GradientNoise": Case(lambda: GradientNoise(0.1), True),
     "GradientNorms": Case(lambda: GradientNorms(per_parameter=True), False),
@@ -230,11 +241,14 @@ CASES: dict[str, Case] = {
     ),
     "LabelSmoothing": Case(lambda: LabelSmoothing(0.1), True),
     "LimitBatches": Case(lambda: LimitBatches(3), True),
+    "Lookahead": Case(lambda: Lookahead(2), True),
+    "Lookahead, evaluated": Case(lambda: Lookahead(2, evaluate=True), True),
     "Metrics": Case(lambda: Metrics(accuracy=Accuracy(), loss=Average(), update="main"), False),
     "MicroBatching": Case(lambda: MicroBatching(3), True),
     "MixUp": Case(lambda: MixUp(0.4), True),
     "MixedPrecision, bf16": Case(lambda: MixedPrecision("bf16"), True),
     "MixedPrecision, fp16": Case(lambda: MixedPrecision("fp16", init_scale=2.0**40, growth_interval=3), True),
+    "NEFTune": Case(lambda: NEFTune(), True),
     "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
     "OptimizerStatistics": Case(lambda: OptimizerStatistics(every="2st"), False),
     "OverfitBatches": Case(lambda: OverfitBatches(2), True),
@@ -249,6 +263,7 @@ CASES: dict[str, Case] = {
     "ProgressBar": Case(lambda: ProgressBar(file=io.StringIO(), line_interval=0), False),
     "Pruning": Case(lambda: Pruning(0.6, end=2, every=1), True),
     "MLflowLogger": Case(lambda: in_memory(MLflowLogger, FOLDER / "remote", every="2it"), False),
+    "RandomErasing": Case(lambda: RandomErasing(0.8), True),
     "RemoteLogger": Case(lambda: in_memory(RemoteLogger, FOLDER / "remote", every="2it"), False),
     "TrackioLogger": Case(lambda: in_memory(TrackioLogger, FOLDER / "remote", every="2it"), False),
     "WandbLogger": Case(lambda: in_memory(WandbLogger, FOLDER / "remote", every="2it"), False),
@@ -293,6 +308,10 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
+        ("EMA", "Lookahead, evaluated"): "override the weights used for evaluation",
+        ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",
+        ("AutoClip", "GradientClipping"): "override gradient clipping of update",
+        ("Cutout", "RandomErasing"): "override cutting parts out of samples",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",

@@ -36,9 +36,11 @@ from signalfire.handlers import (
     GradientClipping,
     Histograms,
     History,
+    Lookahead,
     LRScheduling,
     Metrics,
     MixedPrecision,
+    NEFTune,
     NonFiniteGuard,
     OptimizerStatistics,
     ParameterScheduling,
@@ -47,6 +49,7 @@ from signalfire.handlers import (
     Preemption,
     ProgressBar,
     Pruning,
+    RandomErasing,
     RemoteLogger,
     Rewindable,
     Seeding,
@@ -332,6 +335,7 @@ def pruned(folder: Path) -> Engine:
         Pruning(0.5, end=6, every=2),
         Freezing({"0": 2}),
         EMA(0.5),
+        Lookahead(2),
         GarbageCollection(),
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
@@ -341,6 +345,37 @@ def pruned(folder: Path) -> Engine:
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine
+
+
+def ahead(folder: Path) -> Engine:
+    """Slow weights are evaluated."""
+    model = mlp(5, 8, 1)
+    validation = Validation(evaluator_of(model), batches(2, seed=1), every="1it")
+    return build(model, Lookahead(4, evaluate=True), validation)
+
+
+class Reading(nn.Module):
+    """Embeds tokens, and has residual blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.embed((x.abs() * 4).long().clamp(max=8)).mean(1))
+        return output
+
+
+def noisy(folder: Path) -> Engine:
+    """Noise in the forward."""
+    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0))
+
+
+def erased(folder: Path) -> Engine:
+    """Segments of sequences are erased."""
+    return build(nn.Sequential(nn.Flatten(), mlp(10, 8, 1)), RandomErasing(1.0))
 
 
 def logged(folder: Path) -> Engine:
@@ -429,10 +464,12 @@ COMPOSITIONS: dict[str, Recipe] = {
     **{
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3})
         for one in (
+            ahead,
             scaled,
             kept,
             resumed,
             interrupted,
+            noisy,
             failing,
             logged,
             going_back,
@@ -453,6 +490,7 @@ COMPOSITIONS: dict[str, Recipe] = {
         for one in (continued, reloaded)
     },
     "predicted": Recipe(predicted, partial(batches, 3), {}),
+    "erased": Recipe(erased, partial(batches, 6, (2, 5)), {"max_epochs": 2}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),
 }
 

@@ -30,6 +30,9 @@ MIX = -10
 SELECT_UPDATES = -10
 """ITERATION_STARTED / CHANGE: updates are selected before they are repeated for their time chunks."""
 
+ADD_EMBEDDING_NOISE = -10
+"""UPDATE_STARTED / CHANGE: the hook on the embedding comes before hooks on the blocks that follow it."""
+
 MIX_LOSS, SMOOTH_LOSS = -20, -10
 """LOSS_COMPUTED / CHANGE: first the loss of mixed targets, then label smoothing, then terms that users and penalties add."""
 
@@ -42,6 +45,9 @@ MEASURE_GRADIENTS = 10
 ADD_NOISE, CLIP_ADAPTIVELY = -20, -10
 """GRADIENTS_READY / CHANGE: noise first, so that clipping bounds what the step uses; then the adaptive clip of each unit;
 then the clips by value and by global norm, which bound everything before them."""
+
+CENTRALIZE = -18
+"""GRADIENTS_READY / CHANGE: gradients are centralized with their noise, and before what is pruned or clipped."""
 
 MASK_GRADIENTS = -15
 """GRADIENTS_READY / CHANGE: gradients of pruned weights are zero once noise was added, so that clips do not count them."""
@@ -61,6 +67,12 @@ RECORD_GROUPS = -30
 
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
+
+LOOK_AHEAD = -18
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: weights go back to the slow ones before those that are pruned are zero again."""
+
+TAKE_LOADED = 10
+"""WEIGHTS_LOADED / CHANGE: slow weights begin with the loaded ones once those that are pruned are zero."""
 
 PRUNE = -15
 """OPTIMIZER_STEP_COMPLETED / PREPARE: pruned weights are zero before averages take them. STARTED / FINALIZE: weights are pruned

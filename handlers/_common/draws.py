@@ -1,0 +1,48 @@
+"""Random numbers of the forward that are the same when a part of it is computed again in the backward."""
+
+from __future__ import annotations
+
+import torch
+
+from signalfire import Engine, Handler
+from signalfire.randomness import mixed
+
+__all__ = ["Draws"]
+
+
+class Draws:
+    """Keys for random numbers: each forward of an iteration has another one, which depends on no other handler.
+
+    Activation checkpointing computes parts of a forward again, where drawing on from one generator would give other numbers.
+    """
+
+    def __init__(self) -> None:
+        self._iteration: int | None = None
+        self._generator = torch.Generator()
+        self._on: dict[torch.device, torch.Generator] = {}
+        self._key = 0
+
+    def restart(self) -> None:
+        """An iteration that is repeated after an error draws the same numbers."""
+        self._iteration = None
+
+    def begin_forward(self, handler: Handler, engine: Engine) -> None:
+        """Draw the key of a forward from the handler's generator; other ranks than 0 draw others than a single process."""
+        if self._iteration != engine.state.iteration:
+            self._iteration = engine.state.iteration
+            self._generator = handler.generator(engine, of_rank=engine.processes.rank or None)
+        self._key = int(torch.randint(2**62, (), generator=self._generator))
+
+    def generator(self, device: torch.device, place: int = 0) -> torch.Generator:
+        """A generator on a device for what is drawn in this forward at one place of the model."""
+        generator = self._on.get(device)
+        if generator is None:
+            generator = self._on[device] = torch.Generator(device)
+        return generator.manual_seed(mixed(self._key, place))
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy draws from generators of its own."""
+        return {}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]

@@ -1,0 +1,176 @@
+"""NEFTune: noise on the embeddings while a language model is fine-tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_name, check_number
+from signalfire.findings.dropout import is_compiled
+from signalfire.modules import bare_name
+
+from ._common.batches import check_place, tensor_at
+from ._common.draws import Draws
+from ._common.ranks import ADD_EMBEDDING_NOISE
+
+__all__ = ["NEFTune"]
+
+
+class NEFTune(Handler):
+    """Adds uniform noise of magnitude ``alpha / sqrt(L * d)`` to embeddings of shape (N, L, d), in training only.
+
+    Fine-tuned on little text, a model then repeats its wording less. Evaluations, and an embedding in eval mode, see no noise.
+    With a mask, L is each sample's number of tokens, and padding gets no noise, as in the paper; without one, L is the length of
+    the batch, as in TRL.
+
+    The noise depends on the run's seed, the iteration, the forward within it and the rank; it is drawn on the embedding's
+    device, and is the same where activation checkpointing computes the forward again. The hook is on the embedding only while
+    an update is made.
+
+    Args:
+        alpha: Scale of the noise; the paper uses 5, 10 and 15.
+        embedding: Path of the embedding, such as "model.embed_tokens". By default that of ``get_input_embeddings()``, which
+            models of transformers have, or else the only ``nn.Embedding``.
+        mask: Which tokens are no padding, of shape (N, L): the index or key in the batch, such as "attention_mask", or a
+            function of the batch.
+
+    Raises:
+        ValueError: At the start of a run, if the embedding is not found, or the model is compiled, which leaves out hooks; in
+            the first forward, if it does not call the embedding.
+
+    Source:
+        Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (ICLR 2024), Algorithm 1.
+
+    Example:
+        >>> NEFTune(5, mask="attention_mask").alpha
+        5
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        alpha: float = 5.0,
+        *,
+        embedding: str | None = None,
+        mask: int | str | Callable[[Any], Tensor] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.alpha = check_number(self, "alpha", alpha, above=0)
+        self.embedding = check_name(self, "embedding", embedding)
+        self.mask = mask if mask is None or callable(mask) else check_place(self, "mask", mask)
+        self._draws = Draws()
+        self._module: nn.Module | None = None
+        self._called = False  # whether a forward of this run has called the embedding
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.EMBEDDING_NOISE, by=self)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
+    def find_embedding(self, engine: Engine) -> None:
+        """Find the embedding."""
+        if is_compiled(engine):
+            raise ValueError(
+                f"{self.name!r}: the model is compiled, and a compiled model does not call hooks; detach the handler, or do "
+                "not compile"
+            )
+        self._module, self._called = self._find(engine), False
+        self._draws.restart()
+
+    @on(Events.UPDATE_STARTED, rank=ADD_EMBEDDING_NOISE, reads=[], writes=["modules"])
+    def hook(self, engine: Engine) -> None:
+        """Put the hook on the embedding until the update is complete, since the backward may compute the forward again."""
+        engine.regions.enter(self._hooked(engine))
+
+    @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
+    def begin_forward(self, engine: Engine) -> None:
+        """Begin with other noise."""
+        self._draws.begin_forward(self, engine)
+
+    @on(Events.UPDATE_COMPLETED, reads=["step"], writes=[])
+    def check_called(self, engine: Engine) -> None:
+        """Raise an error if the first forward has not called the embedding."""
+        if not self._called and engine.state.update.skipped is None and len(engine.updates) == 1:
+            raise ValueError(
+                f"{self.name!r}: the forward did not call the embedding, so that there was no noise; name the one that it calls: "
+                "NEFTune(embedding=), and give it token ids, not embeddings"
+            )
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Release the reference to the model."""
+        self._module = None
+
+    @contextmanager
+    def _hooked(self, engine: Engine) -> Iterator[None]:
+        assert self._module is not None
+
+        def add_noise(module: nn.Module, inputs: Any, output: Any) -> Any:
+            self._called = True
+            return self._noisy(output, engine) if module.training else None
+
+        handle = self._module.register_forward_hook(add_noise)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _noisy(self, output: Any, engine: Engine) -> Tensor:
+        if not isinstance(output, Tensor) or output.dim() != 3:
+            found = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(f"{self.name!r}: the embedding's output is {found}; expected a tensor of shape (N, L, d)")
+        generator = self._draws.generator(output.device)
+        noise = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generator)
+        if self.mask is None:
+            noise *= self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        else:
+            mask = self._mask_of(engine.state.batch, output)
+            lengths = mask.sum(1).clamp(min=1)
+            noise *= (mask * (self.alpha / (lengths * output.shape[2]).sqrt()).unsqueeze(1)).unsqueeze(2)
+        return output + noise.to(output.dtype)
+
+    def _mask_of(self, batch: Any, output: Tensor) -> Tensor:
+        mask = self.mask(batch) if callable(self.mask) else tensor_at(self, batch, "mask")
+        if not isinstance(mask, Tensor) or mask.shape != output.shape[:2]:
+            found = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+            raise ValueError(
+                f"{self.name!r}: the mask is {found!r}, and the embeddings are of shape {tuple(output.shape)}; expected a mask "
+                "of shape (N, L)"
+            )
+        return mask.to(output.device) != 0
+
+    def _find(self, engine: Engine) -> nn.Module:
+        named = {
+            bare_name(path): part
+            for root, module in engine.modules.items()
+            for path, part in module.named_modules(prefix=engine.modules.prefix(root))
+        }
+        embeddings = {path: part for path, part in named.items() if isinstance(part, nn.Embedding)}
+        if self.embedding is not None:
+            if self.embedding not in named:
+                raise ValueError(
+                    f"{self.name!r}: embedding={self.embedding!r} is not in the model; its embeddings are: {_listed(embeddings)}"
+                )
+            return named[self.embedding]
+        for module in engine.modules.values():
+            find = getattr(module, "get_input_embeddings", None)
+            found = find() if callable(find) else None
+            if isinstance(found, nn.Module):
+                return found
+        if len(embeddings) != 1:
+            raise ValueError(
+                f"{self.name!r}: the model has {len(embeddings)} embeddings ({_listed(embeddings)}); name one: "
+                "NEFTune(embedding=)"
+            )
+        return next(iter(embeddings.values()))
+
+
+def _listed(embeddings: Iterable[str]) -> str:
+    return ", ".join(map(repr, embeddings)) or "none"

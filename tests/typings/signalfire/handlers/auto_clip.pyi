@@ -1,0 +1,1 @@
+from handlers.auto_clip import *

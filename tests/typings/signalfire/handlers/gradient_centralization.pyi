@@ -1,0 +1,1 @@
+from handlers.gradient_centralization import *

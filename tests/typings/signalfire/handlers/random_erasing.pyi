@@ -1,0 +1,1 @@
+from handlers.random_erasing import *
