@@ -28,6 +28,8 @@ from .guards import Guards
 from .histograms import Histograms
 from .history import History
 from .json_lines_logger import JSONLinesLogger
+from .l1 import L1
+from .l2 import L2
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lr_scheduling import LRScheduling
@@ -41,6 +43,7 @@ from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
+from .penalty import Penalty
 from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
@@ -66,6 +69,8 @@ from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
+    "L1",
+    "L2",
     "SWA",
     "Accuracy",
     "AdaptiveGradientClipping",
@@ -107,6 +112,7 @@ __all__ = [
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",
+    "Penalty",
     "Predictions",
     "Preemption",
     "Profiler",

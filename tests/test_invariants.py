@@ -20,6 +20,8 @@ import signalfire.handlers
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
 from signalfire.handlers import (
     EMA,
+    L1,
+    L2,
     SWA,
     Accuracy,
     AdaptiveGradientClipping,
@@ -57,6 +59,7 @@ from signalfire.handlers import (
     OverfitBatches,
     ParameterScheduling,
     ParameterStatistics,
+    Penalty,
     Predictions,
     Preemption,
     Profiler,
@@ -128,6 +131,11 @@ def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
 def look_at_entry(engine: Engine) -> None:
     """Receive what is logged, as a logger does."""
     assert engine.log.entry is not None
+
+
+def z_loss(engine: Engine) -> Tensor:
+    output: Tensor = engine.state.update.output
+    return output.logsumexp(1).square().mean()
 
 
 def build_two() -> Engine:
@@ -223,6 +231,8 @@ CASES: dict[str, Case] = {
     "Histograms": Case(lambda: Histograms(every="2it"), False),
     "History": Case(lambda: History(print_epochs=True, file=io.StringIO()), False),
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
+    "L1": Case(lambda: L1(0.01), True),
+    "L2": Case(lambda: L2(0.1), True),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
     "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
     "LRScheduling, plateau": Case(
@@ -243,6 +253,7 @@ CASES: dict[str, Case] = {
         lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
     ),
     "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
+    "Penalty": Case(lambda: Penalty(z_loss, 0.1), True),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),
