@@ -36,6 +36,7 @@ class Override(Enum):
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
     DEVICE = "the device"
+    DISTILLATION = "distillation"
     EVALUATED_WEIGHTS = "the weights used for evaluation"
     FILE = "the file"
     FINAL_WEIGHTS = "the weights at the end of the run"

@@ -13,6 +13,7 @@ from .cutmix import CutMix
 from .cutout import Cutout
 from .device_statistics import DeviceStatistics
 from .device_transfer import DeviceTransfer
+from .distillation import Distillation
 from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
 from .ema import EMA
@@ -81,6 +82,7 @@ __all__ = [
     "Cutout",
     "DeviceStatistics",
     "DeviceTransfer",
+    "Distillation",
     "DistributedDataParallel",
     "EarlyStopping",
     "FastDevRun",

@@ -32,6 +32,7 @@ from signalfire.handlers import (
     Cutout,
     DeviceStatistics,
     DeviceTransfer,
+    Distillation,
     DistributedDataParallel,
     EarlyStopping,
     FastDevRun,
@@ -133,6 +134,11 @@ def look_at_entry(engine: Engine) -> None:
     assert engine.log.entry is not None
 
 
+def make_teacher() -> Classifier:
+    torch.manual_seed(1)
+    return Classifier()
+
+
 def z_loss(engine: Engine) -> Tensor:
     output: Tensor = engine.state.update.output
     return output.logsumexp(1).square().mean()
@@ -208,6 +214,7 @@ CASES: dict[str, Case] = {
     "Cutout": Case(lambda: Cutout(2), True),
     "DeviceStatistics": Case(lambda: DeviceStatistics(every="2it"), False),
     "DeviceTransfer": Case(lambda: DeviceTransfer("cpu"), False),
+    "Distillation": Case(lambda: Distillation(make_teacher(), temperature=2.0), True),
     "DistributedDataParallel": Case(lambda: DistributedDataParallel(), False),
     "FullyShardedDataParallel": Case(lambda: FullyShardedDataParallel(), False),
     "EMA": Case(lambda: EMA(0.9), False),

@@ -30,6 +30,7 @@ from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
     DeviceStatistics,
+    Distillation,
     EarlyStopping,
     FastDevRun,
     Freezing,
@@ -403,7 +404,15 @@ def penalized(folder: Path) -> Engine:
         output: Tensor = engine.state.update.output
         return output.square().mean() * len(engine.state.batch)
 
-    return build(mlp(5, 8, 1), L1(0.1), L2(0.1), Penalty(penalty, lambda step: 0.1 * step), GradientAccumulation(2))
+    return build(
+        mlp(5, 8, 2),
+        L1(0.1),
+        L2(0.1),
+        Penalty(penalty, lambda step: 0.1 * step),
+        Distillation(mlp(5, 4, 2)),
+        GradientAccumulation(2),
+        loss=lambda output, target: nn.functional.mse_loss(output, target.expand(-1, 2)),
+    )
 
 
 def gone_on(build: Callable[[Path], Engine], folder: Path) -> Engine:

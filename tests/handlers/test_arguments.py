@@ -25,6 +25,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "CSVLogger": {"path": "x.csv"},
     "Checkpoint": {"folder": tempfile.gettempdir()},
     "Cutout": {"length": 2},
+    "Distillation": {"teacher": nn.Linear(5, 1)},
     "EarlyStopping": {"monitor": "loss"},
     "Freezing": {"parts": ["head"]},
     "GradientAccumulation": {"steps": 2},
