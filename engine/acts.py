@@ -37,6 +37,7 @@ class Override(Enum):
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
     DEVICE = "the device"
+    DISTILLATION = "distillation"
     EMBEDDING_NOISE = "the noise on embeddings"
     EVALUATED_WEIGHTS = "the weights used for evaluation"
     FILE = "the file"

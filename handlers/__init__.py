@@ -14,6 +14,7 @@ from .cutmix import CutMix
 from .cutout import Cutout
 from .device_statistics import DeviceStatistics
 from .device_transfer import DeviceTransfer
+from .distillation import Distillation
 from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
 from .ema import EMA
@@ -30,6 +31,8 @@ from .guards import Guards
 from .histograms import Histograms
 from .history import History
 from .json_lines_logger import JSONLinesLogger
+from .l1 import L1
+from .l2 import L2
 from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lookahead import Lookahead
@@ -45,6 +48,7 @@ from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
+from .penalty import Penalty
 from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
@@ -71,6 +75,8 @@ from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
+    "L1",
+    "L2",
     "SWA",
     "Accuracy",
     "AdaptiveGradientClipping",
@@ -82,6 +88,7 @@ __all__ = [
     "Cutout",
     "DeviceStatistics",
     "DeviceTransfer",
+    "Distillation",
     "DistributedDataParallel",
     "EarlyStopping",
     "FastDevRun",
@@ -116,6 +123,7 @@ __all__ = [
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",
+    "Penalty",
     "Predictions",
     "Preemption",
     "Profiler",

@@ -20,6 +20,8 @@ import signalfire.handlers
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
 from signalfire.handlers import (
     EMA,
+    L1,
+    L2,
     SWA,
     Accuracy,
     AdaptiveGradientClipping,
@@ -31,6 +33,7 @@ from signalfire.handlers import (
     Cutout,
     DeviceStatistics,
     DeviceTransfer,
+    Distillation,
     DistributedDataParallel,
     EarlyStopping,
     FastDevRun,
@@ -61,6 +64,7 @@ from signalfire.handlers import (
     OverfitBatches,
     ParameterScheduling,
     ParameterStatistics,
+    Penalty,
     Predictions,
     Preemption,
     Profiler,
@@ -139,6 +143,16 @@ def look_at_entry(engine: Engine) -> None:
     assert engine.log.entry is not None
 
 
+def make_teacher() -> Classifier:
+    torch.manual_seed(1)
+    return Classifier()
+
+
+def z_loss(engine: Engine) -> Tensor:
+    output: Tensor = engine.state.update.output
+    return output.logsumexp(1).square().mean()
+
+
 def build_two() -> Engine:
     """A trainer with a second update, whose module is its own."""
     torch.manual_seed(0)
@@ -210,6 +224,7 @@ CASES: dict[str, Case] = {
     "Cutout": Case(lambda: Cutout(2), True),
     "DeviceStatistics": Case(lambda: DeviceStatistics(every="2it"), False),
     "DeviceTransfer": Case(lambda: DeviceTransfer("cpu"), False),
+    "Distillation": Case(lambda: Distillation(make_teacher(), temperature=2.0), True),
     "DistributedDataParallel": Case(lambda: DistributedDataParallel(), False),
     "FullyShardedDataParallel": Case(lambda: FullyShardedDataParallel(), False),
     "EMA": Case(lambda: EMA(0.9), False),
@@ -234,6 +249,8 @@ CASES: dict[str, Case] = {
     "Histograms": Case(lambda: Histograms(every="2it"), False),
     "History": Case(lambda: History(print_epochs=True, file=io.StringIO()), False),
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
+    "L1": Case(lambda: L1(0.01), True),
+    "L2": Case(lambda: L2(0.1), True),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
     "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
     "LRScheduling, plateau": Case(
@@ -257,6 +274,7 @@ CASES: dict[str, Case] = {
         lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
     ),
     "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
+    "Penalty": Case(lambda: Penalty(z_loss, 0.1), True),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),

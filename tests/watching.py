@@ -23,11 +23,14 @@ from signalfire.distributed import local_part
 from signalfire.distributed.processes import lost_another
 from signalfire.handlers import (
     EMA,
+    L1,
+    L2,
     SWA,
     Average,
     Checkpoint,
     CSVLogger,
     DeviceStatistics,
+    Distillation,
     EarlyStopping,
     FastDevRun,
     Freezing,
@@ -45,6 +48,7 @@ from signalfire.handlers import (
     OptimizerStatistics,
     ParameterScheduling,
     ParameterStatistics,
+    Penalty,
     Predictions,
     Preemption,
     ProgressBar,
@@ -430,6 +434,22 @@ def spiking(folder: Path, policy: Any = "rewind") -> Engine:
     return engine
 
 
+def penalized(folder: Path) -> Engine:
+    def penalty(engine: Engine) -> Tensor:
+        output: Tensor = engine.state.update.output
+        return output.square().mean() * len(engine.state.batch)
+
+    return build(
+        mlp(5, 8, 2),
+        L1(0.1),
+        L2(0.1),
+        Penalty(penalty, lambda step: 0.1 * step),
+        Distillation(mlp(5, 4, 2)),
+        GradientAccumulation(2),
+        loss=lambda output, target: nn.functional.mse_loss(output, target.expand(-1, 2)),
+    )
+
+
 def gone_on(build: Callable[[Path], Engine], folder: Path) -> Engine:
     """A run that resumes from the state after its first epoch."""
     first = build(folder / "first")
@@ -477,6 +497,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             spiking_once,
             going_back_again,
             spiking_again,
+            penalized,
             thawing,
             thawing_again,
             turns,

@@ -33,8 +33,9 @@ SELECT_UPDATES = -10
 ADD_EMBEDDING_NOISE = -10
 """UPDATE_STARTED / CHANGE: the hook on the embedding comes before hooks on the blocks that follow it."""
 
-MIX_LOSS, SMOOTH_LOSS = -20, -10
-"""LOSS_COMPUTED / CHANGE: first the loss of mixed targets, then label smoothing, then terms that users and penalties add."""
+MIX_LOSS, SMOOTH_LOSS, DISTILL, ADD_PENALTY = -20, -10, -7, -5
+"""LOSS_COMPUTED / CHANGE: first the loss of mixed targets, then label smoothing, which is for the labels only, then the teacher's
+part, then penalties, whose gradients add up in one order, then terms that users add."""
 
 RECORD_LOSS = -10
 """LOSS_COMPUTED / FINALIZE: the guard records the loss before it is scaled."""

@@ -1,0 +1,240 @@
+"""Knowledge distillation: a student learns the outputs of a teacher besides the targets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from signalfire import Engine, Events, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_number
+from signalfire.distributed import whole_tensor
+from signalfire.randomness import random_state, unchanged_random_state
+from signalfire.restore import Modes
+
+from ._common.loss_terms import LossTerm
+from ._common.ranks import DISTILL
+from ._common.updates import selected_updates
+
+__all__ = ["Distillation"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Distillation(LossTerm):
+    """Trains on the outputs of a teacher besides the targets: the loss becomes ``task_weight * loss + weight * T**2 * KL``.
+
+    KL is the divergence of the student's class probabilities from the teacher's, both from logits divided by the temperature T,
+    as a mean over samples and positions. The higher T is, the more the similarities count that the teacher sees between classes;
+    ``T**2`` keeps the gradients at the same scale.
+
+    The teacher sees what the student sees: the batch after MixUp, CutMix and Cutout, each piece of a batch, under the same
+    autocast. It computes without gradients, in eval mode, whatever else is called on it, and moves to the model's device; its
+    modes are put back after the run. If it draws random numbers in eval mode, they are taken from a copy of the generators. It
+    is in no checkpoint, state or average; a state holds its `fingerprint`, and a run that resumes with another teacher is
+    reported as W32. Under SAM and LBFGS it is called each time that the gradients are computed.
+
+    The reported loss stays that of the task. ``T**2 * KL`` is a metric of its own, named like the handler.
+
+    Args:
+        teacher: The trained model. To distil several, give a module that averages their outputs.
+        temperature: T. With 1, the probabilities are those of the models; 2 to 10 are usual.
+        weight: Factor of the teacher's part. With 0, the teacher is not called.
+        task_weight: Factor of the loss; by default ``1 - weight``.
+        dim: Dimension of the classes in the outputs: 1, or -1 for language models with logits of shape (N, T, C).
+        forward: Called as ``forward(teacher, batch)``, returns the teacher's logits; by default ``teacher(batch[0])``, with
+            inputs in the teacher's dtype.
+        update: Name of the update that trains the student; all by default.
+
+    Raises:
+        ValueError: At the start of a run, if the teacher shares parameters with the model, or for an update that is a single
+            function. In a run, for outputs of different shapes.
+        TypeError: If the outputs are no tensors of logits. Outputs with an attribute ``logits`` are taken as that.
+
+    Source:
+        Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015).
+
+    Example:
+        >>> from functools import partial
+        >>> from signalfire import Update
+        >>> update = Update.supervised(F.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> trainer = Engine(update, model=nn.Linear(4, 3), seed=0)
+        >>> _ = trainer.attach(Distillation(nn.Linear(4, 3), temperature=2.0, weight=0.7))
+        >>> _ = trainer.run([(torch.ones(2, 4), torch.tensor([0, 1]))], max_epochs=1)
+        >>> trainer.state.metrics["distillation"] > 0
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        *,
+        temperature: float = 4.0,
+        weight: float = 0.5,
+        task_weight: float | None = None,
+        dim: int = 1,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(update=update, name=name)
+        self.temperature = check_number(self, "temperature", temperature, above=0)
+        if task_weight is None:
+            self.weight = check_number(self, "weight", weight, least=0, most=1)
+            self.task_weight = 1 - self.weight
+        else:
+            self.weight = check_number(self, "weight", weight, least=0)
+            self.task_weight = check_number(self, "task_weight", task_weight, least=0)
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
+            raise ValueError(f"Distillation(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
+        self.dim = dim
+        if forward is not None and not callable(forward):
+            raise TypeError(f"Distillation(forward={forward!r}): expected a function of the teacher and the batch")
+        self.forward = forward
+        if not isinstance(teacher, nn.Module):
+            raise TypeError(f"Distillation(teacher={teacher!r}): expected a torch module, the trained model")
+        self.teacher = teacher
+        self._modes: Modes | None = None
+        self._parts: list[nn.Module] = []
+        self._draws: bool | None = None  # whether the teacher draws random numbers; None before its first forward
+        self._fingerprint: str | None = None
+
+    def attached(self, engine: Engine) -> None:
+        super().attached(engine)
+        for update in selected_updates(engine, self.update):
+            engine.overrides.claim(Override.DISTILLATION, by=self, target=f"of update {update.name!r}")
+
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings(), "teacher": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 digits of a sha256 of the teacher's parameters and buffers, by name; the same on every device."""
+        if self._fingerprint is None:
+            found = hashlib.sha256()
+            for key, value in self.teacher.state_dict().items():
+                if isinstance(value, Tensor):
+                    whole = whole_tensor(value.detach()).cpu().contiguous()
+                    found.update(f"{key} {whole.dtype} {list(whole.shape)}".encode())
+                    found.update(whole.reshape(-1).view(torch.uint8).numpy().data)
+            self._fingerprint = found.hexdigest()[:16]
+        return self._fingerprint
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "modules", "optimizer"], writes=["metrics"])
+    def announce_metrics(self, engine: Engine) -> None:
+        """Announce the metrics, check the teacher, and prepare it."""
+        super().announce_metrics(engine)
+        updates = selected_updates(engine, self.update)
+        for update in updates:
+            if update.loss_function is None:
+                raise ValueError(
+                    f"{self.name!r}: update {update.name!r} is a single function, whose output is not available; build it "
+                    "as Update(forward, loss, ...), or select another update with update="
+                )
+        own = {id(p) for p in self.teacher.parameters()}
+        models = [p for root in engine.modules.values() for p in root.parameters()]
+        if any(id(p) in own for p in [*models, *(p for update in engine.updates for p in update.parameters)]):
+            raise ValueError(
+                f"{self.name!r}: the teacher shares parameters with what is trained, and would change with it; give a copy: "
+                "copy.deepcopy(model), and leave it out of model= and of the optimizer"
+            )
+        self._draws = self._fingerprint = None
+        self._modes, self._parts = Modes([self.teacher]), list(self.teacher.modules())
+        self.teacher.to(engine.device).eval()
+
+    @on(Events.LOSS_COMPUTED, rank=DISTILL, reads=["batch", "loss", "modes", "output"], writes=["loss"])
+    def distill(self, engine: Engine) -> None:
+        """Add the teacher's part to the loss that the backward starts from."""
+        update = engine.state.update
+        if self.update not in (None, update.name):
+            return
+        loss = update.backward_loss
+        if self.task_weight != 1:
+            loss = self.task_weight * loss
+        if self.weight:
+            term = self._divergence(update.output, self._teach(engine.state.batch), update.name)
+            loss = loss + self.weight * term
+            self.record(engine, update, term)
+        update.backward_loss = loss
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Put the modes of the teacher back."""
+        if self._modes is not None:
+            self._modes.put_back()
+        self._modes, self._parts = None, []
+
+    def _teach(self, batch: Any) -> Any:
+        """The teacher's output, without gradients and without a trace in the random generators."""
+        if any(part.training for part in self._parts):  # somebody has called train() on it
+            self.teacher.eval()
+        with torch.no_grad():
+            if self._draws:
+                with unchanged_random_state():
+                    return self._forward(batch)
+            if self._draws is None:
+                with unchanged_random_state():
+                    before = random_state()
+                    output = self._forward(batch)
+                    self._draws = not _same(before, random_state())
+                return output
+            return self._forward(batch)
+
+    def _forward(self, batch: Any) -> Any:
+        if self.forward is not None:
+            return self.forward(self.teacher, batch)
+        if not isinstance(batch, tuple | list) or not batch:
+            raise TypeError(
+                f"{self.name!r}: the batch is a {type(batch).__name__}, of which the inputs are not known; pass "
+                "forward=lambda teacher, batch: ..."
+            )
+        inputs = batch[0]
+        if isinstance(inputs, Tensor) and inputs.is_floating_point():
+            first = next((p for p in self.teacher.parameters() if p.is_floating_point()), inputs)
+            inputs = inputs.to(first.dtype)
+        return self.teacher(inputs)
+
+    def _divergence(self, student: Any, teacher: Any, update: str) -> Tensor:
+        ours = self._logits(student, f"the output of update {update!r}")
+        theirs = self._logits(teacher, "the output of the teacher")
+        if ours.shape != theirs.shape:
+            raise ValueError(
+                f"{self.name!r}: the output of update {update!r} has the shape {tuple(ours.shape)}, that of the teacher "
+                f"{tuple(theirs.shape)}; both need the same classes for the same samples"
+            )
+        positions = ours.numel() // ours.shape[self.dim]
+        T = self.temperature
+        log_student, target = F.log_softmax(ours / T, self.dim), F.softmax(theirs.to(ours) / T, self.dim)
+        # The target is not in logarithms: a probability of exactly 0 is one then, and no NaN.
+        return F.kl_div(log_student, target, reduction="sum") / positions * T**2
+
+    def _logits(self, output: Any, what: str) -> Tensor:
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        axis = self.dim if self.dim > 0 else -self.dim - 1
+        fits = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > max(axis, 1)
+        if not isinstance(logits, Tensor) or not fits or logits.shape[self.dim] < 2:
+            found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
+            raise TypeError(
+                f"{self.name!r}: {what} is {found}; expected a tensor of logits with at least two classes in dimension "
+                f"dim={self.dim}"
+            )
+        # Half precision is not enough for the logarithm; cross_entropy under autocast computes in float32, too.
+        return logits.float() if logits.dtype in _HALF else logits
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_modes": None, "_parts": []}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

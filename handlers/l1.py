@@ -1,0 +1,53 @@
+"""L1 regularisation: a penalty on the absolute values of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._common.parameter_penalties import ParameterPenalty
+from ._common.penalties import Weight
+
+__all__ = ["L1"]
+
+
+class L1(ParameterPenalty):
+    """Adds ``weight * sum(|p|)`` over the parameters to the loss, which draws weights to zero: lasso.
+
+    Each gradient grows by ``weight * sign(p)``. The reported loss stays without the penalty, which is a metric of its own, named
+    like the handler. Adaptive optimizers such as Adam divide this gradient by their second moment like any other. Weights
+    become small, and few exactly zero; `Pruning` sets them to zero.
+
+    Args:
+        weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
+        parameters: Patterns of the names of the parameters, such as "head.*" or ["*.weight"]; by default all that the update's
+            optimizer holds. Those that are frozen at the time are not counted.
+        norms_and_biases: Whether biases and the parameters of normalisation layers are among them; all with fewer than two
+            dimensions count as such. What is left out is shown by ``print(handler)``.
+        update: Name of the update whose loss it is added to, for its own parameters; by default all updates, each for its own.
+
+    Raises:
+        ValueError: At the start of a run, if there are no such parameters, or if they are sharded.
+
+    Source:
+        Tibshirani, "Regression Shrinkage and Selection via the Lasso" (Journal of the Royal Statistical Society B, 1996).
+
+    Example:
+        >>> L1(1e-5, parameters="head.*").parameters
+        ['head.*']
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        parameters: str | Sequence[str] | None = None,
+        norms_and_biases: bool = False,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, parameters=parameters, norms_and_biases=norms_and_biases, update=update, name=name)
+
+    def size(self, parameter: Tensor) -> Tensor:
+        return parameter.abs().sum()

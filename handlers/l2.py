@@ -1,0 +1,56 @@
+"""L2 regularisation: a penalty on the squares of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._common.parameter_penalties import ParameterPenalty
+from ._common.penalties import Weight
+
+__all__ = ["L2"]
+
+
+class L2(ParameterPenalty):
+    """Adds ``weight / 2 * sum(p ** 2)`` over the parameters to the loss, which draws weights towards zero: ridge.
+
+    Each gradient grows by ``weight * p``. With SGD, this is the optimizer's ``weight_decay=weight``. With adaptive optimizers it
+    is not: Adam divides this gradient by its second moment like any other, and clipping counts it; the decoupled decay of AdamW
+    is the optimizer's own. The reported loss stays without the penalty, which is a metric of its own, named like the handler.
+
+    Args:
+        weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
+        parameters: Patterns of the names of the parameters, such as "head.*" or ["*.weight"]; by default all that the update's
+            optimizer holds. Those that are frozen at the time are not counted.
+        norms_and_biases: Whether biases and the parameters of normalisation layers are among them; all with fewer than two
+            dimensions count as such. What is left out is shown by ``print(handler)``.
+        update: Name of the update whose loss it is added to, for its own parameters; by default all updates, each for its own.
+
+    Raises:
+        ValueError: At the start of a run, if there are no such parameters, or if they are sharded.
+
+    Source:
+        Hoerl and Kennard, "Ridge Regression: Biased Estimation for Nonorthogonal Problems" (Technometrics, 1970); Loshchilov and
+        Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019) for the difference from weight decay.
+
+    Example:
+        >>> L2(1e-4, norms_and_biases=True).weight
+        0.0001
+    """
+
+    factor = 0.5
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        parameters: str | Sequence[str] | None = None,
+        norms_and_biases: bool = False,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, parameters=parameters, norms_and_biases=norms_and_biases, update=update, name=name)
+
+    def size(self, parameter: Tensor) -> Tensor:
+        return parameter.square().sum()

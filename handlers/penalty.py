@@ -1,0 +1,77 @@
+"""A penalty of your own: a function whose value is added to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from signalfire import Engine, UpdateState
+
+from ._common.penalties import Penalizing, Weight
+
+__all__ = ["Penalty"]
+
+
+class Penalty(Penalizing):
+    """Adds ``weight * function(engine)`` to the loss that the backward starts from.
+
+    The reported loss stays without it: the added term is a metric of its own, named like the handler, in an engine with several
+    updates "penalty/generator". It is a tensor on its device, so that measuring does not synchronise. The function is called for
+    each micro-step, as the loss function is: in accumulation it has the weight of its micro-step, of a batch in pieces it sees
+    single pieces, SAM and LBFGS call it again, and loss scaling scales it. Several penalties are added in the order of their
+    names, after mixup, label smoothing and distillation. Evaluations are not affected.
+
+    Args:
+        function: Called as ``function(engine)`` at LOSS_COMPUTED; returns a scalar tensor. The model is in ``engine.model``, the
+            output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
+        weight: Factor, negative for what is to grow; or a function of the update's number of optimizer steps, such as
+            ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
+        update: Name of the update whose loss it is added to; all by default.
+
+    Raises:
+        TypeError: In a run, if the function returns no scalar tensor.
+        ValueError: In a run, if it returns a tensor without gradient.
+
+    Source:
+        Zoph et al., "ST-MoE: Designing Stable and Transferable Sparse Expert Models" (2022), for the z-loss of the example,
+        which keeps logits small.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Update
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> trainer = Engine(update, model=torch.nn.Linear(4, 3), seed=0)
+        >>> def z_loss(engine):
+        ...     return engine.state.update.output.logsumexp(1).square().mean()
+        >>> _ = trainer.attach(Penalty(z_loss, 1e-4, name="z_loss"))
+        >>> _ = trainer.run([(torch.ones(2, 4), torch.tensor([0, 1]))], max_epochs=2)
+        >>> 0 < trainer.state.metrics["z_loss"] < 0.01
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Engine], Tensor],
+        weight: Weight = 1.0,
+        *,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, update=update, name=name)
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"Penalty(function={function!r}): expected a function of the engine that returns a scalar")
+        self.function = function
+
+    def value(self, engine: Engine, update: UpdateState) -> Tensor:
+        value = self.function(engine)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"{self.name!r}: function= returned {found}; expected a tensor with one number")
+        if not value.requires_grad:
+            raise ValueError(
+                f"{self.name!r}: function= returned a tensor without gradient, which would change nothing; compute it from "
+                "parameters or outputs, without detach() or no_grad()"
+            )
+        return value.reshape(())

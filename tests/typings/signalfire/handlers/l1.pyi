@@ -1,0 +1,1 @@
+from handlers.l1 import *

@@ -1,0 +1,1 @@
+from handlers.l2 import *
