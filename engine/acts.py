@@ -33,6 +33,7 @@ class Override(Enum):
     REDUCTION = "the reduction of gradients over ranks"
 
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
+    ALGORITHMS = "how algorithms are chosen"
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
     DEVICE = "the device"
@@ -51,6 +52,7 @@ class Override(Enum):
     PARAMETER_GROUP = "the parameter group field"
     PRECISION = "the precision"
     PROCESS_GROUP = "how the model is distributed over processes"
+    PRODUCTS = "the precision of float32 products"
     PRUNING = "which weights are pruned"
     RECEIVER_CALLS = "how receivers are called"
     SEEDING = "seeding"

@@ -7,10 +7,12 @@ if __name__ != "signalfire.handlers":
     )
 
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
+from .benchmark import Benchmark
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
+from .deterministic import Deterministic
 from .device_statistics import DeviceStatistics
 from .device_transfer import DeviceTransfer
 from .distributed_data_parallel import DistributedDataParallel
@@ -41,6 +43,7 @@ from .optimizer_statistics import OptimizerStatistics
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
+from .precision32 import Precision32
 from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
@@ -70,10 +73,12 @@ __all__ = [
     "Accuracy",
     "AdaptiveGradientClipping",
     "Average",
+    "Benchmark",
     "CSVLogger",
     "Checkpoint",
     "CutMix",
     "Cutout",
+    "Deterministic",
     "DeviceStatistics",
     "DeviceTransfer",
     "DistributedDataParallel",
@@ -107,6 +112,7 @@ __all__ = [
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",
+    "Precision32",
     "Predictions",
     "Preemption",
     "Profiler",

@@ -24,10 +24,12 @@ from signalfire.handlers import (
     Accuracy,
     AdaptiveGradientClipping,
     Average,
+    Benchmark,
     Checkpoint,
     CSVLogger,
     CutMix,
     Cutout,
+    Deterministic,
     DeviceStatistics,
     DeviceTransfer,
     DistributedDataParallel,
@@ -57,6 +59,7 @@ from signalfire.handlers import (
     OverfitBatches,
     ParameterScheduling,
     ParameterStatistics,
+    Precision32,
     Predictions,
     Preemption,
     Profiler,
@@ -190,6 +193,7 @@ class Case:
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
+    "Benchmark": Case(lambda: Benchmark(), False),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
     "Checkpoint, the best": Case(lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
     "CSVLogger": Case(lambda: CSVLogger(FOLDER / "log.csv", every="2it"), False),
@@ -198,6 +202,7 @@ CASES: dict[str, Case] = {
     ),
     "CutMix": Case(lambda: CutMix(), True),
     "Cutout": Case(lambda: Cutout(2), True),
+    "Deterministic": Case(lambda: Deterministic(), False),
     "DeviceStatistics": Case(lambda: DeviceStatistics(every="2it"), False),
     "DeviceTransfer": Case(lambda: DeviceTransfer("cpu"), False),
     "DistributedDataParallel": Case(lambda: DistributedDataParallel(), False),
@@ -243,6 +248,7 @@ CASES: dict[str, Case] = {
         lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
     ),
     "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
+    "Precision32": Case(lambda: Precision32("medium"), True),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),
@@ -292,6 +298,7 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
 REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
+        ("Benchmark", "Deterministic"): "override how algorithms are chosen",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",

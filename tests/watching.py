@@ -25,8 +25,10 @@ from signalfire.handlers import (
     EMA,
     SWA,
     Average,
+    Benchmark,
     Checkpoint,
     CSVLogger,
+    Deterministic,
     DeviceStatistics,
     EarlyStopping,
     FastDevRun,
@@ -43,6 +45,7 @@ from signalfire.handlers import (
     OptimizerStatistics,
     ParameterScheduling,
     ParameterStatistics,
+    Precision32,
     Predictions,
     Preemption,
     ProgressBar,
@@ -320,7 +323,7 @@ def predicted(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2))
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark())
 
 
 def pruned(folder: Path) -> Engine:
@@ -336,6 +339,8 @@ def pruned(folder: Path) -> Engine:
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
         DeviceStatistics(every="2it"),
+        Deterministic(),
+        Precision32("high"),
         ParameterStatistics(every="2st"),
         OptimizerStatistics(every="2st"),
     )

@@ -36,6 +36,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Metrics": {"loss": Average()},
     "MicroBatching": {"size": 2},
     "ParameterScheduling": {"field": "momentum", "schedule": {0: 0.9}},
+    "Precision32": {"precision": "high"},
     "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
     "SharpnessAwareMinimization": {"rho": 0.1},
