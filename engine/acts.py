@@ -32,6 +32,7 @@ class Override(Enum):
     TRIAL = "how much of the data a trial run iterates"
     REDUCTION = "the reduction of gradients over ranks"
 
+    ACTIVATIONS = "which activations are kept"
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
     ALGORITHMS = "how algorithms are chosen"
     CLIPPING = "gradient clipping"

@@ -6,6 +6,7 @@ if __name__ != "signalfire.handlers":
         "write `from signalfire.handlers import ...` (after `pip install -e .`)"
     )
 
+from .activation_checkpointing import ActivationCheckpointing
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .benchmark import Benchmark
 from .checkpoint import Checkpoint
@@ -71,6 +72,7 @@ __all__ = [
     "EMA",
     "SWA",
     "Accuracy",
+    "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "Average",
     "Benchmark",

@@ -22,6 +22,7 @@ from signalfire.handlers import (
     EMA,
     SWA,
     Accuracy,
+    ActivationCheckpointing,
     AdaptiveGradientClipping,
     Average,
     Benchmark,
@@ -192,6 +193,8 @@ class Case:
 
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
+    "ActivationCheckpointing": Case(lambda: ActivationCheckpointing("*head"), False),
+    "ActivationCheckpointing, groups": Case(lambda: ActivationCheckpointing(every=2), False),
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
     "Benchmark": Case(lambda: Benchmark(), False),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),

@@ -24,6 +24,7 @@ from signalfire.distributed.processes import lost_another
 from signalfire.handlers import (
     EMA,
     SWA,
+    ActivationCheckpointing,
     Average,
     Benchmark,
     Checkpoint,
@@ -119,7 +120,7 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
 
 def hooks_of(module: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for kind in kinds)
+    return sum(len(getattr(module, kind)) for kind in kinds) + ("forward" in vars(module))
 
 
 def wide(value: Tensor) -> Tensor:
@@ -339,6 +340,7 @@ def pruned(folder: Path) -> Engine:
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
         DeviceStatistics(every="2it"),
+        ActivationCheckpointing(every=1),
         Deterministic(),
         Precision32("high"),
         ParameterStatistics(every="2st"),

@@ -22,6 +22,7 @@ EVALUATOR = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(5,
 
 # Arguments with which each class can be built, where it needs any.
 NEEDED: dict[str, dict[str, Any]] = {
+    "ActivationCheckpointing": {"every": 2},
     "CSVLogger": {"path": "x.csv"},
     "Checkpoint": {"folder": tempfile.gettempdir()},
     "Cutout": {"length": 2},
@@ -50,6 +51,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 # With other arguments beside, for arguments that only then have a meaning.
 BESIDE: dict[str, dict[str, Any]] = {
+    "ActivationCheckpointing.modules": {"every": None},
     "EarlyStopping.mode": {},
     "MicroBatching.pieces": {"size": None},
     "TruncatedBPTT.split": {"steps": None},
