@@ -32,7 +32,9 @@ class Override(Enum):
     TRIAL = "how much of the data a trial run iterates"
     REDUCTION = "the reduction of gradients over ranks"
 
+    ACTIVATIONS = "which activations are kept"
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
+    ALGORITHMS = "how algorithms are chosen"
     CENTRALIZATION = "gradient centralization"
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
@@ -54,6 +56,7 @@ class Override(Enum):
     PARAMETER_GROUP = "the parameter group field"
     PRECISION = "the precision"
     PROCESS_GROUP = "how the model is distributed over processes"
+    PRODUCTS = "the precision of float32 products"
     PRUNING = "which weights are pruned"
     RECEIVER_CALLS = "how receivers are called"
     SEEDING = "seeding"

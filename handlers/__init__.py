@@ -6,12 +6,15 @@ if __name__ != "signalfire.handlers":
         "write `from signalfire.handlers import ...` (after `pip install -e .`)"
     )
 
+from .activation_checkpointing import ActivationCheckpointing
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .auto_clip import AutoClip
+from .benchmark import Benchmark
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
+from .deterministic import Deterministic
 from .device_statistics import DeviceStatistics
 from .device_transfer import DeviceTransfer
 from .distillation import Distillation
@@ -49,6 +52,7 @@ from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
 from .penalty import Penalty
+from .precision32 import Precision32
 from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
@@ -79,13 +83,16 @@ __all__ = [
     "L2",
     "SWA",
     "Accuracy",
+    "ActivationCheckpointing",
     "AdaptiveGradientClipping",
     "AutoClip",
     "Average",
+    "Benchmark",
     "CSVLogger",
     "Checkpoint",
     "CutMix",
     "Cutout",
+    "Deterministic",
     "DeviceStatistics",
     "DeviceTransfer",
     "Distillation",
@@ -124,6 +131,7 @@ __all__ = [
     "ParameterScheduling",
     "ParameterStatistics",
     "Penalty",
+    "Precision32",
     "Predictions",
     "Preemption",
     "Profiler",

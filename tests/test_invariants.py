@@ -24,13 +24,16 @@ from signalfire.handlers import (
     L2,
     SWA,
     Accuracy,
+    ActivationCheckpointing,
     AdaptiveGradientClipping,
     AutoClip,
     Average,
+    Benchmark,
     Checkpoint,
     CSVLogger,
     CutMix,
     Cutout,
+    Deterministic,
     DeviceStatistics,
     DeviceTransfer,
     Distillation,
@@ -65,6 +68,7 @@ from signalfire.handlers import (
     ParameterScheduling,
     ParameterStatistics,
     Penalty,
+    Precision32,
     Predictions,
     Preemption,
     Profiler,
@@ -212,8 +216,11 @@ class Case:
 
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
+    "ActivationCheckpointing": Case(lambda: ActivationCheckpointing("*head"), False),
+    "ActivationCheckpointing, groups": Case(lambda: ActivationCheckpointing(every=2), False),
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
     "AutoClip": Case(lambda: AutoClip(50, window=3), True),
+    "Benchmark": Case(lambda: Benchmark(), False),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),
     "Checkpoint, the best": Case(lambda: Checkpoint(FOLDER / "best", monitor="train_loss", keep=2), False),
     "CSVLogger": Case(lambda: CSVLogger(FOLDER / "log.csv", every="2it"), False),
@@ -222,6 +229,7 @@ CASES: dict[str, Case] = {
     ),
     "CutMix": Case(lambda: CutMix(), True),
     "Cutout": Case(lambda: Cutout(2), True),
+    "Deterministic": Case(lambda: Deterministic(), False),
     "DeviceStatistics": Case(lambda: DeviceStatistics(every="2it"), False),
     "DeviceTransfer": Case(lambda: DeviceTransfer("cpu"), False),
     "Distillation": Case(lambda: Distillation(make_teacher(), temperature=2.0), True),
@@ -275,6 +283,7 @@ CASES: dict[str, Case] = {
     ),
     "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
     "Penalty": Case(lambda: Penalty(z_loss, 0.1), True),
+    "Precision32": Case(lambda: Precision32("medium"), True),
     "Predictions": Case(lambda: Predictions(), False, build_evaluator),
     "Preemption": Case(lambda: Preemption(), False),
     "Profiler": Case(lambda: Profiler(file=io.StringIO()), False),
@@ -325,6 +334,7 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
 REFUSED: dict[frozenset[str], str] = {
     frozenset(pair): error
     for pair, error in {
+        ("Benchmark", "Deterministic"): "override how algorithms are chosen",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
         ("EMA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",

@@ -26,9 +26,12 @@ from signalfire.handlers import (
     L1,
     L2,
     SWA,
+    ActivationCheckpointing,
     Average,
+    Benchmark,
     Checkpoint,
     CSVLogger,
+    Deterministic,
     DeviceStatistics,
     Distillation,
     EarlyStopping,
@@ -49,6 +52,7 @@ from signalfire.handlers import (
     ParameterScheduling,
     ParameterStatistics,
     Penalty,
+    Precision32,
     Predictions,
     Preemption,
     ProgressBar,
@@ -123,7 +127,7 @@ def things(engine: Engine, folder: Path) -> dict[str, Any]:
 
 def hooks_of(module: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(module, kind)) for kind in kinds)
+    return sum(len(getattr(module, kind)) for kind in kinds) + ("forward" in vars(module))
 
 
 def wide(value: Tensor) -> Tensor:
@@ -327,7 +331,7 @@ def predicted(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2))
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark())
 
 
 def pruned(folder: Path) -> Engine:
@@ -344,6 +348,9 @@ def pruned(folder: Path) -> Engine:
         Throughput(every="2it", warmup=1, waiting=True, flops="count"),
         Summary(),
         DeviceStatistics(every="2it"),
+        ActivationCheckpointing(every=1),
+        Deterministic(),
+        Precision32("high"),
         ParameterStatistics(every="2st"),
         OptimizerStatistics(every="2st"),
     )

@@ -79,6 +79,9 @@ PRUNE = -15
 """OPTIMIZER_STEP_COMPLETED / PREPARE: pruned weights are zero before averages take them. STARTED / FINALIZE: weights are pruned
 once layers are frozen, and before they are wrapped."""
 
+RECOMPUTE = -20
+"""STARTED / FINALIZE: forwards are replaced before models are wrapped or compiled."""
+
 REHEARSE = 10
 """EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""
 

@@ -22,6 +22,7 @@ EVALUATOR = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(5,
 
 # Arguments with which each class can be built, where it needs any.
 NEEDED: dict[str, dict[str, Any]] = {
+    "ActivationCheckpointing": {"every": 2},
     "CSVLogger": {"path": "x.csv"},
     "Checkpoint": {"folder": tempfile.gettempdir()},
     "Cutout": {"length": 2},
@@ -40,6 +41,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MicroBatching": {"size": 2},
     "ParameterScheduling": {"field": "momentum", "schedule": {0: 0.9}},
     "Penalty": {"function": print},
+    "Precision32": {"precision": "high"},
     "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
     "SharpnessAwareMinimization": {"rho": 0.1},
@@ -53,6 +55,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 # With other arguments beside, for arguments that only then have a meaning.
 BESIDE: dict[str, dict[str, Any]] = {
+    "ActivationCheckpointing.modules": {"every": None},
     "EarlyStopping.mode": {},
     "MicroBatching.pieces": {"size": None},
     "TruncatedBPTT.split": {"steps": None},

@@ -1,0 +1,319 @@
+"""Activation checkpointing: activations are computed again in the backward instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_int
+from signalfire.modules import bare_name
+
+from ._common.ranks import RECOMPUTE
+
+__all__ = ["ActivationCheckpointing"]
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+Operation = torch._ops.OpOverload
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class ActivationCheckpointing(Handler):
+    """Keeps only the inputs of the chosen modules for the backward, which computes what is inside them once more.
+
+    This takes less memory and, typically, a third more time. Weights, dropout masks and the statistics of BatchNorm are bit for
+    bit those of training without it: the random state is restored for the second computation, and statistics are updated by
+    the first one only. Names of parameters do not change. Evaluations are not affected.
+
+    Choose modules that compute much and are called one after the other, such as the blocks of a transformer. A chosen module runs
+    twice in each iteration, and so do hooks inside it; its forward must not change anything but the statistics of
+    normalisation layers.
+
+    Args:
+        modules: Which modules: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a class, or a list of these.
+            Of modules inside each other, the outermost one is taken. A ModuleList stands for its items.
+        every: Instead of ``modules``: so many consecutive layers of each ``nn.Sequential`` that is not inside another one are
+            computed again together.
+        keep_operations: Operations whose results are kept nevertheless, such as matrix products, which take longest to compute
+            again: names, such as "mm", "addmm" and "convolution", or operators of torch, such as ``torch.ops.aten.mm.default``.
+
+    Raises:
+        ValueError: For a pattern that matches no module, and where ``every`` finds no Sequential.
+        RuntimeError: In the first iteration, for a module that changes other buffers, such as those of a spectral norm, in its
+            forward.
+
+    Source:
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). The implementation is ``torch.utils.checkpoint``,
+        without reentrance.
+
+    Example:
+        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm"]).keep_operations
+        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>]
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        modules: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        *,
+        every: int | None = None,
+        keep_operations: Iterable[str | Operation] = (),
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.modules = None if modules is None else _check_patterns(modules)
+        self.every = None if every is None else check_int(self, "every", every)
+        self.keep_operations = _check_operations(keep_operations)
+        self._replaced: list[nn.Module] = []  # only during a run
+        if (modules is None) == (every is None):
+            raise ValueError(
+                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): give one of the two: modules='blocks.*', or "
+                "every=2 for a model made of Sequentials"
+            )
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.ACTIVATIONS, by=self)
+
+    def settings(self) -> dict[str, Any]:
+        """None: the weights do not depend on it."""
+        return {}
+
+    @on(Events.STARTED, phase=Phase.FINALIZE, rank=RECOMPUTE, reads=["modules"], writes=["modules"])
+    def begin(self, engine: Engine) -> None:
+        """Put functions that compute twice in place of the forwards of the modules."""
+        named = {
+            bare_name(path): module
+            for name, root in engine.modules.items()
+            for path, module in root.named_modules(prefix=engine.modules.prefix(name))
+        }
+        chosen = self._sequentials(named) if self.modules is None else self._matching(named)
+        for path, module in chosen.items():
+            _replace_forward(module, path, self.every, self.keep_operations)
+            self._replaced.append(module)
+
+    @on(Events.ENDED, phase=Phase.FINALIZE, rank=-RECOMPUTE, reads=[], writes=["modules"])
+    def end(self, engine: Engine) -> None:
+        """Restore the forwards."""
+        while self._replaced:
+            _restore_forward(self._replaced.pop())
+
+    def _matching(self, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        for wanted in self.modules or ():
+            matching = {path: module for path, module in named.items() if path and _matches(wanted, path, module)}
+            if not matching:
+                shown = ", ".join(map(repr, [path for path in named if path][:8]))
+                raise ValueError(f"{self.name!r}: modules={wanted!r} matches no module; there are: {shown or 'none'}")
+            for path, module in matching.items():
+                found.update(_items(path, module))
+        return _outermost(found)
+
+    def _sequentials(self, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {
+            path: module
+            for path, module in named.items()
+            if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 0
+        }
+        if not found:
+            raise ValueError(
+                f"{self.name!r}: every={self.every}: the model has no nn.Sequential, whose layers could be grouped; name the "
+                "modules instead, such as modules='blocks.*'"
+            )
+        return _outermost(found)
+
+
+# ---- in place of a module's forward -------------------------------------------------------------------------------
+
+
+class _Recomputed:
+    """The forward of a module that is computed again in the backward.
+
+    Args:
+        path: Path of the module, for errors.
+        forward: What it replaces.
+        parts: The modules inside, whose statistics are updated once.
+        kept: Operations whose results are kept.
+    """
+
+    def __init__(
+        self, path: str, forward: Callable[..., Any], parts: Iterable[nn.Module], kept: list[Operation]
+    ) -> None:
+        self.path = path
+        self.forward = forward
+        self.kept = kept
+        modules = list(dict.fromkeys(part for one in parts for part in one.modules()))
+        self.norms = [one for one in modules if isinstance(one, _NormBase) and one.running_mean is not None]
+        self.buffers = [
+            (one, key) for one in modules if one not in self.norms for key, buffer in one.named_buffers(recurse=False)
+        ]
+        # Random states of the arguments' devices are kept: without these, not where all arguments are on the CPU or in objects.
+        devices = dict.fromkeys(p.device for one in modules for p in one.parameters(recurse=False))
+        self.anchors = [torch.empty(0, device=one) for one in devices if one.type not in ("cpu", "meta")]
+        update_wrapper(self, forward)
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*inputs, **options)
+        if torch.compiler.is_compiling():  # a compiled graph updates buffers once
+            contexts: dict[str, Any] = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, self.kept)} if self.kept else {}
+            )
+            return checkpoint(partial(self.forward, **options), *inputs, use_reentrant=False, **contexts)
+        before = self._versions()
+        values = (*self.anchors, *inputs, *options.values())
+        run = partial(self._run, len(self.anchors), len(inputs), tuple(options))
+        result = checkpoint(run, *values, use_reentrant=False, context_fn=self._contexts)
+        for (module, key), old, new in zip(self.buffers, before, self._versions(), strict=True):
+            if old != new:
+                raise RuntimeError(
+                    f"the buffer {key!r} of {type(module).__name__} in {self.path!r} is changed by the forward, and would be "
+                    "changed twice in each iteration: leave this module out of ActivationCheckpointing(modules=)"
+                )
+        return result
+
+    def _run(self, anchors: int, count: int, names: tuple[str, ...], *values: Any) -> Any:
+        inputs, options = values[anchors : anchors + count], values[anchors + count :]
+        return self.forward(*inputs, **dict(zip(names, options, strict=True)))
+
+    def _versions(self) -> list[tuple[int, int]]:
+        found = []
+        for module, key in self.buffers:
+            buffer = module._buffers[key]
+            found.append((id(buffer), 0 if buffer is None else buffer._version))
+        return found
+
+    def _contexts(self) -> Contexts:
+        first, second = create_selective_checkpoint_contexts(self.kept) if self.kept else (nullcontext(), nullcontext())
+        if not self.norms:
+            return first, second
+        return first, _both(_held(self.norms), second)
+
+
+@contextmanager
+def _both(*managers: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        yield
+
+
+@contextmanager
+def _held(norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Statistics that are updated meanwhile are copies."""
+    places = [(one._buffers, key) for one in norms for key in _STATISTICS if one._buffers.get(key) is not None]
+    buffers: list[Tensor | None] = [own[key] for own, key in places]
+    try:
+        for own, key in places:
+            buffer = own[key]
+            assert buffer is not None
+            own[key] = buffer.clone()
+        yield
+    finally:
+        for (own, key), buffer in zip(places, buffers, strict=True):
+            own[key] = buffer
+
+
+class _Grouped:
+    """The forward of a Sequential whose layers are computed again in groups."""
+
+    def __init__(self, groups: list[_Recomputed], forward: Callable[..., Any]) -> None:
+        self.groups = groups
+        update_wrapper(self, forward)
+
+    def __call__(self, value: Any) -> Any:
+        for group in self.groups:
+            value = group(value)
+        return value
+
+
+def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _replace_forward(module: nn.Module, path: str, size: int | None, kept: list[Operation]) -> None:
+    """Let a module compute its forward twice: as a whole, or its layers in groups of a size."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{path!r} is a ScriptModule, whose forward cannot be replaced; leave it out of modules=")
+    own = module.forward
+    if size is None:
+        replacement: Any = _Recomputed(path, own, [module], kept)
+    else:
+        layers = list(module.children())
+        groups = [layers[place : place + size] for place in range(0, len(layers), size)]
+        replacement = _Grouped([_Recomputed(path, partial(_in_turn, group), group, kept) for group in groups], own)
+    replacement.before = vars(module).get("forward")
+    vars(module)["forward"] = replacement
+
+
+def _restore_forward(module: nn.Module) -> None:
+    before = vars(module).pop("forward").before
+    if before is not None:
+        vars(module)["forward"] = before
+
+
+# ---- which modules and operations ---------------------------------------------------------------------------------
+
+
+def _matches(wanted: str | type[nn.Module], path: str, module: nn.Module) -> bool:
+    return isinstance(module, wanted) if isinstance(wanted, type) else fnmatchcase(path, bare_name(wanted))
+
+
+def _items(path: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The module; in place of a list of modules, which is never called, its items."""
+    if not isinstance(module, _LISTS):
+        return {path: module}
+    found: dict[str, nn.Module] = {}
+    for name, item in module.named_children():
+        found.update(_items(f"{path}.{name}", item))
+    return found
+
+
+def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that are not inside another one."""
+    inside = {part for module in found.values() for part in module.modules() if part is not module}
+    return {path: module for path, module in found.items() if module not in inside}
+
+
+def _check_patterns(modules: Any) -> list[str | type[nn.Module]]:
+    several = list(modules) if isinstance(modules, list | tuple | set) else [modules]
+    for one in several:
+        if not (isinstance(one, str) and one) and not (isinstance(one, type) and issubclass(one, nn.Module)):
+            raise TypeError(
+                f"ActivationCheckpointing(modules={modules!r}): {one!r} is neither a path or pattern of modules, such as "
+                "'blocks.*', nor a module class"
+            )
+    if not several:
+        raise ValueError(f"ActivationCheckpointing(modules={modules!r}): expected at least one module")
+    return several
+
+
+def _check_operations(operations: Any) -> list[Operation]:
+    where = f"ActivationCheckpointing(keep_operations={operations!r})"
+    if isinstance(operations, str) or not isinstance(operations, list | tuple | set | frozenset):
+        raise TypeError(f"{where}: expected a list of operations, such as ['mm', torch.ops.aten.convolution.default]")
+    found: list[Operation] = []
+    for one in operations:
+        packet = getattr(torch.ops.aten, one.removeprefix("aten."), None) if isinstance(one, str) else one
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+        elif isinstance(packet, Operation):
+            found.append(packet)
+        elif isinstance(one, str):
+            raise ValueError(f"{where}: torch has no operation aten.{one.removeprefix('aten.')}")
+        else:
+            raise TypeError(f"{where}: {one!r} is neither the name of an operation nor an operator of torch")
+    return found

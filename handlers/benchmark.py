@@ -1,0 +1,49 @@
+"""Benchmark mode of cuDNN: the fastest convolution algorithm is chosen by trying them."""
+
+from __future__ import annotations
+
+import torch
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+
+from ._common.ranks import AFTER_ALL, BEFORE_ALL
+
+__all__ = ["Benchmark"]
+
+
+class Benchmark(Handler):
+    """Lets cuDNN try its convolution algorithms and use the fastest one, during the run.
+
+    Each new shape of an input costs a trial, so this pays where all batches have one shape; drop the last, smaller batch with
+    ``DataLoader(drop_last=True)``. Which algorithm wins may differ from run to run, and results with it, so that `Deterministic`
+    is refused beside it. On a CPU it does nothing. ``torch.backends.cudnn.benchmark`` is restored after the run, also if it
+    fails.
+
+    Source:
+        "Performance Tuning Guide" of PyTorch, "Enable cuDNN auto-tuner".
+
+    Example:
+        >>> Benchmark().name
+        'benchmark'
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self._before: bool | None = None  # only during a run
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.ALGORITHMS, by=self)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    def begin(self, engine: Engine) -> None:
+        """Switch the benchmark on."""
+        self._before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
+    def end(self, engine: Engine) -> None:
+        """Restore the flag."""
+        if self._before is not None:
+            torch.backends.cudnn.benchmark = self._before
+            self._before = None

@@ -1,0 +1,79 @@
+"""How exactly float32 matrices are multiplied: in float32, or faster in TensorFloat-32 or bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_choice
+
+from ._common.ranks import AFTER_ALL, BEFORE_ALL
+
+__all__ = ["Precision32"]
+
+_BACKENDS: Any = torch.backends  # whose modules are replaced by objects, of which a type checker does not know
+
+
+class Precision32(Handler):
+    """Sets the precision of float32 matrix products during the run, and restores it afterwards.
+
+    Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere
+    and later GPUs multiply in TensorFloat-32 (10 bits of mantissa in place of 23), several times faster. "medium" also allows
+    bfloat16 (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. Convolutions of
+    cuDNN are not affected: they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` says otherwise.
+
+    The setting belongs to the process: evaluations inside the run use it, too, and so do other engines meanwhile. All of torch's
+    getters answer after the run as before it, also if the run fails.
+
+    Args:
+        precision: "high", "medium" or "highest", as in ``torch.set_float32_matmul_precision``.
+
+    Raises:
+        RuntimeError: As the run starts, if the process sets ``fp32_precision`` of ``torch.backends`` already. The two interfaces
+            of torch exclude each other: after it, ``torch.get_float32_matmul_precision``, which torch.compile calls, raises.
+
+    Source:
+        "TensorFloat-32 (TF32) on Ampere (and later) devices" in PyTorch's documentation.
+
+    Example:
+        >>> Precision32("high").precision
+        'high'
+    """
+
+    def __init__(self, precision: Literal["high", "medium", "highest"], *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.precision = check_choice(self, "precision", precision, ("highest", "high", "medium"))
+        self._before: tuple[str, str, str] | None = None  # only during a run
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.PRODUCTS, by=self)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    def begin(self, engine: Engine) -> None:
+        """Set the precision."""
+        cuda, cpu = _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul
+        try:
+            general = torch.get_float32_matmul_precision()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.name!r}: fp32_precision of torch.backends was set in this process (cuda.matmul: {cuda.fp32_precision!r}, "
+                f"mkldnn.matmul: {cpu.fp32_precision!r}), which rules out torch.set_float32_matmul_precision; remove that line, "
+                f"or detach {self.name!r}"
+            ) from error
+        self._before = general, cuda.fp32_precision, cpu.fp32_precision
+        torch.set_float32_matmul_precision(self.precision)
+
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
+    def end(self, engine: Engine) -> None:
+        """Restore the precision."""
+        if self._before is None:
+            return
+        general, cuda, cpu = self._before
+        self._before = None
+        # The first call leaves "ieee" behind where nothing was set before.
+        torch.set_float32_matmul_precision(general)
+        _BACKENDS.cuda.matmul.fp32_precision = cuda
+        _BACKENDS.mkldnn.matmul.fp32_precision = cpu

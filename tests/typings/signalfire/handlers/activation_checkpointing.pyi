@@ -1,0 +1,1 @@
+from handlers.activation_checkpointing import *

@@ -1,0 +1,1 @@
+from handlers.benchmark import *

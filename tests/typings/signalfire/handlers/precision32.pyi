@@ -1,0 +1,1 @@
+from handlers.precision32 import *
