@@ -77,6 +77,7 @@ from signalfire.handlers import (
     UpdateFrequency,
     Validation,
     WandbLogger,
+    WarmStart,
 )
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
@@ -113,6 +114,12 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.features(x).mean(2))
         return scores
+
+
+PRETRAINED = {
+    f"model.{name}": torch.linspace(-0.5, 0.4, value.numel()).sin().view_as(value)
+    for name, value in Classifier().named_parameters()
+}
 
 
 def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
@@ -252,6 +259,7 @@ CASES: dict[str, Case] = {
     "RemoteLogger": Case(lambda: in_memory(RemoteLogger, FOLDER / "remote", every="2it"), False),
     "TrackioLogger": Case(lambda: in_memory(TrackioLogger, FOLDER / "remote", every="2it"), False),
     "WandbLogger": Case(lambda: in_memory(WandbLogger, FOLDER / "remote", every="2it"), False),
+    "WarmStart": Case(lambda: WarmStart(PRETRAINED, allow="*"), True),
     "Rewindable": Case(lambda: Rewindable(every="2it"), False),
     "SWA": Case(lambda: SWA(2, bn_data=make_data()), False),
     "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0), True),
