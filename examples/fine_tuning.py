@@ -4,10 +4,10 @@
     python examples/fine_tuning.py --samples 10 --seed 1
     python examples/fine_tuning.py --list            # the wiring with gradual unfreezing
 
-A convolutional network is pretrained on all samples of the digits 0 to 4. Three networks are then trained on a few samples of
-each of the digits 5 to 9: one from scratch; one that starts with the pretrained convolutions and trains all layers at once;
-and one whose pretrained convolutions are frozen at first and unfrozen from the last to the first, with smaller learning rates
-for earlier layers. The accuracy is measured on the test samples of the digits 5 to 9.
+A convolutional network is pretrained on all samples of the digits 0 to 4, and its weights are saved. Three networks are then
+trained on a few samples of each of the digits 5 to 9: one from scratch; one that starts with the pretrained convolutions
+(`WarmStart`) and trains all layers at once; and one whose pretrained convolutions are frozen at first and unfrozen from the last
+to the first, with smaller learning rates for earlier layers. The accuracy is measured on the test samples of the digits 5 to 9.
 
 Source: Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018), for gradual unfreezing and
 discriminative rates; Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), for the data and the network.
@@ -28,7 +28,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import Accuracy, Average, Freezing, History, Metrics, Seeding, Validation, discriminative_rates
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Freezing,
+    History,
+    Metrics,
+    Seeding,
+    Validation,
+    WarmStart,
+    discriminative_rates,
+)
 
 STEPS, SAMPLES, BATCH, RATE = 500, 20, 25, 3e-3
 WAYS = {
@@ -105,7 +115,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of each training (default: {STEPS})")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"samples per new digit (default: {SAMPLES})")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "fine_tuning", help="folder of the plot")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs") / "fine_tuning", help="folder of the weights and the plot"
+    )
     parser.add_argument("--list", action="store_true", help="print the wiring with gradual unfreezing and exit")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,13 +137,16 @@ def main() -> None:
     trainer.run(data["old"], max_steps=2 * steps)
     print(f"trained on the digits 0 to 4: {100 * trainer.state.metrics['accuracy']:.1f} % of their test samples")
 
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    torch.save(old.state_dict(), arguments.folder / "pretrained.pt")
+
     histories: dict[str, History] = {}
     for way in WAYS:
         seed_everything(seed)
         model = Network()
-        if way != "scratch":  # all pretrained weights except the head's, which predicts other digits
-            model.load_state_dict(old.state_dict() | {f"head.{key}": p for key, p in model.head.state_dict().items()})
         trainer = build(model, data["new_test"], seed=seed, every=every, way=way, epochs=epochs)
+        if way != "scratch":  # all pretrained weights except the head's, which predicts other digits
+            trainer.attach(WarmStart(arguments.folder / "pretrained.pt", exclude="head"))
         trainer.run(data["new"], max_steps=steps)
         history = trainer.find(History)
         histories[way] = history
@@ -158,7 +173,6 @@ def report(histories: dict[str, History], samples: int, folder: Path, seconds: f
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     top.legend()
-    folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "fine_tuning.png", dpi=120)
     print(f"  {folder / 'fine_tuning.png'}")
 

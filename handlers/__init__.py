@@ -76,6 +76,7 @@ from .truncated_bptt import TruncatedBPTT
 from .update_frequency import UpdateFrequency
 from .validation import Validation
 from .wandb_logger import WandbLogger
+from .warm_start import WarmStart
 
 __all__ = [
     "EMA",
@@ -154,6 +155,7 @@ __all__ = [
     "UpdateFrequency",
     "Validation",
     "WandbLogger",
+    "WarmStart",
     "cosine_with_warmup",
     "discriminative_rates",
     "one_cycle",

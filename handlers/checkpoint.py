@@ -20,7 +20,7 @@ from signalfire.planning import comes_up
 
 from ._common.checkpoint_findings import report_base, report_folder, report_hyperparameters, report_nothing_saved
 from ._common.folders import check_folder, check_shared, open_folder
-from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS
+from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, RESUME
 
 __all__ = ["Checkpoint"]
 
@@ -220,7 +220,7 @@ class Checkpoint(Handler):
 
     # ---- starting and resuming ------------------------------------------------------------------------------------
 
-    @on("resume_event", phase=Phase.PREPARE, reads=["files", "processes"], writes=["state"])
+    @on("resume_event", phase=Phase.PREPARE, rank=RESUME, reads=["files", "processes"], writes=["state"])
     def resume(self, engine: Engine) -> None:
         """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:

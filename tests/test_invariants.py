@@ -90,6 +90,7 @@ from signalfire.handlers import (
     UpdateFrequency,
     Validation,
     WandbLogger,
+    WarmStart,
 )
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
@@ -130,6 +131,12 @@ class Classifier(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         """What handlers of language models take for the embedding: its output has three dimensions."""
         return self.features
+
+
+PRETRAINED = {
+    f"model.{name}": torch.linspace(-0.5, 0.4, value.numel()).sin().view_as(value)
+    for name, value in Classifier().named_parameters()
+}
 
 
 def build(optimizer: Callable[..., torch.optim.Optimizer] = ADAM) -> Engine:
@@ -294,6 +301,7 @@ CASES: dict[str, Case] = {
     "RemoteLogger": Case(lambda: in_memory(RemoteLogger, FOLDER / "remote", every="2it"), False),
     "TrackioLogger": Case(lambda: in_memory(TrackioLogger, FOLDER / "remote", every="2it"), False),
     "WandbLogger": Case(lambda: in_memory(WandbLogger, FOLDER / "remote", every="2it"), False),
+    "WarmStart": Case(lambda: WarmStart(PRETRAINED, allow="*"), True),
     "Rewindable": Case(lambda: Rewindable(every="2it"), False),
     "SWA": Case(lambda: SWA(2, bn_data=make_data()), False),
     "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0), True),

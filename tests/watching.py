@@ -67,6 +67,7 @@ from signalfire.handlers import (
     Throughput,
     UpdateFrequency,
     Validation,
+    WarmStart,
 )
 from signalfire.randomness import random_state
 from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
@@ -330,6 +331,13 @@ def predicted(folder: Path) -> Engine:
     return engine
 
 
+def warm(folder: Path) -> Engine:
+    source = mlp(5, 8, 1, nn.BatchNorm1d(8), seed=7)
+    source(torch.randn(4, 5, generator=torch.Generator().manual_seed(1)))
+    torch.save(source.state_dict(), folder / "pretrained.pt")
+    return build(mlp(5, 8, 1, nn.BatchNorm1d(8)), WarmStart(folder / "pretrained.pt"))
+
+
 def short(folder: Path) -> Engine:
     return build(mlp(5, 8, 1), FastDevRun(2), Benchmark())
 
@@ -511,6 +519,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             plateau,
             pruned,
             pruned_later,
+            warm,
         )
     },
     **{

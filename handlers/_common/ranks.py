@@ -17,6 +17,10 @@ LOG_HISTOGRAMS = -10
 HOLD_STATE = -30
 """PERSIST: a state is held before a checkpoint is written, which has the oldest one with it."""
 
+RESUME, WARM_START = -20, -10
+"""MODEL_SETUP / PREPARE: a run that resumes is not warm-started; weights are loaded before the model is moved, converted or
+frozen, and before anything is put around it."""
+
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 

@@ -52,6 +52,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "UpdateFrequency": {"main": 2},
     "Validation": {"evaluator": EVALUATOR, "data": batches(1)},
     "WandbLogger": {"project": "x", "folder": tempfile.gettempdir()},
+    "WarmStart": {"source": "x.pt"},
 }
 # With other arguments beside, for arguments that only then have a meaning.
 BESIDE: dict[str, dict[str, Any]] = {

@@ -1,0 +1,170 @@
+"""Warm start: begins a run with weights from a file, and says what of it was loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.modules import Modules
+from signalfire.weights import WeightFile, read_weights
+
+from ._common.folders import check_local
+from ._common.parameters import check_patterns
+from ._common.ranks import WARM_START
+from ._common.weight_plan import WeightPlan, compare_weights
+
+__all__ = ["WarmStart"]
+
+
+class WarmStart(Handler):
+    """Loads weights from a file as a new run starts: all of them, or some, or under other names.
+
+    Names, shapes and kinds of dtype are compared before anything is loaded. What the file lacks, what it has beside, and what has
+    another shape is an error, unless ``allow`` names it; then no weight has changed. A file of which nothing fits is always an
+    error. One line on stderr says how much was loaded; `plan` has the names.
+
+    The weights are loaded before the model is moved, converted, frozen, sharded or compiled, and before optimizers and averages
+    exist. Only weights and buffers are loaded: the run's counters, optimizers and random streams begin as new. A run that resumes
+    from a checkpoint (`Checkpoint(resume=True)`, `Engine.load_state_dict`), or continues, keeps its own weights.
+
+    In the names of a file, ``_orig_mod.`` and other parts that torch's wrappers add are ignored, and the prefixes "module." and
+    "model." are removed if more names match without them; the report says so. Dtypes are converted to the model's.
+
+    Args:
+        source: A safetensors file, or the index of its shards; a file of ``torch.save`` or Lightning's ``.ckpt``; a checkpoint,
+            or a folder of them; a Hugging Face folder; or a mapping from names to tensors. See `read_weights`.
+        rename: Regular expressions and their replacements, as for `re.sub`, applied to the names of the file in this order.
+        include: Patterns of what is loaded; everything by default. All patterns are paths such as "backbone", or have ``*``,
+            ``?`` or ``[]``, and are compared with names as they are in the model.
+        exclude: Patterns of what is not loaded: it stays as the model was initialised.
+        allow: Patterns of what may be missing, unexpected or of another shape. It stays as initialised.
+
+    Attributes:
+        plan: What the last load has done; None before.
+
+    Raises:
+        ValueError: For weights that do not fit, naming what differs, and for a rule or pattern that matches nothing.
+
+    Example:
+        >>> import torch
+        >>> pretrained = {"encoder.weight": torch.ones(2, 2), "encoder.bias": torch.zeros(2), "head.weight": torch.ones(9, 2)}
+        >>> model = torch.nn.ModuleDict({"backbone": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3)})
+        >>> print(WarmStart(pretrained, rename={r"^encoder\\.": "backbone."}, allow=["head"]).compare(model))
+        2 of 4 tensors loaded from 'a mapping' (2 renamed, 1 missing, 1 of another shape)
+          renamed (2): encoder.weight -> backbone.weight, encoder.bias -> backbone.bias
+          missing (1): head.bias
+          other shape (1): head.weight ([9, 2] in the file, [3, 2] in the model)
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        rename: Mapping[str, str] | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        allow: str | Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.rename = _check_rename(self, rename)
+        self.include = check_patterns(self, "include", include)
+        self.exclude = check_patterns(self, "exclude", exclude) or []
+        self.allow = check_patterns(self, "allow", allow) or []
+        self.plan: WeightPlan | None = None
+        if not isinstance(source, str | os.PathLike | Mapping) or not source or isinstance(source, bytes):
+            raise TypeError(
+                f"WarmStart(source={source!r}): expected the path of a file or folder, or a mapping from names to tensors"
+            )
+        if not isinstance(source, Mapping):
+            check_local(self, "source", source)
+        self.source = source
+
+    def compare(self, model: nn.Module | Mapping[str, nn.Module] | Engine) -> WeightPlan:
+        """What a run would load into a model, or into the modules of an engine; nothing is changed.
+
+        Raises:
+            FileNotFoundError, ValueError, ImportError: For a source that cannot be read, and rules that match nothing. What does
+                not fit is in the plan.
+        """
+        return self._compare(model.modules if isinstance(model, Engine) else Modules(model, ()), self._read())
+
+    @on(
+        Events.MODEL_SETUP,
+        phase=Phase.PREPARE,
+        rank=WARM_START,
+        reads=["modules", "files", "processes"],
+        writes=["weights", "buffers"],
+    )
+    def load(self, engine: Engine) -> None:
+        """Load the weights, on every rank from its own file system; with an error on one of them, on none."""
+        if engine.state.epoch > 0:
+            return
+        if engine.snapshots.has_loaded_state:
+            self._say(engine, "the run resumes from a checkpoint, so that nothing else is loaded")
+            return
+        problem: Exception | None = None
+        try:
+            file = self._read()
+            plan = self._compare(engine.modules, file)
+            plan.check(self._where)
+        except Exception as error:
+            problem = error
+        problems = engine.processes.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise ValueError(f"{self._where}: rank {rank} cannot load the weights: {text}")
+        plan.apply(engine.modules, file.tensors)
+        self.plan = plan
+        self._say(engine, plan.summary())
+
+    @property
+    def _where(self) -> str:
+        given = "..." if isinstance(self.source, Mapping) else repr(os.fspath(self.source))
+        return f"WarmStart({given})"
+
+    def _read(self) -> WeightFile:
+        source = self.source if isinstance(self.source, Mapping) else Path(self.source)
+        return read_weights(source, where=self._where)
+
+    def _compare(self, modules: Modules, file: WeightFile) -> WeightPlan:
+        return compare_weights(
+            modules,
+            file,
+            rename=self.rename,
+            include=self.include,
+            exclude=self.exclude,
+            allow=self.allow,
+            where=self._where,
+        )
+
+    def _say(self, engine: Engine, text: str) -> None:
+        if engine.processes.is_rank_zero:
+            print(f"{self.name}: {text}", file=sys.stderr)
+
+
+def _check_rename(handler: Handler, rename: Any) -> dict[str, str]:
+    if rename is None:
+        return {}
+    if not isinstance(rename, Mapping) or not all(isinstance(one, str) for pair in rename.items() for one in pair):
+        raise TypeError(
+            f"WarmStart(rename={rename!r}): expected a mapping from regular expressions to replacements, such as "
+            "{r'^encoder\\.': 'backbone.'}"
+        )
+    for pattern, replacement in rename.items():
+        try:
+            re.compile(pattern).sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"WarmStart(rename={rename!r}): {pattern!r}: {error}") from None
+    return dict(rename)

@@ -1,0 +1,1 @@
+from handlers._common.weight_plan import *

@@ -1,0 +1,1 @@
+from handlers.warm_start import *
