@@ -9,6 +9,7 @@ if __name__ != "signalfire.handlers":
 from .activation_checkpointing import ActivationCheckpointing
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .benchmark import Benchmark
+from .channels_last import ChannelsLast
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
@@ -77,6 +78,7 @@ __all__ = [
     "Average",
     "Benchmark",
     "CSVLogger",
+    "ChannelsLast",
     "Checkpoint",
     "CutMix",
     "Cutout",
