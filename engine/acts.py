@@ -49,6 +49,7 @@ class Override(Enum):
     GRADIENTS_PER_STEP = "how often a step computes its gradients"
     LABEL_SMOOTHING = "label smoothing"
     LEARNING_RATE = "the learning rate"
+    MEMORY_FORMAT = "the memory format"
     MIXING = "the mixing of samples"
     NOISE = "gradient noise"
     NON_FINITE = "what happens to non-finite losses and gradients"

@@ -10,6 +10,7 @@ from .activation_checkpointing import ActivationCheckpointing
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .auto_clip import AutoClip
 from .benchmark import Benchmark
+from .channels_last import ChannelsLast
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
@@ -90,6 +91,7 @@ __all__ = [
     "Average",
     "Benchmark",
     "CSVLogger",
+    "ChannelsLast",
     "Checkpoint",
     "CutMix",
     "Cutout",

@@ -29,6 +29,7 @@ from signalfire.handlers import (
     ActivationCheckpointing,
     Average,
     Benchmark,
+    ChannelsLast,
     Checkpoint,
     CSVLogger,
     Deterministic,
@@ -339,7 +340,7 @@ def warm(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark())
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast())
 
 
 def pruned(folder: Path) -> Engine:

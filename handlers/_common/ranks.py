@@ -24,6 +24,9 @@ frozen, and before anything is put around it."""
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 
+LAYOUT = 10
+"""STARTED / PREPARE and GET_BATCH_COMPLETED / PREPARE: tensors are laid out in memory once they are on their device."""
+
 DECIDE_CHECKPOINTS = 10
 """CONTROL of the completed events: checkpoints are selected last, since a best one includes what schedules and patience
 decide at this event."""

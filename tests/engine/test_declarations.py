@@ -71,6 +71,7 @@ NOT_IN_THESE_RUNS = {
     ("Profiler", "report"): "it calls receivers through functions of its own, as the test does",
     ("EarlyStopping", "print_reason"): "only a line on stderr",
     ("FastDevRun", "report"): "only a line on stderr",
+    ("ChannelsLast", "convert"): "only a line on stderr",
     ("Throughput", "report_missing_peak"): "only a line on stderr",
     ("Checkpoint", "wait_for_write"): "files that a thread writes change at any moment",
     ("Checkpoint", "write_missing"): "only where the run that saved the state died between two handlers' saves",

@@ -1,0 +1,140 @@
+"""Channels-last memory format: images are stored pixel by pixel, as fast convolution kernels read them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.batches import map_leaves
+from signalfire.distributed import is_sharded
+
+from ._common.ranks import LAYOUT
+
+__all__ = ["ChannelsLast"]
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CONVOLUTIONS = {4: (nn.Conv2d, nn.ConvTranspose2d), 5: (nn.Conv3d, nn.ConvTranspose3d)}
+"""By the number of dimensions of a batch: samples, channels, and two or three more."""
+
+Strides = tuple[int, ...]
+
+
+class ChannelsLast(Handler):
+    """Stores weights and batches in the channels-last format during the run, and restores the layout of the weights afterwards.
+
+    The values of a pixel's channels are next to each other in memory (NHWC), while shapes and indices stay the same (NCHW).
+    Convolutions in half precision are faster on GPUs with tensor cores, and often on CPUs; sums are in another order, so that
+    results differ by rounding. Batches are converted after they were moved to the device, for evaluations by the trainer as well.
+
+    Four-dimensional tensors are converted if the model has two-dimensional convolutions, and five-dimensional ones if it has
+    three-dimensional convolutions. A model that has neither is left as it is, which a line on standard error says. Parameters
+    stay the same objects. After the run, parameters, buffers, gradients, the states of optimizers and averages of the weights
+    have the strides that they would have without the handler.
+
+    Raises:
+        ValueError: As the run starts, for weights that are sharded by `FullyShardedDataParallel`, which does not support it.
+
+    Source:
+        "Channels Last Memory Format in PyTorch", a tutorial of PyTorch.
+
+    Example:
+        >>> ChannelsLast().name
+        'channels_last'
+    """
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self._dimensions: list[int] = []  # of tensors that are converted, only during a run
+        self._strides: dict[tuple[str, str], tuple[Tensor, Strides]] = {}  # original ones by names of module and tensor
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.MEMORY_FORMAT, by=self)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=LAYOUT, reads=["modules", "weights", "processes"], writes=["files"])
+    def convert(self, engine: Engine) -> None:
+        """Convert parameters and buffers, and what optimizers hold of an earlier run."""
+        parts = [part for root in engine.modules.values() for part in root.modules()]
+        self._dimensions = [
+            count for count, kinds in _CONVOLUTIONS.items() if any(isinstance(part, kinds) for part in parts)
+        ]
+        if not self._dimensions:
+            line = f"{self.name}: the model has no two- or three-dimensional convolutions: nothing is converted"
+            engine.processes.print(line, file=sys.stderr)
+        for root, key, tensor in self._tensors(engine):
+            if is_sharded(tensor):
+                raise ValueError(
+                    f"{self.name!r}: the weights ({key!r} among them) are sharded, which rules out another memory format; detach "
+                    f"{self.name!r}, or use DistributedDataParallel"
+                )
+            strides = tensor.stride()
+            tensor.data = _converted(tensor.data)
+            if tensor.stride() != strides:
+                self._strides[root, key] = tensor, strides
+        for tensor, _ in self._belonging(engine):
+            tensor.data = _converted(tensor.data)
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, rank=LAYOUT, reads=["optimizer"], writes=["optimizer"])
+    def convert_loaded(self, engine: Engine) -> None:
+        """Convert what was loaded from a run in another format."""
+        for tensor, _ in self._belonging(engine):
+            tensor.data = _converted(tensor.data)
+
+    @on(Events.GET_BATCH_COMPLETED, phase=Phase.PREPARE, rank=LAYOUT, reads=["batch"], writes=[])
+    def convert_batch(self, engine: Engine) -> None:
+        """Convert the batch's tensors, once they are on the device."""
+        if self._dimensions:
+            engine.state.batch = map_leaves(self._converted_leaf, engine.state.batch)
+
+    def _converted_leaf(self, value: Any) -> Any:
+        return _converted(value) if isinstance(value, Tensor) and value.dim() in self._dimensions else value
+
+    @on(Events.ENDED, reads=["modules", "optimizer"], writes=[])
+    def restore(self, engine: Engine) -> None:
+        """Restore the strides."""
+        for tensor, strides in self._belonging(engine):
+            tensor.data = _strided(tensor.data, strides)
+        for tensor, strides in self._strides.values():
+            tensor.data = _strided(tensor.data, strides)
+        self._dimensions, self._strides = [], {}
+
+    def _tensors(self, engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameters and buffers that are to be converted."""
+        for root, module in engine.modules.items():
+            for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.dim() in self._dimensions and tensor.layout is torch.strided:
+                    yield root, key, tensor
+
+    def _belonging(self, engine: Engine) -> Iterator[tuple[Tensor, Strides]]:
+        """Gradients, moments and averages of converted parameters, with the strides of the parameter."""
+        original = dict(self._strides.values())
+        for tensor, strides in original.items():
+            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+                yield tensor.grad, strides
+        for update in engine.updates:
+            states = {} if update.optimizer is None else update.optimizer.state
+            for parameter, state in states.items():
+                if (held := original.get(parameter)) is not None:
+                    for value in state.values():
+                        if isinstance(value, Tensor) and value.shape == parameter.shape:
+                            yield value, held
+        for handler in engine.handlers.values():
+            for name, copy in handler.parameter_copies().items():
+                root, _, key = name.partition(".")
+                if (found := self._strides.get((root, key))) is not None and copy.shape == found[0].shape:
+                    yield copy, found[1]
+
+
+def _converted(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=_FORMATS[tensor.dim()])
+
+
+def _strided(tensor: Tensor, strides: Strides) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

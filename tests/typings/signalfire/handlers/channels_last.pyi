@@ -1,0 +1,1 @@
+from handlers.channels_last import *
