@@ -33,7 +33,7 @@ class Freezing(Handler):
 
     Args:
         parts: Paths of modules or parameters, such as "backbone" or "head.bias", or name patterns with ``*``, ``?`` and ``[]``,
-            such as "*.bias"; in an engine with several modules they start with the module's name. Alternatively a mapping
+            such as ``"*.bias"``; in an engine with several modules they start with the module's name. Alternatively a mapping
             from these to the epoch at which the part is unfrozen, or to None for the whole run. If several match a
             parameter, the longest applies. A parameter shared by two parts may be named by either path.
         until: Epoch at which parts not given as a mapping are unfrozen, at least 2.

@@ -28,7 +28,7 @@ class Histograms(Handler):
     Args:
         every: Interval in iterations.
         weights, gradients: Whether to log them.
-        parameters: Patterns of the names of the parameters, such as "backbone" or ["*.weight"]; all by default.
+        parameters: Patterns of the names of the parameters, such as ``"backbone"`` or ``["*.weight"]``; all by default.
 
     Example:
         >>> Histograms(every="100it", parameters="*.weight").parameters

@@ -21,8 +21,8 @@ class L2(ParameterPenalty):
 
     Args:
         weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
-        parameters: Patterns of the names of the parameters, such as "head.*" or ["*.weight"]; by default all that the update's
-            optimizer holds. Those that are frozen at the time are not counted.
+        parameters: Patterns of the names of the parameters, such as ``"head.*"`` or ``["*.weight"]``; by default all that the
+            update's optimizer holds. Those that are frozen at the time are not counted.
         norms_and_biases: Whether biases and the parameters of normalisation layers are among them; all with fewer than two
             dimensions count as such. What is left out is shown by ``print(handler)``.
         update: Name of the update whose loss it is added to, for its own parameters; by default all updates, each for its own.

@@ -147,7 +147,7 @@ class NEFTune(Handler):
         return mask.to(output.device) != 0
 
     def _find(self, engine: Engine) -> nn.Module:
-        named = {
+        named: dict[str, nn.Module] = {
             bare_name(path): part
             for root, module in engine.modules.items()
             for path, part in module.named_modules(prefix=engine.modules.prefix(root))

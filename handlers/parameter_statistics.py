@@ -36,7 +36,8 @@ class ParameterStatistics(Handler):
     Args:
         every: Interval between two measurements, in optimizer steps of each update.
         per_parameter: Whether to also measure each parameter.
-        parameters: Patterns of the names of the parameters to measure, such as "backbone" or ["*.weight"]; all by default.
+        parameters: Patterns of the names of the parameters to measure, such as ``"backbone"`` or ``["*.weight"]``; all by
+            default.
         update: Name of the update whose parameters are measured; all updates by default.
 
     Source:

@@ -44,7 +44,7 @@ class Pruning(Handler):
         scope: "global" compares the weights of all parameters; "layer" prunes the same share of each.
         structure: "2:4" keeps the two largest of each four consecutive weights of a unit's inputs, as sparse tensor cores of
             GPUs require; any other "n:m" works likewise. All at once, at ``start``.
-        parameters: Patterns of the names of the parameters to prune, such as "backbone" or ["*.weight"]; by default all
+        parameters: Patterns of the names of the parameters to prune, such as ``"backbone"`` or ``["*.weight"]``; by default all
             parameters with two or more dimensions. Those that are frozen at a pruning are not pruned, and not counted.
         update: Name of the update whose steps count; the first by default.
 

@@ -227,11 +227,12 @@ def test_what_cannot_be_meant_is_refused() -> None:
     engine.attach(AutoClip())
     with pytest.raises(TypeError, match="'auto_clip': a gradient of update 'main' is sparse"):
         engine.run([torch.tensor([1, 1])], max_epochs=1, check=False)
-    for options, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"percentile": 0}, "percentile=0"),
         ({"percentile": 101}, "percentile=101"),
         ({"window": 0}, "window=0"),
-    ):
+    ]
+    for options, message in wrong:
         with pytest.raises(ValueError, match=rf"AutoClip\({message}\)"):
             AutoClip(**options)
 

@@ -1,0 +1,32 @@
+"""How Sphinx builds the guide: ``python -m sphinx -W -n examples/guide runs/guide``, offline, in less than a minute."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # where Sphinx finds `pages`
+
+project = "Signalfire"
+author = "the authors of Signalfire"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "pages"]
+html_theme = "furo"
+html_title = "Signalfire"
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["conf.py"]
+
+# Names in single backticks are links where they are names of this package, and code where they are not.
+default_role = "autolink"
+napoleon_custom_sections = ["Source", ("Errors", "Raises")]
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+autosummary_generate = False
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+
+# Types of other packages, whose pages are elsewhere; every link to a page of this guide is checked.
+nitpick_ignore_regex = [("py:.*", r".*")]

@@ -1,0 +1,123 @@
+"""The pages that are made from the code: one a handler, the codes of findings, the interface."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import signalfire
+import signalfire.handlers
+from signalfire import Handler
+from signalfire.codes import CODES
+
+GROUPS = {
+    "W": "What `Engine.run` notices while it begins or trains",
+    "C": "What `Engine.check` finds in a composition, and `Engine.run` before its first batch",
+    "G": "What `Guards` finds in a run",
+}
+
+
+def handler_classes() -> list[type[Handler]]:
+    """The public handlers, by name."""
+    named = ((name, getattr(signalfire.handlers, name)) for name in sorted(signalfire.handlers.__all__, key=str.lower))
+    return [one for name, one in named if inspect.isclass(one) and issubclass(one, Handler)]
+
+
+def handler_page(kind: type[Handler]) -> str:
+    """Purpose, arguments and example from the docstring; then its receivers, with what they read and write."""
+    file = Path(inspect.getfile(kind)).name
+    text = [f"# {kind.__name__}", "", "```{eval-rst}", f".. autoclass:: signalfire.handlers.{kind.__name__}", "```", ""]
+    rows = [
+        " | ".join(["", f"`{one.method}`", _event(one.event), one.phase.name, str(one.rank), _things(one.reads),
+                    _things(one.writes), ""]).strip()
+        for one in kind.subscriptions
+    ]  # fmt: skip
+    if rows:
+        text += ["## What it is called for", "", "Events in *italics* depend on the arguments.", ""]
+        text += ["| method | event | phase | rank | reads | writes |", "|---|---|---|---|---|---|", *rows, ""]
+    traits = {
+        "trains": "It is for training; an engine that only evaluates refuses it.",
+        "writes": "It writes files or sends something away.",
+        "rank_zero_only": "With several processes it works on rank 0 only.",
+    }
+    text += [sentence for name, sentence in traits.items() if getattr(kind, name, False)]
+    return "\n".join([*text, "", f"Its code: `handlers/{file}`.", ""])
+
+
+def _event(event: Any) -> str:
+    return f"*{event}*" if isinstance(event, str) else str(event).replace("|", "or").replace("Events.", "")
+
+
+def _things(things: Any) -> str:
+    return "not declared" if things is None else ", ".join(sorted(things)) or "-"
+
+
+def handlers_page() -> str:
+    """A table of all handlers with the first line of each, and the pages as its contents."""
+    kinds = handler_classes()
+    text = ["# The handlers", "", "| handler | what it does |", "|---|---|"]
+    for kind in kinds:
+        first = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()).replace("|", "\\|")
+        text.append(f"| [{kind.__name__}]({kind.__name__}.md) | {first} |")
+    text += ["", "```{toctree}", ":hidden:", *(kind.__name__ for kind in kinds), "```", ""]
+    return "\n".join(text)
+
+
+def codes_page() -> str:
+    """The codes of all findings."""
+    text = [
+        "# Findings and their codes",
+        "",
+        "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
+        '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it.',
+        "",
+    ]
+    for letter, title in GROUPS.items():
+        text += [f"## {title}", "", "| code | severity | what it means |", "|---|---|---|"]
+        text += [f"| {code} | {level} | {what} |" for code, (level, what) in CODES.items() if code[0] == letter]
+        text.append("")
+    return "\n".join(text)
+
+
+def interface_page() -> str:
+    """All public names but the handlers."""
+    text = ["# The interface", "", "```{eval-rst}"]
+    for name in vars(signalfire)["__all__"]:
+        one = getattr(signalfire, name)
+        kind = "autoclass" if inspect.isclass(one) else "autofunction" if callable(one) else "autodata"
+        text += [f".. {kind}:: signalfire.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
+    for module in ("testing", "tuning", "ablation"):
+        text += [f".. automodule:: signalfire.{module}", "   :members:", ""]
+    return "\n".join([*text, "```", ""])
+
+
+def write_pages(source: Path) -> list[Path]:
+    """Write all pages that are made below the folder of the guide; those that are the same stay untouched."""
+    pages = {f"handlers/{kind.__name__}.md": handler_page(kind) for kind in handler_classes()}
+    pages |= {"handlers/index.md": handlers_page(), "codes.md": codes_page(), "interface.md": interface_page()}
+    for name, text in pages.items():
+        path = source / name
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+    return [source / name for name in pages]
+
+
+def fences_as_literals(app: Any, what: str, name: str, one: Any, options: Any, lines: list[str]) -> None:
+    """Show what a docstring has between fences as it stands there."""
+    inside, shown = False, []
+    for line in lines:
+        if line.strip() == "```":
+            inside = not inside
+            shown += ["::", ""] if inside else [""]
+        else:
+            shown.append(f"    {line}" if inside and line else line)
+    lines[:] = shown
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("builder-inited", lambda app: write_pages(Path(app.srcdir)))
+    app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
+    return {"parallel_read_safe": True}

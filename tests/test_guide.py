@@ -1,0 +1,61 @@
+"""The guide is true: what its pages show is run in order, and what they say is printed is printed."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from signalfire.codes import CODES
+from tests.kit import finished, needs
+
+needs("docs", "sybil", "sphinx", "furo", "myst_parser")
+
+from sybil import Sybil  # noqa: E402 (after the check that it is installed)
+from sybil.parsers.myst import PythonCodeBlockParser  # noqa: E402
+
+GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+WRITTEN = ("index", "start", "loop", "writing_a_handler", "symptoms", "from_a_plain_loop")
+
+
+def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
+    listed = re.search(r"```\{toctree\}\n:maxdepth: 1\n\n(.*?)```", (GUIDE / "index.md").read_text(), re.DOTALL)
+    assert listed is not None
+    assert {*listed[1].split()} == {*WRITTEN, "handlers/index", "codes", "interface"} - {"index"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WRITTEN)
+def test_what_a_page_shows_runs_and_prints_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS
+    sybil = Sybil([PythonCodeBlockParser(doctest_optionflags=flags)])
+    document = sybil.parse(GUIDE / f"{page}.md")
+    examples = list(document.examples())
+    for example in examples:
+        example.evaluate()
+    fences = (GUIDE / f"{page}.md").read_text().count("```python\n")
+    assert fences == 0 or len(examples) >= fences, "a fence was not run"
+
+
+@pytest.mark.slow
+def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_and_code(tmp_path: Path) -> None:
+    built = finished("-m", "sphinx", "-q", "-W", "-n", "-E", "-d", tmp_path / "trees", GUIDE, tmp_path / "site")
+    assert built.returncode == 0, built.stderr
+    from signalfire import Handler, handlers
+
+    for name in handlers.__all__:
+        kind = getattr(handlers, name)
+        if isinstance(kind, type) and issubclass(kind, Handler):
+            page = (tmp_path / "site" / "handlers" / f"{name}.html").read_text()
+            assert f'id="signalfire.handlers.{name}"' in page, name
+            assert "Example" in page, name
+    codes = (tmp_path / "site" / "codes.html").read_text()
+    assert [code for code in CODES if f">{code}<" not in codes] == []
+    for file in (tmp_path / "site").rglob("*.html"):
+        for link in re.findall(r'href="([^"#:?]+)(?:#[^"]*)?"', file.read_text()):
+            assert (file.parent / link).exists(), f"{file.name} points to {link}"
