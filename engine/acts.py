@@ -36,6 +36,7 @@ class Override(Enum):
     CENTRALIZATION = "gradient centralization"
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
+    DEPTH = "which blocks are dropped"
     DEVICE = "the device"
     EMBEDDING_NOISE = "the noise on embeddings"
     EVALUATED_WEIGHTS = "the weights used for evaluation"

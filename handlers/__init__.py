@@ -57,6 +57,7 @@ from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, war
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
 from .spike_guard import SpikeGuard
+from .stochastic_depth import StochasticDepth
 from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
@@ -127,6 +128,7 @@ __all__ = [
     "Seeding",
     "SharpnessAwareMinimization",
     "SpikeGuard",
+    "StochasticDepth",
     "StragglerDetection",
     "Summary",
     "TensorBoardLogger",

@@ -54,6 +54,7 @@ from signalfire.handlers import (
     Rewindable,
     Seeding,
     SpikeGuard,
+    StochasticDepth,
     Summary,
     TensorBoardLogger,
     Throughput,
@@ -361,16 +362,17 @@ class Reading(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(9, 6)
+        self.block = nn.Identity()
         self.head = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.embed((x.abs() * 4).long().clamp(max=8)).mean(1))
+        output: Tensor = self.head(self.block(self.embed((x.abs() * 4).long().clamp(max=8))).mean(1))
         return output
 
 
 def noisy(folder: Path) -> Engine:
     """Noise in the forward."""
-    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0))
+    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0), StochasticDepth("block", 0.5))
 
 
 def erased(folder: Path) -> Engine:

@@ -39,6 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
     "SharpnessAwareMinimization": {"rho": 0.1},
+    "StochasticDepth": {"blocks": "a"},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},
     "TrackioLogger": {"project": "x", "folder": tempfile.gettempdir()},
     "TruePrecision": {"precision": "fp64"},
