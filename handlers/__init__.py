@@ -6,6 +6,7 @@ if __name__ != "signalfire.handlers":
         "write `from signalfire.handlers import ...` (after `pip install -e .`)"
     )
 
+from .activation_statistics import ActivationStatistics
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .auto_clip import AutoClip
 from .checkpoint import Checkpoint
@@ -74,6 +75,7 @@ __all__ = [
     "EMA",
     "SWA",
     "Accuracy",
+    "ActivationStatistics",
     "AdaptiveGradientClipping",
     "AutoClip",
     "Average",

@@ -22,6 +22,7 @@ from signalfire.handlers import (
     EMA,
     SWA,
     Accuracy,
+    ActivationStatistics,
     AdaptiveGradientClipping,
     AutoClip,
     Average,
@@ -199,6 +200,7 @@ class Case:
 
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
+    "ActivationStatistics": Case(lambda: ActivationStatistics(every="3it", window=2, unit_dim=1), False),
     "AdaptiveGradientClipping": Case(lambda: AdaptiveGradientClipping(0.01), True),
     "AutoClip": Case(lambda: AutoClip(50, window=3), True),
     "Checkpoint, the last": Case(lambda: Checkpoint(FOLDER / "last", every="2it", keep=2), False),

@@ -24,6 +24,7 @@ from signalfire.distributed.processes import lost_another
 from signalfire.handlers import (
     EMA,
     SWA,
+    ActivationStatistics,
     Average,
     Checkpoint,
     CSVLogger,
@@ -362,7 +363,7 @@ class Reading(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(9, 6)
-        self.block = nn.Identity()
+        self.block = nn.ReLU()
         self.head = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -372,7 +373,12 @@ class Reading(nn.Module):
 
 def noisy(folder: Path) -> Engine:
     """Noise in the forward."""
-    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0), StochasticDepth("block", 0.5))
+    return build(
+        Reading(),
+        NEFTune(mask=lambda batch: batch[0] > 0),
+        StochasticDepth("block", 0.5),
+        ActivationStatistics(every="2it"),
+    )
 
 
 def erased(folder: Path) -> Engine:
