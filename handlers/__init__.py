@@ -35,6 +35,7 @@ from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lookahead import Lookahead
 from .lr_scheduling import LRScheduling
+from .memory_snapshot import MemorySnapshot
 from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
@@ -105,6 +106,7 @@ __all__ = [
     "LimitBatches",
     "Lookahead",
     "MLflowLogger",
+    "MemorySnapshot",
     "Metric",
     "Metrics",
     "MicroBatching",

@@ -39,6 +39,7 @@ from signalfire.handlers import (
     History,
     Lookahead,
     LRScheduling,
+    MemorySnapshot,
     Metrics,
     MixedPrecision,
     NEFTune,
@@ -226,6 +227,7 @@ def kept(folder: Path) -> Engine:
         History(print_epochs=True, file=io.StringIO()),
         SWA(1, lr=0.05, bn_data=batches(2)),
         Seeding(),
+        MemorySnapshot(folder / "memory"),
     )
 
 

@@ -33,6 +33,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "LimitBatches": {"train": 2},
     "LRScheduling": {"scheduler": partial(StepLR, step_size=1)},
     "MLflowLogger": {"experiment": "x", "folder": tempfile.gettempdir()},
+    "MemorySnapshot": {"folder": tempfile.gettempdir()},
     "Metrics": {"loss": Average()},
     "MicroBatching": {"size": 2},
     "ParameterScheduling": {"field": "momentum", "schedule": {0: 0.9}},
