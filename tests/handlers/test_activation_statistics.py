@@ -20,8 +20,10 @@ SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 def network() -> nn.Sequential:
     model = mlp(5, 8, 1, nn.ReLU())
+    first = model[0]
+    assert isinstance(first, nn.Linear)
     with torch.no_grad():
-        model[0].bias[:3] = -100.0  # type: ignore[index]
+        first.bias[:3] = -100.0
     return model
 
 

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)  # type: ignore[assignment]
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         output: Tensor = self.head(x)
         return output
 
