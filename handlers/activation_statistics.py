@@ -103,7 +103,7 @@ class ActivationStatistics(Handler):
         if engine.state.update.evaluation == 0:
             engine.regions.enter(self._hooked())
 
-    @on("report_event", phase=Phase.PREPARE, reads=[], writes=["metrics"])
+    @on("report_event", phase=Phase.PREPARE, reads=["step"], writes=["metrics"])
     def report(self, engine: Engine) -> None:
         """Write what was measured, and begin the next window."""
         metrics = engine.state.metrics
