@@ -38,6 +38,7 @@ class Override(Enum):
     CENTRALIZATION = "gradient centralization"
     CLIPPING = "gradient clipping"
     CUTOUT = "cutting parts out of samples"
+    DEPTH = "which blocks are dropped"
     DEVICE = "the device"
     DISTILLATION = "distillation"
     EMBEDDING_NOISE = "the noise on embeddings"

@@ -7,6 +7,7 @@ if __name__ != "signalfire.handlers":
     )
 
 from .activation_checkpointing import ActivationCheckpointing
+from .activation_statistics import ActivationStatistics
 from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .auto_clip import AutoClip
 from .benchmark import Benchmark
@@ -41,6 +42,7 @@ from .label_smoothing import LabelSmoothing
 from .limit_batches import LimitBatches
 from .lookahead import Lookahead
 from .lr_scheduling import LRScheduling
+from .memory_snapshot import MemorySnapshot
 from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
 from .micro_batching import MicroBatching
 from .mixed_precision import MixedPrecision
@@ -66,6 +68,7 @@ from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, war
 from .seeding import Seeding
 from .sharpness_aware_minimization import SharpnessAwareMinimization
 from .spike_guard import SpikeGuard
+from .stochastic_depth import StochasticDepth
 from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
@@ -86,6 +89,7 @@ __all__ = [
     "SWA",
     "Accuracy",
     "ActivationCheckpointing",
+    "ActivationStatistics",
     "AdaptiveGradientClipping",
     "AutoClip",
     "Average",
@@ -119,6 +123,7 @@ __all__ = [
     "LimitBatches",
     "Lookahead",
     "MLflowLogger",
+    "MemorySnapshot",
     "Metric",
     "Metrics",
     "MicroBatching",
@@ -146,6 +151,7 @@ __all__ = [
     "Seeding",
     "SharpnessAwareMinimization",
     "SpikeGuard",
+    "StochasticDepth",
     "StragglerDetection",
     "Summary",
     "TensorBoardLogger",

@@ -90,16 +90,17 @@ class AutoClip(Handler):
             raise TypeError(
                 f"{self.name!r}: a gradient of update {update.name!r} is sparse; build the embedding with sparse=False"
             )
-        if any_sharded(gradients) or alike(gradients):
-            total = norm_of_all(gradients, 2.0)
-        else:
-            total = torch.nn.utils.get_total_norm(gradients)
+        together = any_sharded(gradients) or alike(gradients)
+        total = norm_of_all(gradients, 2.0) if together else torch.nn.utils.get_total_norm(gradients)
         norms = self._norms.setdefault(update.name, _Norms(self.window))
         bound = norms.add(total, self.percentile / 100)
         factor = torch.clamp((total + 1e-6).reciprocal() * bound, max=1.0)  # as torch divides a number by a tensor
         factor = torch.where(bound.isnan(), torch.ones_like(factor), factor)  # no finite norm was seen yet
-        for gradient in gradients:
-            local_part(gradient).mul_(factor.to(gradient.device))
+        if together:
+            torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+        else:  # of several devices or dtypes
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.device))
         self.total_norm, self.max_norm = total, bound
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, reads=["step"], writes=[])

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_name, check_number
-from signalfire.findings.dropout import is_compiled
-from signalfire.modules import bare_name
 
 from ._common.batches import check_place, tensor_at
 from ._common.draws import Draws
+from ._common.hooks import check_not_compiled, named_modules
 from ._common.ranks import ADD_EMBEDDING_NOISE
 
 __all__ = ["NEFTune"]
@@ -76,11 +75,7 @@ class NEFTune(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_embedding(self, engine: Engine) -> None:
         """Find the embedding."""
-        if is_compiled(engine):
-            raise ValueError(
-                f"{self.name!r}: the model is compiled, and a compiled model does not call hooks; detach the handler, or do "
-                "not compile"
-            )
+        check_not_compiled(self, engine)
         self._module, self._called = self._find(engine), False
         self._draws.restart()
 
@@ -89,15 +84,15 @@ class NEFTune(Handler):
         """Put the hook on the embedding until the update is complete, since the backward may compute the forward again."""
         engine.regions.enter(self._hooked(engine))
 
-    @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
+    @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def begin_forward(self, engine: Engine) -> None:
         """Begin with other noise."""
         self._draws.begin_forward(self, engine)
 
-    @on(Events.UPDATE_COMPLETED, reads=["step"], writes=[])
+    @on(Events.UPDATE_COMPLETED, reads=[], writes=[])
     def check_called(self, engine: Engine) -> None:
         """Raise an error if the first forward has not called the embedding."""
-        if not self._called and engine.state.update.skipped is None and len(engine.updates) == 1:
+        if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
                 f"{self.name!r}: the forward did not call the embedding, so that there was no noise; name the one that it calls: "
                 "NEFTune(embedding=), and give it token ids, not embeddings"
@@ -107,6 +102,10 @@ class NEFTune(Handler):
     def release(self, engine: Engine) -> None:
         """Release the reference to the model."""
         self._module = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not refer to the model."""
+        return super().__getstate__() | {"_module": None}
 
     @contextmanager
     def _hooked(self, engine: Engine) -> Iterator[None]:
@@ -147,11 +146,7 @@ class NEFTune(Handler):
         return mask.to(output.device) != 0
 
     def _find(self, engine: Engine) -> nn.Module:
-        named: dict[str, nn.Module] = {
-            bare_name(path): part
-            for root, module in engine.modules.items()
-            for path, part in module.named_modules(prefix=engine.modules.prefix(root))
-        }
+        named = named_modules(engine)
         embeddings = {path: part for path, part in named.items() if isinstance(part, nn.Embedding)}
         if self.embedding is not None:
             if self.embedding not in named:

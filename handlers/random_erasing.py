@@ -93,7 +93,7 @@ class RandomErasing(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.CUTOUT, by=self)
 
-    @on(Events.GET_BATCH_COMPLETED, reads=["batch", "processes"], writes=["batch"])
+    @on(Events.GET_BATCH_COMPLETED, reads=["batch"], writes=["batch"])
     def erase(self, engine: Engine) -> None:
         """Erase the rectangles of the batch's inputs."""
         batch = engine.state.batch

@@ -22,6 +22,7 @@ from signalfire.handlers import (
     EMA,
     SWA,
     Accuracy,
+    ActivationStatistics,
     AdaptiveGradientClipping,
     AutoClip,
     Average,
@@ -206,6 +207,7 @@ def augmentation(folder: Path, model: nn.Module | None = None) -> Engine:
         LabelSmoothing(0.1),
         AdaptiveGradientClipping(0.1),
         GradientNorms(every="2it"),
+        ActivationStatistics(every="3it", window=3),
         LRScheduling(partial(StepLR, step_size=2, gamma=0.5), every="1ep"),
         Metrics(
             average=Average(),

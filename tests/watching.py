@@ -27,6 +27,7 @@ from signalfire.handlers import (
     L2,
     SWA,
     ActivationCheckpointing,
+    ActivationStatistics,
     Average,
     Benchmark,
     ChannelsLast,
@@ -45,6 +46,7 @@ from signalfire.handlers import (
     History,
     Lookahead,
     LRScheduling,
+    MemorySnapshot,
     Metrics,
     MixedPrecision,
     NEFTune,
@@ -63,6 +65,7 @@ from signalfire.handlers import (
     Rewindable,
     Seeding,
     SpikeGuard,
+    StochasticDepth,
     Summary,
     TensorBoardLogger,
     Throughput,
@@ -234,6 +237,7 @@ def kept(folder: Path) -> Engine:
         History(print_epochs=True, file=io.StringIO()),
         SWA(1, lr=0.05, bn_data=batches(2)),
         Seeding(),
+        MemorySnapshot(folder / "memory"),
     )
 
 
@@ -381,16 +385,22 @@ class Reading(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(9, 6)
+        self.block = nn.ReLU()
         self.head = nn.Linear(6, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.embed((x.abs() * 4).long().clamp(max=8)).mean(1))
+        output: Tensor = self.head(self.block(self.embed((x.abs() * 4).long().clamp(max=8))).mean(1))
         return output
 
 
 def noisy(folder: Path) -> Engine:
     """Noise in the forward."""
-    return build(Reading(), NEFTune(mask=lambda batch: batch[0] > 0))
+    return build(
+        Reading(),
+        NEFTune(mask=lambda batch: batch[0] > 0),
+        StochasticDepth("block", 0.5),
+        ActivationStatistics(every="2it"),
+    )
 
 
 def erased(folder: Path) -> Engine:

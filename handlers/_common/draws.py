@@ -14,6 +14,9 @@ class Draws:
     """Keys for random numbers: each forward of an iteration has another one, which depends on no other handler.
 
     Activation checkpointing computes parts of a forward again, where drawing on from one generator would give other numbers.
+
+    Attributes:
+        begun: Whether a forward has begun since `restart`.
     """
 
     def __init__(self) -> None:
@@ -21,16 +24,18 @@ class Draws:
         self._generator = torch.Generator()
         self._on: dict[torch.device, torch.Generator] = {}
         self._key = 0
+        self.begun = False
 
     def restart(self) -> None:
         """An iteration that is repeated after an error draws the same numbers."""
-        self._iteration = None
+        self._iteration, self.begun = None, False
 
     def begin_forward(self, handler: Handler, engine: Engine) -> None:
         """Draw the key of a forward from the handler's generator; other ranks than 0 draw others than a single process."""
         if self._iteration != engine.state.iteration:
             self._iteration = engine.state.iteration
             self._generator = handler.generator(engine, of_rank=engine.processes.rank or None)
+        self.begun = True
         self._key = int(torch.randint(2**62, (), generator=self._generator))
 
     def generator(self, device: torch.device, place: int = 0) -> torch.Generator:

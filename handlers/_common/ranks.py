@@ -37,8 +37,8 @@ MIX = -10
 SELECT_UPDATES = -10
 """ITERATION_STARTED / CHANGE: updates are selected before they are repeated for their time chunks."""
 
-ADD_EMBEDDING_NOISE = -10
-"""UPDATE_STARTED / CHANGE: the hook on the embedding comes before hooks on the blocks that follow it."""
+ADD_EMBEDDING_NOISE, DROP_PATHS = -10, 10
+"""UPDATE_STARTED / CHANGE: the hook on the embedding comes before those on the blocks that follow it."""
 
 MIX_LOSS, SMOOTH_LOSS, DISTILL, ADD_PENALTY = -20, -10, -7, -5
 """LOSS_COMPUTED / CHANGE: first the loss of mixed targets, then label smoothing, which is for the labels only, then the teacher's

@@ -80,6 +80,7 @@ NOT_IN_THESE_RUNS = {
     ("TruncatedBPTT", "finish"): "only in a run that stops between the chunks of a batch",
     ("UpdateFrequency", "mark_updates"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TextLogger", "close"): "closing writes no byte that was not written",
+    ("MemorySnapshot", "catch"): "only where the memory runs out",
     ("Histograms", "log_weights"): "only where something receives what it logs",
     **{
         ("TensorBoardLogger", name): "events are in a buffer until the file is flushed"

@@ -227,14 +227,15 @@ def test_what_cannot_be_meant_is_refused() -> None:
     engine.attach(AutoClip())
     with pytest.raises(TypeError, match="'auto_clip': a gradient of update 'main' is sparse"):
         engine.run([torch.tensor([1, 1])], max_epochs=1, check=False)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"percentile": 0}, "percentile=0"),
-        ({"percentile": 101}, "percentile=101"),
-        ({"window": 0}, "window=0"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(ValueError, match=rf"AutoClip\({message}\)"):
-            AutoClip(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"percentile": 0}, "percentile=0"), ({"percentile": 101}, "percentile=101"), ({"window": 0}, "window=0")],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"AutoClip\({message}\)"):
+        AutoClip(**options)
 
 
 @pytest.mark.parametrize("window", [3, None])

@@ -215,6 +215,23 @@ def test_a_state_without_it_is_continued_from_the_loaded_weights(iterations: int
     assert torch.equal(starts[0], first.model[0].bias)
 
 
+def test_a_state_that_was_loaded_while_it_was_disabled_has_missed_the_steps_until_it_joins() -> None:
+    first = run(build(Lookahead(3)), max_iters=4)
+    engine = build(handler := Lookahead(3))
+    handler.enabled = False
+    engine.load_state_dict(first.state_dict())
+    found: list[bool] = []
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def look(engine: Engine) -> None:
+        handler.enabled = engine.state.iteration >= 9
+        if engine.state.iteration == 10:
+            found.append(torch.equal(handler.parameter_copies()["model.0.weight"], engine.model[0].weight))
+
+    run(engine)
+    assert found == [True]
+
+
 def test_one_update_of_two_and_parameters_outside_of_all_modules() -> None:
     models = {"a": nn.Linear(5, 1), "b": nn.Linear(5, 1)}
     free = nn.Parameter(torch.ones(1))

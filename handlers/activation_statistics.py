@@ -1,0 +1,194 @@
+"""Statistics of activations: mean, deviation, and units that are always zero, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire.checks import check_int
+from signalfire.interval import check_every, event_of
+
+from ._common.hooks import check_not_compiled, named_modules
+from ._common.parameters import check_patterns, matches
+
+__all__ = ["ActivationStatistics"]
+
+KINDS = ("activation_mean", "activation_sd", "dead_units")
+
+
+class ActivationStatistics(Handler):
+    """Measures the outputs of modules every n iterations: their mean, their deviation, and the share of units that are dead.
+
+    In ``state.metrics``: "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
+    "dead_units/features.2" of each measured module, and "dead_units" of all of them together. A unit is dead if it is zero for
+    all samples, and at all places, that were measured; a ReLU whose units are mostly dead learns hardly anything. Of few samples
+    a unit may be zero that is not dead: measure more of them by ``window``.
+
+    Hooks are on the modules only in the iterations that are measured, and in training only. The values are tensors on the
+    activations' device, so that measuring does not synchronise with the device. With several ranks each measures its own
+    samples. Further forwards of a step that computes its gradients several times are left out.
+
+    Args:
+        every: Interval between two measurements, in iterations.
+        window: Number of iterations that are measured together, up to ``every``: the last ones of each interval.
+        modules: Modules to measure: a path such as "encoder", with all that is inside of it, a pattern such as "*.relu", or
+            several. By default all activation functions that are modules, such as ``nn.ReLU``.
+        unit_dim: Dimension of the outputs along which the units are, such as 1 for the channels of sequences (N, C, L). By
+            default 1 for outputs of four and more dimensions, such as images, and otherwise the last.
+
+    Raises:
+        ValueError: At the start of a run, if no module is found, or the model is compiled, which leaves out hooks; in the
+            forward, if the number of a module's units varies.
+
+    Source:
+        The share of dead units: Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models" (2013).
+
+    Example:
+        >>> ActivationStatistics(every="500it", window=10).window
+        10
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        *,
+        every: str | Interval = "100it",
+        window: int = 1,
+        modules: str | Sequence[str] | None = None,
+        unit_dim: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.every = check_every(self, every, units=["it"])
+        n = int(self.every.value)
+        self.window = check_int(self, "window", window)
+        if self.window > n:
+            raise ValueError(f"ActivationStatistics(window={window!r}): it is longer than every={str(self.every)!r}")
+        self.modules = check_patterns(self, "modules", modules)
+        if unit_dim is not None and (isinstance(unit_dim, bool) or not isinstance(unit_dim, int)):
+            raise TypeError(f"ActivationStatistics(unit_dim={unit_dim!r}): expected an int, such as 1 or -1")
+        self.unit_dim = unit_dim
+        in_window = partial(_in_window, n, self.window)
+        self.measure_event = Events.FORWARD_STARTED(every=n) if window == 1 else Events.FORWARD_STARTED(when=in_window)
+        self.report_event = event_of(self.every)
+        self._found: dict[str, nn.Module] = {}
+        self._sums: dict[str, Tensor] = {}  # by path: number of values, their sum and their sum of squares
+        self._alive: dict[str, Tensor] = {}  # by path: which units were not zero
+
+    def metric_names(self, engine: Engine) -> list[str]:
+        return ["dead_units", *(f"{kind}/{path}" for path in self._select(engine) for kind in KINDS)]
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=["metrics"])
+    def find_modules(self, engine: Engine) -> None:
+        """Find the modules, and announce the names of the metrics."""
+        check_not_compiled(self, engine)
+        self._found = self._select(engine)
+        if not self._found:
+            raise ValueError(
+                f"{self.name!r}: the model has no activation functions that are modules, such as nn.ReLU; name what is to be "
+                "measured: ActivationStatistics(modules=)"
+            )
+        engine.state.metrics.announce(self.name, self.metric_names(engine))
+
+    @on("measure_event", phase=Phase.RECORD, reads=[], writes=["modules"])
+    def hook(self, engine: Engine) -> None:
+        """Put hooks on the modules for this forward."""
+        if engine.state.update.evaluation == 0:
+            engine.regions.enter(self._hooked())
+
+    @on("report_event", phase=Phase.PREPARE, reads=["step"], writes=["metrics"])
+    def report(self, engine: Engine) -> None:
+        """Write what was measured, and begin the next window."""
+        metrics = engine.state.metrics
+        for path, (count, total, squares) in self._sums.items():
+            mean = total / count
+            metrics[f"activation_mean/{path}"] = mean.float()
+            metrics[f"activation_sd/{path}"] = (squares / count - mean**2).clamp(min=0).sqrt().float()
+            metrics[f"dead_units/{path}"] = (~self._alive[path]).float().mean()
+        if self._alive:
+            device = next(iter(self._alive.values())).device
+            dead = torch.stack([(~one).sum().to(device) for one in self._alive.values()]).sum()
+            metrics["dead_units"] = dead / sum(one.numel() for one in self._alive.values())
+        self._sums, self._alive = {}, {}
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Release the references to the model."""
+        self._found = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "alive": dict(self._alive)} if self._sums else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums, self._alive = dict(state.get("sums", {})), dict(state.get("alive", {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not refer to the model."""
+        return super().__getstate__() | {"_found": {}}
+
+    def _select(self, engine: Engine) -> dict[str, nn.Module]:
+        named = named_modules(engine)
+        patterns = self.modules
+        if patterns is None:
+            return {path: part for path, part in named.items() if type(part) in ACTIVATIONS}
+        for pattern in patterns:
+            if not any(matches(path, pattern) for path in named):
+                some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
+                raise ValueError(f"{self.name!r}: modules={pattern!r} matches no module; the modules are: {some}")
+        return {path: part for path, part in named.items() if any(matches(path, pattern) for pattern in patterns)}
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        with ExitStack() as handles:
+            for path, module in self._found.items():
+                handles.callback(module.register_forward_hook(partial(self._measure, path)).remove)
+            yield
+
+    @torch.no_grad()
+    def _measure(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        values = output[0] if isinstance(output, tuple) and output else output
+        if (
+            not module.training
+            or not isinstance(values, Tensor)
+            or not values.is_floating_point()
+            or not values.numel()
+        ):
+            return
+        values = values.detach()
+        dim = (1 if values.dim() > 3 else -1) if self.unit_dim is None else self.unit_dim
+        if values.dim() < 2:
+            values = values.reshape(-1, 1)
+        alive = (values != 0).movedim(dim, -1).flatten(0, -2).any(0)
+        wide = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+        count = torch.full((), wide.numel(), dtype=wide.dtype, device=wide.device)
+        sums = torch.stack([count, wide.sum(), wide.square().sum()])
+        if path in self._sums:
+            before = self._alive[path].to(alive.device)
+            if before.shape != alive.shape:
+                raise ValueError(
+                    f"{self.name!r}: {path!r} has outputs of {len(before)} and of {len(alive)} units; give their dimension: "
+                    "unit_dim=, or measure other modules"
+                )
+            sums, alive = sums + self._sums[path].to(sums.device), alive | before
+        self._sums[path], self._alive[path] = sums, alive
+
+
+def _in_window(every: int, window: int, engine: Engine) -> bool:
+    """Whether an iteration is among the last ones of an interval."""
+    return (engine.state.iteration - 1) % every >= every - window
+
+
+ACTIVATIONS = frozenset(
+    kind
+    for kind in vars(nn.modules.activation).values()
+    if isinstance(kind, type)
+    and issubclass(kind, nn.Module)
+    and kind not in (nn.Module, nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
+)

@@ -1,0 +1,201 @@
+"""Stochastic depth: leaves out residual blocks at random while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.checks import check_choice, check_name, check_number
+
+from ._common.draws import Draws
+from ._common.hooks import check_not_compiled, named_modules
+from ._common.parameters import check_patterns, matches
+from ._common.ranks import DROP_PATHS
+from ._common.updates import only_update
+
+__all__ = ["StochasticDepth"]
+
+
+class StochasticDepth(Handler):
+    """Drops residual blocks at random in training, each sample by itself: a dropped block returns its input.
+
+    For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others
+    (drop path). Nothing of the block has to be changed: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is
+    its first input. The block has to be residual, with an output of the shape of x. Where an activation follows the addition
+    inside of the block, a dropped sample leaves it out, too. Unlike in the paper, which scales the blocks in evaluations,
+    evaluations see the model as it is; both have the same mean. The block is computed for dropped samples as well, so that it
+    saves no time; normalisation layers inside see all samples, and a block that no sample keeps has gradients of zero.
+
+    The masks depend on the run's seed, the iteration, the forward within it and the rank, and are the same where activation
+    checkpointing computes a block again. The hooks are on the blocks only while an update is made.
+
+    Args:
+        blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several; of modules
+            inside of each other the outermost. They are numbered in the order in which the model holds them.
+        rate: Largest probability that a sample drops a block.
+        depth: "linear" lets the rate of the l-th of L blocks be ``rate * l / L``, as in the paper; "uniform" gives all the same.
+        schedule: Function from the number of optimizer steps to a factor from 0 to 1 of all rates, such as
+            ``lambda step: min(1, step / 1000)``; by default 1.
+        update: Name of the update whose steps count and in which blocks are dropped; needed if there are several.
+
+    Raises:
+        ValueError: At the start of a run, if a pattern matches no module, or the model is compiled, which leaves out hooks; in
+            the forward, for a block whose output has another shape than its input.
+
+    Source:
+        Huang, Sun, Liu, Sedra and Weinberger, "Deep Networks with Stochastic Depth" (ECCV 2016), section 3; the scale while
+        training is that of timm's ``DropPath`` and of torchvision's ``stochastic_depth`` with mode "row".
+
+    Example:
+        >>> StochasticDepth("layers.*", 0.2, schedule=lambda step: min(1, step / 1000)).rate
+        0.2
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        blocks: str | Sequence[str],
+        rate: float = 0.1,
+        *,
+        depth: Literal["linear", "uniform"] = "linear",
+        schedule: Callable[[int], float] | None = None,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.rate = check_number(self, "rate", rate, above=0, below=1)
+        self.depth = check_choice(self, "depth", depth, ("linear", "uniform"))
+        if schedule is not None and not callable(schedule):
+            raise TypeError(f"StochasticDepth(schedule={schedule!r}): expected a function of the number of steps")
+        self.schedule = schedule
+        self.update = check_name(self, "update", update)
+        self.blocks = check_patterns(self, "blocks", blocks) or []
+        if not self.blocks:
+            raise TypeError("StochasticDepth(blocks=None): expected a path of a block, or a pattern such as 'layers.*'")
+        self._found: dict[str, nn.Module] = {}
+        self._draws = Draws()
+        self._uncalled: set[str] = set()  # blocks that no forward of this run has called
+
+    def attached(self, engine: Engine) -> None:
+        update = only_update(engine, self.update, by=self, does="drops blocks")
+        engine.overrides.claim(Override.DEPTH, by=self, target=f"of update {update.name!r}")
+
+    def rates(self, step: int) -> dict[str, float]:
+        """The rate of each block after a number of optimizer steps, by path; empty before the first run.
+
+        Raises:
+            ValueError: If ``schedule`` returns no number from 0 to 1.
+        """
+        factor = 1.0 if self.schedule is None else self.schedule(step)
+        if not isinstance(factor, int | float) or not 0 <= factor <= 1:
+            raise ValueError(f"{self.name!r}: schedule({step}) returned {factor!r}; expected a factor from 0 to 1")
+        count = len(self._found)
+        return {
+            path: factor * self.rate * (place / count if self.depth == "linear" else 1)
+            for place, path in enumerate(self._found, 1)
+        }
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
+    def find_blocks(self, engine: Engine) -> None:
+        """Find the blocks."""
+        check_not_compiled(self, engine)
+        named = named_modules(engine)
+        for pattern in self.blocks:
+            if not any(matches(path, pattern) for path in named):
+                some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
+                raise ValueError(f"{self.name!r}: blocks={pattern!r} matches no module; the modules are: {some}")
+        self._found = {}
+        for path, part in named.items():  # a module comes before those inside of it
+            inside = any(path.startswith(f"{outer}.") for outer in self._found)
+            if not inside and any(matches(path, pattern) for pattern in self.blocks):
+                self._found[path] = part
+        self._uncalled = set(self._found)
+        self._draws.restart()
+
+    @on(Events.UPDATE_STARTED, rank=DROP_PATHS, reads=["step"], writes=["modules"])
+    def hook(self, engine: Engine) -> None:
+        """Put hooks on the blocks until the update is complete, since the backward may compute them again."""
+        update = engine.state.update
+        if self.update in (None, update.name):
+            engine.regions.enter(self._hooked(self.rates(update.steps)))
+
+    @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def begin_forward(self, engine: Engine) -> None:
+        """Begin with other masks."""
+        self._draws.begin_forward(self, engine)
+
+    @on(Events.UPDATE_COMPLETED, reads=[], writes=[])
+    def check_called(self, engine: Engine) -> None:
+        """Raise an error if the first forward has not called a block."""
+        if self._uncalled and self._draws.begun and self.update in (None, engine.state.update.name):
+            path = next(path for path in self._found if path in self._uncalled)
+            raise ValueError(
+                f"{self.name!r}: the forward did not call block {path!r}, so that it is never dropped; leave it out of blocks=, "
+                "or call the block itself in place of its forward()"
+            )
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Release the references to the model; the paths stay, for `rates`."""
+        self._found = dict.fromkeys(self._found, _NOTHING)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not refer to the model."""
+        return super().__getstate__() | {"_found": dict.fromkeys(self._found, _NOTHING), "_uncalled": set()}
+
+    @contextmanager
+    def _hooked(self, rates: dict[str, float]) -> Iterator[None]:
+        with ExitStack() as handles:
+            for place, (path, block) in enumerate(self._found.items()):
+                if rates[path] > 0 or self._uncalled:
+                    hook = _Drop(self, path, place, 1 - rates[path])
+                    handles.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
+            yield
+
+    def note_call(self, path: str) -> None:
+        """Note that a block was called."""
+        self._uncalled.discard(path)
+
+    def mask(self, inputs: Tensor, place: int, keep: float) -> Tensor:
+        """Which samples keep a block, in a shape that broadcasts with its input."""
+        drawn = torch.rand(len(inputs), device=inputs.device, generator=self._draws.generator(inputs.device, place))
+        return (drawn < keep).view(-1, *[1] * (inputs.dim() - 1))
+
+
+_NOTHING = nn.Module()
+
+
+class _Drop:
+    """The hook of one block."""
+
+    def __init__(self, handler: StochasticDepth, path: str, place: int, keep: float) -> None:
+        self.handler = handler
+        self.path = path
+        self.place = place
+        self.keep = keep
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self.handler.note_call(self.path)
+        if not block.training or self.keep == 1:
+            return None
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not tensors or not isinstance(first, Tensor) or first.shape != tensors[0].shape or first.dim() == 0:
+            shapes = [
+                tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (*tensors[:1], first)
+            ]
+            raise ValueError(
+                f"{self.handler.name!r}: block {self.path!r} is not residual: from its first input to its output the shape "
+                f"changes ({' to '.join(map(str, shapes))}); leave it out of blocks="
+            )
+        inputs = tensors[0]
+        kept = self.handler.mask(inputs, self.place, self.keep)
+        result = torch.where(kept, inputs + (first - inputs) / self.keep, inputs)
+        return (result, *output[1:]) if isinstance(output, tuple) else result

@@ -1,0 +1,1 @@
+from handlers.activation_statistics import *

@@ -1,0 +1,1 @@
+from handlers.memory_snapshot import *

@@ -1,0 +1,1 @@
+from handlers.stochastic_depth import *
