@@ -42,6 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Penalty": {"function": print},
     "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
+    "SequenceLengthWarmup": {"start": 2, "end": 4},
     "SharpnessAwareMinimization": {"rho": 0.1},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},
     "TrackioLogger": {"project": "x", "folder": tempfile.gettempdir()},
