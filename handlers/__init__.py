@@ -60,12 +60,14 @@ from .predictions import Predictions
 from .preemption import Preemption
 from .profiler import Profiler, Timing
 from .progress_bar import ProgressBar
+from .progressive_resizing import ProgressiveResizing
 from .pruning import Pruning
 from .random_erasing import RandomErasing
 from .remote_logger import RemoteLogger
 from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
+from .sequence_length_warmup import SequenceLengthWarmup
 from .sharpness_aware_minimization import SharpnessAwareMinimization
 from .spike_guard import SpikeGuard
 from .stochastic_depth import StochasticDepth
@@ -144,11 +146,13 @@ __all__ = [
     "Preemption",
     "Profiler",
     "ProgressBar",
+    "ProgressiveResizing",
     "Pruning",
     "RandomErasing",
     "RemoteLogger",
     "Rewindable",
     "Seeding",
+    "SequenceLengthWarmup",
     "SharpnessAwareMinimization",
     "SpikeGuard",
     "StochasticDepth",

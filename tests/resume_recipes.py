@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from signalfire import Engine, EventEnum, Events, Handler, Update
 from signalfire.handlers import (
     EMA,
+    L2,
     SWA,
     Accuracy,
     ActivationStatistics,
@@ -31,6 +32,7 @@ from signalfire.handlers import (
     CutMix,
     Cutout,
     DeviceTransfer,
+    Distillation,
     EarlyStopping,
     Freezing,
     GradientAccumulation,
@@ -53,6 +55,7 @@ from signalfire.handlers import (
     NonFiniteGuard,
     ParameterScheduling,
     ProgressBar,
+    ProgressiveResizing,
     Pruning,
     RemoteLogger,
     Seeding,
@@ -421,6 +424,21 @@ def closures(folder: Path) -> Engine:
     )
 
 
+def growing(folder: Path) -> Engine:
+    """Pictures grow; a teacher and a penalty add to the loss."""
+    torch.manual_seed(9)
+    return trainer(
+        ProgressiveResizing(initial=0.34, delay=0.2, increment=1),
+        CutMix(),
+        Distillation(nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(9, 3)), weight=0.3),
+        L2(0.1),
+        GradientAccumulation(2),
+        Metrics(train_loss=Average(), name="train_metrics"),
+        History(),
+        model=nn.Sequential(nn.AdaptiveAvgPool2d(3), Picture()),
+    )
+
+
 def validation_of_pictures(model: nn.Module) -> Validation:
     evaluator = Engine(Update.supervised(nn.functional.cross_entropy), model=model)
     evaluator.attach(Metrics(loss=Average()))
@@ -572,6 +590,7 @@ RECIPES: dict[str, Recipe] = {
     "two updates": Recipe(two_updates),
     "sequences": Recipe(sequences, make_sequences, {"max_epochs": 6, "max_steps": 16}),
     "closures": Recipe(closures, pictures),
+    "growing": Recipe(growing, pictures),
     "sharpness": Recipe(
         sharpness,
         lambda: DataLoader(TensorDataset(*make_samples()), 4, sampler=DistributedSampler(range(18), 1, 0)),  # type: ignore[arg-type]

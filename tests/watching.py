@@ -59,11 +59,13 @@ from signalfire.handlers import (
     Predictions,
     Preemption,
     ProgressBar,
+    ProgressiveResizing,
     Pruning,
     RandomErasing,
     RemoteLogger,
     Rewindable,
     Seeding,
+    SequenceLengthWarmup,
     SpikeGuard,
     StochasticDepth,
     Summary,
@@ -476,6 +478,14 @@ def penalized(folder: Path) -> Engine:
     )
 
 
+def growing(folder: Path) -> Engine:
+    """Sequences are longer from step to step, and are resized besides."""
+    model = nn.Sequential(nn.AdaptiveAvgPool1d(5), nn.Flatten(), mlp(5, 8, 1))
+    return build(
+        model, SequenceLengthWarmup(4, 12, over="9st", increment=1, dim=2), ProgressiveResizing(increment=1, final=0.1)
+    )
+
+
 def gone_on(build: Callable[[Path], Engine], folder: Path) -> Engine:
     """A run that resumes from the state after its first epoch."""
     first = build(folder / "first")
@@ -537,6 +547,7 @@ COMPOSITIONS: dict[str, Recipe] = {
         one.__name__: Recipe(one, partial(batches, 6), {"max_epochs": 3, "max_steps": 14})
         for one in (continued, reloaded)
     },
+    "growing sizes": Recipe(growing, partial(batches, 6, (1, 12)), {"max_epochs": 3}),
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "erased": Recipe(erased, partial(batches, 6, (2, 5)), {"max_epochs": 2}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),

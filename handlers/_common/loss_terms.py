@@ -54,7 +54,7 @@ class LossTerm(Handler):
         """Forget the terms of an attempt that ran out of memory."""
         self._terms.clear()
 
-    @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
+    @on(Events.UPDATE_COMPLETED, phase=Phase.PREPARE, reads=["step"], writes=["metrics"])
     def write_metric(self, engine: Engine) -> None:
         """Write the term of this micro-step: of a batch in pieces, the mean over its samples."""
         terms, self._terms = self._terms, []

@@ -31,6 +31,9 @@ DECIDE_CHECKPOINTS = 10
 """CONTROL of the completed events: checkpoints are selected last, since a best one includes what schedules and patience
 decide at this event."""
 
+CUT_SEQUENCES, RESIZE = -30, -20
+"""GET_BATCH_COMPLETED / CHANGE: batches get their size before samples are mixed or cut out."""
+
 MIX = -10
 """GET_BATCH_COMPLETED / CHANGE: samples are mixed before parts of them are cut out, as in the papers."""
 
@@ -135,7 +138,11 @@ COMMUTING = {
     ("GRADIENTS_READY", "FINALIZE"): "the first to read the flags reads all of them; nothing is left for the second",
     ("LOSS_COMPUTED", "CHANGE"): "of MixUp and CutMix one mixes a batch",
     ("GET_BATCH_COMPLETED", "CHANGE"): "of MixUp and CutMix one mixes a batch",
-    ("UPDATE_COMPLETED", "PREPARE"): "TruncatedBPTT counts chunks; UpdateFrequency resets windows of its updates",
+    (
+        "UPDATE_COMPLETED",
+        "PREPARE",
+    ): "TruncatedBPTT counts chunks; UpdateFrequency resets windows of its updates; penalties write "
+    "metrics of their own",
     ("OPTIMIZER_STEP_COMPLETED", "CONTROL"): "LRScheduling sets the rate, ParameterScheduling any other field",
     ("ITERATION_COMPLETED", "PREPARE"): "TruncatedBPTT drops its chunks; Validation runs another engine",
     ("ITERATION_COMPLETED", "CONTROL"): "each moves a schedule or requests a stop, and reads nothing of the others",

@@ -45,6 +45,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Precision32": {"precision": "high"},
     "RemoteLogger": {"folder": tempfile.gettempdir()},
     "SWA": {"start": 1},
+    "SequenceLengthWarmup": {"start": 2, "end": 4},
     "SharpnessAwareMinimization": {"rho": 0.1},
     "StochasticDepth": {"blocks": "a"},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},

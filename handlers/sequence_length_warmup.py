@@ -1,0 +1,165 @@
+"""Sequence-length warmup: training begins with short sequences, which is stabler and costs less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from torch import Tensor
+
+from signalfire import Engine, Events, Handler, Interval, on
+from signalfire.acts import Override
+from signalfire.batches import rebuilt, tensors_in
+from signalfire.checks import check_choice, check_int
+from signalfire.findings import Finding, finding
+from signalfire.interval import check_every
+from signalfire.planning import comes_up
+
+from ._common.ranks import CUT_SEQUENCES
+
+__all__ = ["SequenceLengthWarmup"]
+
+
+class SequenceLengthWarmup(Handler):
+    """Trains on sequences that are short at first and grow linearly to their whole length.
+
+    The length depends only on the counts of the run, so that a resumed run continues with the right one. All tensors of the
+    batch that are as long as its first one in dimension ``dim`` are changed alike: tokens, labels, masks. From length ``end`` on,
+    batches are left as they are; evaluations see whole sequences. Two modes:
+
+    - "cut" keeps the first tokens of each sequence, and drops the others: a batch has fewer tokens. A function of the batch as
+      ``GradientAccumulation(weight=)`` counts those that are kept.
+    - "split" makes several rows of each sequence: a batch keeps all of its tokens, and has more rows. The length is the largest
+      divisor of the batch's length that is reached. Batches with values for whole sequences, such as classes, cannot be split.
+
+    Learning-rate schedules count steps, not tokens: with "cut", a warmup of the rate should last longer than this one.
+
+    Args:
+        start: Length at first, in tokens.
+        end: Length at the end; longer batches stay as they are from then on.
+        over: Amount of training over which the length grows, such as "1000it", "500steps" or "2ep".
+        increment: Lengths are rounded down to a multiple of this above ``start``; 8 fits tensor cores.
+        mode: "cut" or "split"; see above.
+        dim: Dimension of time in the tensors; 1 for (N, T) and (N, T, C).
+
+    Attributes:
+        current: Length that the last batch was reduced to; None if it was not.
+
+    Raises:
+        ValueError: In a run, for a batch without a dimension of time, or one that cannot be split; at its start, for "split"
+            with a handler that splits batches into time chunks.
+
+    Source:
+        Li, Zhang and He, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models"
+        (NeurIPS 2022).
+
+    Example:
+        >>> warmup = SequenceLengthWarmup(64, 1024, over="1000it")
+        >>> [warmup.length(done) for done in (0, 100, 500, 1000)]
+        [64, 160, 544, 1024]
+    """
+
+    trains = True
+
+    def __init__(
+        self,
+        start: int,
+        end: int,
+        *,
+        over: str | Interval = "1000it",
+        increment: int = 8,
+        mode: Literal["cut", "split"] = "cut",
+        dim: int = 1,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.start = check_int(self, "start", start)
+        self.end = check_int(self, "end", end, least=self.start)
+        self.over = check_every(self, over, argument="over", units=["it", "st", "ep"])
+        self.increment = check_int(self, "increment", increment)
+        self.mode = check_choice(self, "mode", mode, ("cut", "split"))
+        self.dim = check_int(self, "dim", dim, least=1 if mode == "split" else 0)
+        self.current: int | None = None
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.SEQUENCE_LENGTH, by=self)
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """A warmup that ends after the run."""
+        if comes_up(engine, self.over) is False and self._done(engine) < self.over.value:
+            yield finding(
+                "C17",
+                f"{self.name!r} reaches whole sequences after {self.over}, which is longer than the run",
+                "shorten over=, or train longer",
+                [self.name],
+            )
+
+    def length(self, done: int) -> int:
+        """The length after so many iterations, steps or epochs, by the unit of ``over``."""
+        if done >= self.over.value:
+            return self.end
+        grown = self.start + (self.end - self.start) * done // int(self.over.value)
+        return max(self.start, grown - grown % self.increment)
+
+    @on(Events.STARTED, reads=[], writes=[])
+    def check(self, engine: Engine) -> None:
+        """Raise an error for a handler that splits the pieces of a sequence again."""
+        for update in engine.updates:
+            other = engine.overrides.owner_of(Override.TIME_CHUNKS, f"of update {update.name!r}")
+            if self.mode == "split" and other is not None:
+                raise ValueError(
+                    f"{self.name!r}: mode='split' makes rows of the parts of a sequence, between which {other!r} cannot carry a "
+                    "hidden state; use mode='cut'"
+                )
+
+    @on(Events.GET_BATCH_COMPLETED, rank=CUT_SEQUENCES, reads=["batch", "step"], writes=["batch"])
+    def shorten(self, engine: Engine) -> None:
+        """Cut the sequences of the batch, or split them into rows."""
+        batch, done, self.current = engine.state.batch, self._done(engine), None
+        if batch is None or done >= self.over.value:
+            return
+        first = next((one for one in tensors_in(batch) if one.dim() > self.dim), None)
+        if first is None:
+            raise ValueError(
+                f"{self.name!r}: the batch has no tensor with more than dim={self.dim} dimensions; give the dimension of time"
+            )
+        whole, length = first.shape[self.dim], self.length(done)
+        if length >= whole:
+            return
+        if self.mode == "split":
+            length = self._divisor(whole, length)
+        self.current = length
+        engine.state.batch = self._changed(batch, first.shape[0], whole, length)
+
+    def _done(self, engine: Engine) -> int:
+        """How much of the training is done before this batch, in the unit of `over`."""
+        if self.over.unit == "st":
+            return engine.updates[0].steps
+        state = engine.state
+        return max(0, (state.iteration if self.over.unit == "it" else state.epoch) - 1)
+
+    def _divisor(self, whole: int, length: int) -> int:
+        found = next((one for one in range(length, self.start - 1, -1) if whole % one == 0), None)
+        if found is None:
+            raise ValueError(
+                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of {self.start} to {length}; let "
+                "start= divide their length, or use mode='cut'"
+            )
+        return found
+
+    def _changed(self, value: Any, rows: int, whole: int, length: int) -> Any:
+        if not isinstance(value, Tensor):
+            return rebuilt(value, lambda part: self._changed(part, rows, whole, length))
+        timed = value.dim() > self.dim and value.shape[self.dim] == whole
+        if self.mode == "cut":
+            return value.narrow(self.dim, 0, length).contiguous() if timed else value
+        if not timed or value.shape[0] != rows:
+            if value.dim() == 0 or value.shape[0] != rows:
+                return value  # it belongs to no sequence
+            raise ValueError(
+                f"{self.name!r}: the batch holds a tensor of shape {tuple(value.shape)}, with values for whole sequences, which "
+                "cannot be split; use mode='cut'"
+            )
+        parts = value.movedim(self.dim, 1)
+        parts = parts.reshape(rows * (whole // length), length, *parts.shape[2:])
+        return parts.movedim(1, self.dim).contiguous()

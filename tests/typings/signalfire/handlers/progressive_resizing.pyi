@@ -1,0 +1,1 @@
+from handlers.progressive_resizing import *

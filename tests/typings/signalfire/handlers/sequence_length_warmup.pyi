@@ -1,0 +1,1 @@
+from handlers.sequence_length_warmup import *
