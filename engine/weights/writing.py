@@ -127,7 +127,7 @@ def _check_kind(name: str, tensor: Tensor) -> None:
 
 def _write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: BinaryIO) -> None:
     """Write the format itself: the package orders metadata at random, and needs a second copy of everything in memory."""
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    header: dict[str, Any] = {"__metadata__": metadata}
     # Wide dtypes first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     place = 0
