@@ -16,6 +16,7 @@ from .device_transfer import DeviceTransfer
 from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
 from .ema import EMA
+from .export import Export
 from .fast_dev_run import FastDevRun
 from .freezing import Freezing, discriminative_rates
 from .fully_sharded_data_parallel import FullyShardedDataParallel
@@ -79,6 +80,7 @@ __all__ = [
     "DeviceTransfer",
     "DistributedDataParallel",
     "EarlyStopping",
+    "Export",
     "FastDevRun",
     "Freezing",
     "FullyShardedDataParallel",

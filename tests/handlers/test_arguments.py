@@ -26,6 +26,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Checkpoint": {"folder": tempfile.gettempdir()},
     "Cutout": {"length": 2},
     "EarlyStopping": {"monitor": "loss"},
+    "Export": {"path": "x.safetensors"},
     "Freezing": {"parts": ["head"]},
     "GradientAccumulation": {"steps": 2},
     "GradientClipping": {"max_norm": 1.0},
