@@ -23,6 +23,7 @@ from .distillation import Distillation
 from .distributed_data_parallel import DistributedDataParallel
 from .early_stopping import EarlyStopping
 from .ema import EMA
+from .export import Export
 from .fast_dev_run import FastDevRun
 from .freezing import Freezing, discriminative_rates
 from .fully_sharded_data_parallel import FullyShardedDataParallel
@@ -107,6 +108,7 @@ __all__ = [
     "Distillation",
     "DistributedDataParallel",
     "EarlyStopping",
+    "Export",
     "FastDevRun",
     "Freezing",
     "FullyShardedDataParallel",

@@ -41,6 +41,7 @@ from signalfire.handlers import (
     Distillation,
     DistributedDataParallel,
     EarlyStopping,
+    Export,
     FastDevRun,
     Freezing,
     FullyShardedDataParallel,
@@ -256,6 +257,8 @@ CASES: dict[str, Case] = {
     "EarlyStopping, back to the best": Case(
         lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5, restore_best=True), True
     ),
+    "Export": Case(lambda: Export(FOLDER / "end.safetensors", every="2it"), False),
+    "Export, the best": Case(lambda: Export(FOLDER / "best.safetensors", at="best", monitor="train_loss"), False),
     "FastDevRun": Case(lambda: FastDevRun(2), True),
     "Freezing": Case(lambda: Freezing({"*features*": 2}), True),
     "GarbageCollection": Case(lambda: GarbageCollection(every="2it"), False),

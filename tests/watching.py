@@ -37,6 +37,7 @@ from signalfire.handlers import (
     DeviceStatistics,
     Distillation,
     EarlyStopping,
+    Export,
     FastDevRun,
     Freezing,
     GarbageCollection,
@@ -338,6 +339,19 @@ def predicted(folder: Path) -> Engine:
     return engine
 
 
+def exported(folder: Path) -> Engine:
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    return build(
+        model,
+        Metrics(train_loss=Average()),
+        EMA(0.5),
+        Export(folder / "best.safetensors", at="best", monitor="train_loss"),
+        Export(folder / "last.safetensors", every="2it", average=False, name="last"),
+        Export(folder / "best.pt2", at="best", monitor="train_loss", name="best_program"),
+        Export(folder / "last.pt2", name="last_program"),
+    )
+
+
 def warm(folder: Path) -> Engine:
     source = mlp(5, 8, 1, nn.BatchNorm1d(8), seed=7)
     source(torch.randn(4, 5, generator=torch.Generator().manual_seed(1)))
@@ -541,6 +555,7 @@ COMPOSITIONS: dict[str, Recipe] = {
             pruned,
             pruned_later,
             warm,
+            exported,
         )
     },
     **{

@@ -101,6 +101,9 @@ BROADCAST_BUFFERS = -20
 GATHER_WEIGHTS = 10
 """EVALUATION_STARTED / PREPARE: sharded weights are gathered after averages are swapped in."""
 
+EXPORT = 20
+"""PERSIST of the completed events: files for others are written after checkpoints, from which a run could resume."""
+
 KEEP_BEST = -10
 """PERSIST of the completed events: EarlyStopping copies the best weights before a checkpoint saves them with its state."""
 

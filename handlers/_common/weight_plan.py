@@ -13,14 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from signalfire.modules import Modules
 from signalfire.saving import spread_over
-from signalfire.weights import WeightFile
+from signalfire.weights import WeightFile, plain_name
 
 from .parameters import matches
 
 __all__ = ["WeightPlan", "compare_weights"]
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""What torch's wrappers put between the parts of a name, wherever they are."""
 
 _PREFIXES = ("", "module.", "model.", "module.model.", "model.module.")
 """What DistributedDataParallel, and a module that holds the model, put before every name."""
@@ -219,14 +216,10 @@ def _tensors_in(modules: Modules, root: str) -> dict[str, tuple[str, Tensor]]:
     """The keys and tensors of a module's state, by name in the model."""
     prefix = modules.prefix(root)
     return {
-        _bare(f"{prefix}.{key}" if prefix else key): (key, value)
+        plain_name(f"{prefix}.{key}" if prefix else key): (key, value)
         for key, value in modules[root].state_dict().items()
         if isinstance(value, Tensor)
     }
-
-
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _renamed(
@@ -237,7 +230,7 @@ def _renamed(
     A rule applies to the names as they are in the file; one that matches none of them, to the names without the prefix.
     """
     there = set(own)
-    found = {name: _bare(name) for name in names}
+    found = {name: plain_name(name) for name in names}
     late: dict[str, str] = {}
     for pattern, replacement in rename.items():
         if any(re.search(pattern, name) for name in found.values()):
@@ -279,7 +272,7 @@ def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor]
     for root, module in modules.items():
         prefix = modules.prefix(root)
         for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
-            groups[id(parameter)].append(_bare(name))
+            groups[id(parameter)].append(plain_name(name))
     for names in groups.values():
         loaded = [name for name in names if name in plan.loaded]
         if len(names) < 2 or not loaded:

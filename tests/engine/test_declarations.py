@@ -157,6 +157,8 @@ NOT_BY_ITSELF = {
     ("FastDevRun", "rehearse_all"): {"trainable"},
     ("SpikeGuard", "read"): {"buffers", "metrics", "weights"},  # by the check of the state that is put back
     ("TensorBoardLogger", "write_graph"): {"gradients", "trainable"},  # by torch, which traces the model
+    ("Export", "write"): {"gradients", "trainable"},  # as above
+    ("Export", "write_best"): {"gradients", "trainable"},
 }
 
 # Things that are read in none of these runs, or not through what is recorded.

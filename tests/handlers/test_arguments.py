@@ -28,6 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Cutout": {"length": 2},
     "Distillation": {"teacher": nn.Linear(5, 1)},
     "EarlyStopping": {"monitor": "loss"},
+    "Export": {"path": "x.safetensors"},
     "Freezing": {"parts": ["head"]},
     "GradientAccumulation": {"steps": 2},
     "GradientClipping": {"max_norm": 1.0},

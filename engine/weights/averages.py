@@ -1,0 +1,91 @@
+"""Which weights are exported: the model's own, or averages that a handler keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["Averaging", "averages_in_place", "check_average", "find_averaging"]
+
+
+class Averaging(Protocol):
+    """A handler that keeps averages of the weights, such as EMA."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Put the averages in place of the weights."""
+
+    def swap(self, engine: Engine) -> None:
+        """Put them in place until the innermost region ends, with statistics that belong to them."""
+
+    def parameter_copies(self) -> Mapping[str, Tensor]:
+        """The averages by name; empty before the first one."""
+
+
+def check_average(where: str, average: Any) -> str | Literal[False] | None:
+    """Check an ``average=`` argument.
+
+    Raises:
+        TypeError: If it is not a name, False or None.
+    """
+    if average is None or average is False or (isinstance(average, str) and average):
+        return average
+    raise TypeError(
+        f"{where}(average={average!r}): expected the name of an averaging handler, such as 'ema', or False for the weights "
+        "themselves"
+    )
+
+
+def find_averaging(engine: Engine, average: str | Literal[False] | None, where: str) -> Averaging | None:
+    """The handler whose averages are exported; None for the weights themselves.
+
+    Args:
+        engine: The engine.
+        average: Its name; by default the only one that there is. False for the weights themselves.
+        where: Caller, for messages.
+
+    Raises:
+        ValueError: For a name that no averaging handler has, or None where there are several.
+    """
+    found: dict[str, Any] = {
+        name: one
+        for name, one in engine.handlers.items()
+        if one.enabled and callable(getattr(one, "in_place", None)) and callable(getattr(one, "swap", None))
+    }
+    names = ", ".join(map(repr, found))
+    if average is None and len(found) > 1:
+        raise ValueError(
+            f"{where}: {names} keep averages of the weights; say which are exported: average={next(iter(found))!r}, or "
+            "average=False for the weights themselves"
+        )
+    if isinstance(average, str) and average not in found:
+        raise ValueError(
+            f"{where}: average={average!r} is no attached handler that averages weights; there are: {names or 'none'}"
+        )
+    if average is False or not found:
+        return None
+    averaging: Averaging = found[average or next(iter(found))]
+    return averaging
+
+
+@contextmanager
+def averages_in_place(engine: Engine, average: str | Literal[False] | None, where: str) -> Iterator[None]:
+    """Put the averages that are exported in place of the weights, for the ``with`` block.
+
+    Raises:
+        ValueError: As `find_averaging`, and for averages that were asked for by name and do not exist yet.
+    """
+    averaging = find_averaging(engine, average, where)
+    if averaging is None:
+        yield
+        return
+    with engine.regions.region():
+        averaging.swap(engine)
+        if average and not averaging.parameter_copies():
+            raise ValueError(f"{where}: {average!r} has no averages yet; it makes the first one at an optimizer step")
+        yield

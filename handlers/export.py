@@ -1,0 +1,239 @@
+"""Exports the weights, or the model as a program, at the end of a run or whenever a metric is the best so far."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.blame import warn
+from signalfire.checkpoints import Files
+from signalfire.checks import check_choice
+from signalfire.distributed import is_sharded
+from signalfire.interval import check_every
+from signalfire.monitor import Monitor
+from signalfire.weights import check_average, export_program, export_weights, find_averaging, needs_safetensors
+
+from ._common.folders import check_local
+from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
+
+__all__ = ["Export"]
+
+
+class Export(Handler):
+    """Writes one file for others to use: weights as safetensors, or a program of `torch.export`.
+
+    The file is written by `export_weights` or `export_program`: atomically, and checked before it replaces the previous one.
+    Weights that cannot be written are an error. A program that cannot be exported is a warning that names the operation, and
+    training continues; `error` has the exception.
+
+    Args:
+        path: The file; the suffix decides: ".safetensors" for weights, ".pt2" for a program.
+        at: "end" to write when a run is complete, also after a stop; "best" to write at each best value of a metric.
+        every: Interval, such as "1ep", at which the file is also written before the end.
+        average: Name of the handler whose averages are written, such as "ema". It has to be given if several handlers keep
+            averages; by default the only one counts. False for the weights themselves.
+        monitor: Name of the metric, for ``at="best"``; by default that of the only metric that other handlers monitor, such as
+            `Checkpoint`.
+        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
+        example: Input of the model for a program, as for `export_program`; by default that of the current batch, for which
+            batches are (input, target).
+
+    Attributes:
+        best: Best value so far; None before the first.
+        written: How many times the file was written.
+        error: Why the last program was not written; None if it was.
+
+    Raises:
+        ImportError: For weights without the package safetensors: ``pip install signalfire[safetensors]``.
+
+    Example:
+        >>> from importlib.util import find_spec
+        >>> if find_spec("safetensors"):
+        ...     export = Export("runs/digits/model.safetensors", at="best", monitor="accuracy", average="ema")
+    """
+
+    trains = True
+    writes = True
+
+    files: Files = Files()
+    """File-system operations; tests record them or make them fail."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        at: Literal["end", "best"] = "end",
+        every: str | Interval | AnyEvent | None = None,
+        average: str | Literal[False] | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        example: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        check_choice(self, "at", at, ("end", "best"))
+        self.average = check_average("Export", average)
+        self.every = None if every is None else check_every(self, every)
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
+        for argument, value in (("monitor", monitor), ("mode", mode)):
+            if value is not None and at != "best":
+                raise ValueError(f'Export({argument}={value!r}): it selects the best; add at="best", or omit it')
+        if every is not None and at == "best":
+            raise ValueError(f'Export(every={every!r}, at="best"): the best is written at each new one; omit every=')
+        self.monitor = None if monitor is None else Monitor("Export", monitor, mode)
+        self.mode = mode
+        self._finds_metric = monitor is None
+        self.at = at
+        self.best: float | None = None
+        self.written = 0
+        self.error: Exception | None = None
+        self._selected = False
+        completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        self.end_event = Events.COMPLETED if at == "end" else None
+        self.start_event = Events.STARTED if at == "best" else None
+        self.select_event = completed if at == "best" else None
+        self.check_event = Events.EPOCH_COMPLETED if at == "best" else None
+        if not isinstance(path, str | os.PathLike) or not path:
+            raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
+        check_local(self, "path", path)
+        self.path = Path(path)
+        if self.path.suffix not in (".safetensors", ".pt2"):
+            raise ValueError(
+                f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2', for a "
+                "program"
+            )
+        if example is not None and (self.path.suffix != ".pt2" or not _is_input(example)):
+            raise TypeError(
+                f"Export(example={example!r}): expected an input of the model, and a path that ends with '.pt2': only programs "
+                "need one"
+            )
+        self.example = example
+        if self.path.suffix == ".safetensors":
+            needs_safetensors("Export")
+
+    def settings(self) -> dict[str, Any]:
+        """None: the weights do not depend on what is exported."""
+        return {}
+
+    @on(Events.STARTED, phase=Phase.CONTROL, reads=["modules"], writes=[])
+    def check(self, engine: Engine) -> None:
+        """Check before the first batch what would fail after the last one."""
+        find_averaging(engine, self.average, f"{self.name!r}")
+        parameters = (p for root in engine.modules.models.values() for p in root.parameters())
+        if self.path.suffix == ".pt2" and any(map(is_sharded, parameters)):
+            raise ValueError(f"{self.name!r}: a sharded model cannot be exported as a program; export its weights")
+
+    @on("start_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
+    def find_metric(self, engine: Engine) -> None:
+        """Find the metric and its direction."""
+        if self._finds_metric:
+            found = [
+                getattr(one, "monitor", None) for one in engine.handlers.values() if one.enabled and one is not self
+            ]
+            names = {one.metric: one for one in found if isinstance(one, Monitor)}
+            if len(names) != 1:
+                raise ValueError(
+                    f"{self.name!r}: the metric of the best is not known, since other handlers monitor "
+                    f'{" and ".join(map(repr, names)) or "none"}; give it: Export(..., at="best", monitor="accuracy")'
+                )
+            (other,) = names.values()
+            if self.monitor is None or self.monitor.metric != other.metric:
+                self.monitor = Monitor("Export", other.metric, self.mode or other.given)
+        assert self.monitor is not None
+        self.monitor.start(engine, self.name)
+
+    @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["metrics"], writes=[])
+    def select(self, engine: Engine) -> None:
+        """Select the current weights if the metric has a new value that is the best."""
+        assert self.monitor is not None
+        value = self.monitor.new_value(engine)
+        if value is None:
+            return
+        self.monitor.report_nan(engine, value, self.name, "so these weights are not exported")
+        if self.monitor.better(value, self.best):
+            self.best, self._selected = value, True
+
+    @on("check_event", phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
+    def check_metric_exists(self, engine: Engine) -> None:
+        """Raise a KeyError if nobody writes the metric."""
+        assert self.monitor is not None
+        self.monitor.require(engine)
+
+    @on(
+        "select_event",
+        phase=Phase.PERSIST,
+        rank=EXPORT,
+        reads=["weights", "buffers", "modes", "modules", "batch"],
+        writes=["files"],
+    )
+    def write_best(self, engine: Engine) -> None:
+        """Write the selected weights."""
+        if self._selected:
+            self._selected = False
+            self.write(engine)
+
+    @on(
+        "every",
+        phase=Phase.PERSIST,
+        rank=EXPORT,
+        reads=["weights", "buffers", "modes", "modules", "batch"],
+        writes=["files"],
+    )
+    @on(
+        "end_event",
+        phase=Phase.PERSIST,
+        rank=EXPORT,
+        reads=["weights", "buffers", "modes", "modules", "batch"],
+        writes=["files"],
+    )
+    def write(self, engine: Engine) -> None:
+        """Write the file."""
+        if self.path.suffix == ".safetensors":
+            export_weights(engine, self.path, average=self.average, files=self.files)
+            self.written += 1
+            return
+        self.error = None
+        try:
+            export_program(engine, self.path, self._input(engine), average=self.average, files=self.files)
+            self.written += 1
+        except (ValueError, RuntimeError) as error:
+            self.error = error
+            warn(f"{self.name}: the program was not exported: {error}", RuntimeWarning)
+
+    def _input(self, engine: Engine) -> Any:
+        if self.example is not None:
+            return self.example
+        batch = engine.state.batch
+        return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == "end":
+            return {}
+        return {"best": self.best, "monitor": {} if self.monitor is None else self.monitor.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.at == "end":
+            super().load_state_dict(state)
+            return
+        self.best, self._selected = state["best"], False
+        if self.monitor is not None:
+            self.monitor.load_state_dict(state["monitor"] or {"seen": 0})
+
+
+def _is_input(example: Any) -> bool:
+    parts = (
+        example.values()
+        if isinstance(example, Mapping)
+        else example
+        if isinstance(example, tuple | list)
+        else [example]
+    )
+    return any(
+        isinstance(part, Tensor) or (isinstance(part, Mapping | tuple | list) and _is_input(part)) for part in parts
+    )
