@@ -36,6 +36,7 @@ class Override(Enum):
     ADAPTIVE_CLIPPING = "adaptive gradient clipping"
     ALGORITHMS = "how algorithms are chosen"
     CLIPPING = "gradient clipping"
+    COMPILATION = "what is compiled"
     CUTOUT = "cutting parts out of samples"
     DEVICE = "the device"
     EVALUATED_WEIGHTS = "the weights used for evaluation"

@@ -11,6 +11,7 @@ from .adaptive_gradient_clipping import AdaptiveGradientClipping
 from .benchmark import Benchmark
 from .channels_last import ChannelsLast
 from .checkpoint import Checkpoint
+from .compile import Compile
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
@@ -80,6 +81,7 @@ __all__ = [
     "CSVLogger",
     "ChannelsLast",
     "Checkpoint",
+    "Compile",
     "CutMix",
     "Cutout",
     "Deterministic",

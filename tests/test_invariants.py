@@ -28,6 +28,7 @@ from signalfire.handlers import (
     Benchmark,
     ChannelsLast,
     Checkpoint,
+    Compile,
     CSVLogger,
     CutMix,
     Cutout,
@@ -205,6 +206,7 @@ CASES: dict[str, Case] = {
     "Checkpoint, in a thread": Case(
         lambda: Checkpoint(FOLDER / "thread", every="2it", asynchronous=True, on_exception=True), False
     ),
+    "Compile": Case(lambda: Compile(backend="eager"), False),
     "CutMix": Case(lambda: CutMix(), True),
     "Cutout": Case(lambda: Cutout(2), True),
     "Deterministic": Case(lambda: Deterministic(), False),

@@ -29,6 +29,7 @@ from signalfire.handlers import (
     Benchmark,
     ChannelsLast,
     Checkpoint,
+    Compile,
     CSVLogger,
     Deterministic,
     DeviceStatistics,
@@ -325,7 +326,7 @@ def predicted(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast())
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast(), Compile(backend="eager"))
 
 
 def pruned(folder: Path) -> Engine:
