@@ -37,6 +37,7 @@ class Override(Enum):
     ALGORITHMS = "how algorithms are chosen"
     CENTRALIZATION = "gradient centralization"
     CLIPPING = "gradient clipping"
+    COMPILATION = "what is compiled"
     CUTOUT = "cutting parts out of samples"
     DEPTH = "which blocks are dropped"
     DEVICE = "the device"

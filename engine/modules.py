@@ -50,7 +50,7 @@ class Modules(dict[str, nn.Module]):
     def __init__(self, model: Any, updates: Sequence[Update]) -> None:
         given = _named(model)
         super().__init__({name: _bare(module) for name, module in given.items()})
-        kinds = {type(module).__name__ for name, module in given.items() if self[name] is not module}
+        kinds = {type(one).__name__ for module in given.values() if (one := _wrapper(module)) is not None}
         self.wrapper = min(kinds, default="")
         self.wrapped = tuple(name for name, module in given.items() if self[name] is not module)
         self.losses: list[str] = []
@@ -96,17 +96,30 @@ def _named(model: Any) -> dict[str, nn.Module]:
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, DataParallel | DistributedDataParallel) else module
+    """The module that DataParallel or DistributedDataParallel wraps, also if the wrapper was compiled; else the given one."""
+    wrapper = _wrapper(module)
+    return module if wrapper is None else wrapper.module
+
+
+def _wrapper(module: nn.Module) -> DataParallel[nn.Module] | DistributedDataParallel | None:
+    inside = getattr(module, "_orig_mod", module)
+    return inside if isinstance(inside, DataParallel | DistributedDataParallel) else None
+
+
+_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+"""What torch.compile, activation checkpointing and the first FSDP put between the parts of a name."""
 
 
 def bare_name(name: str) -> str:
-    """The name of a parameter without what torch.compile puts into it: "_orig_mod.0.bias" is "0.bias"."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+    """The name of a parameter without what wrappers of torch put into it: "_orig_mod.0.bias" is "0.bias"."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was given, under the names that it has here, where these differ by torch.compile alone."""
-    if own.keys() == given.keys() or not any("_orig_mod" in name for names in (own, given) for name in names):
+    """What was given, under the names that it has here, where these differ by wrappers of torch alone."""
+    if own.keys() == given.keys() or all(bare_name(name) == name for names in (own, given) for name in names):
         return given
     names = {bare_name(name): name for name in own}
     renamed = copy.copy(given)  # keeps the metadata of a module's state
@@ -138,19 +151,20 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     wrapped = [
         name
         for name, state in saved.get("modules", {}).items()
-        if name in modules and isinstance(state, Mapping) and state and all(key.startswith("module.") for key in state)
-        and not any(key.startswith("module.") for key in modules[name].state_dict())
+        if name in modules and isinstance(state, Mapping) and state
+        and all(bare_name(key).startswith("module.") for key in state)
+        and not any(bare_name(key).startswith("module.") for key in modules[name].state_dict())
     ]  # fmt: skip
     if not wrapped:
         return _compiled_alike(modules, saved)
 
     def bare(name: str) -> str:
         root, _, rest = name.partition(".")
-        return f"{root}.{rest.removeprefix('module.')}" if root in wrapped else name
+        return f"{root}.{bare_name(rest).removeprefix('module.')}" if root in wrapped else name
 
     states = dict(saved["modules"])
     for name in wrapped:
-        states[name] = {key.removeprefix("module."): value for key, value in states[name].items()}
+        states[name] = {bare_name(key).removeprefix("module."): value for key, value in states[name].items()}
     updates = {
         name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
         for name, part in saved.get("updates", {}).items()
@@ -159,7 +173,7 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state whose names have the "_orig_mod." of torch.compile where those of these modules have it."""
+    """A saved state whose names have the wrappers of torch in them, such as "_orig_mod.", where those of these modules do."""
     given = saved.get("modules", {})
     states = {
         name: named_like(modules[name].state_dict(), state) if name in modules and isinstance(state, Mapping) else state

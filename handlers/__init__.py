@@ -13,6 +13,7 @@ from .auto_clip import AutoClip
 from .benchmark import Benchmark
 from .channels_last import ChannelsLast
 from .checkpoint import Checkpoint
+from .compile import Compile
 from .csv_logger import CSVLogger
 from .cutmix import CutMix
 from .cutout import Cutout
@@ -100,6 +101,7 @@ __all__ = [
     "CSVLogger",
     "ChannelsLast",
     "Checkpoint",
+    "Compile",
     "CutMix",
     "Cutout",
     "Deterministic",

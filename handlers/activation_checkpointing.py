@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.checks import check_int
-from signalfire.modules import bare_name
 
+from ._common.module_patterns import check_modules, find_modules, named_modules, outermost
 from ._common.ranks import RECOMPUTE
 
 __all__ = ["ActivationCheckpointing"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 Operation = torch._ops.OpOverload
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -73,10 +71,10 @@ class ActivationCheckpointing(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self.modules = None if modules is None else _check_patterns(modules)
+        self.modules = None if modules is None else check_modules(self, modules)
         self.every = None if every is None else check_int(self, "every", every)
         self.keep_operations = _check_operations(keep_operations)
-        self._replaced: list[nn.Module] = []  # only during a run
+        self._replaced: list[tuple[nn.Module, _Recomputed | _Grouped]] = []  # only during a run
         if (modules is None) == (every is None):
             raise ValueError(
                 f"ActivationCheckpointing(modules={modules!r}, every={every!r}): give one of the two: modules='blocks.*', or "
@@ -93,32 +91,16 @@ class ActivationCheckpointing(Handler):
     @on(Events.STARTED, phase=Phase.FINALIZE, rank=RECOMPUTE, reads=["modules"], writes=["modules"])
     def begin(self, engine: Engine) -> None:
         """Put functions that compute twice in place of the forwards of the modules."""
-        named = {
-            bare_name(path): module
-            for name, root in engine.modules.items()
-            for path, module in root.named_modules(prefix=engine.modules.prefix(name))
-        }
-        chosen = self._sequentials(named) if self.modules is None else self._matching(named)
+        named = named_modules(engine)
+        chosen = self._sequentials(named) if self.modules is None else find_modules(self.name, named, self.modules)
         for path, module in chosen.items():
-            _replace_forward(module, path, self.every, self.keep_operations)
-            self._replaced.append(module)
+            self._replaced.append((module, _replace_forward(module, path, self.every, self.keep_operations)))
 
     @on(Events.ENDED, phase=Phase.FINALIZE, rank=-RECOMPUTE, reads=[], writes=["modules"])
     def end(self, engine: Engine) -> None:
         """Restore the forwards."""
         while self._replaced:
-            _restore_forward(self._replaced.pop())
-
-    def _matching(self, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        found: dict[str, nn.Module] = {}
-        for wanted in self.modules or ():
-            matching = {path: module for path, module in named.items() if path and _matches(wanted, path, module)}
-            if not matching:
-                shown = ", ".join(map(repr, [path for path in named if path][:8]))
-                raise ValueError(f"{self.name!r}: modules={wanted!r} matches no module; there are: {shown or 'none'}")
-            for path, module in matching.items():
-                found.update(_items(path, module))
-        return _outermost(found)
+            _restore_forward(*self._replaced.pop())
 
     def _sequentials(self, named: dict[str, nn.Module]) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {
@@ -131,7 +113,7 @@ class ActivationCheckpointing(Handler):
                 f"{self.name!r}: every={self.every}: the model has no nn.Sequential, whose layers could be grouped; name the "
                 "modules instead, such as modules='blocks.*'"
             )
-        return _outermost(found)
+        return outermost(found)
 
 
 # ---- in place of a module's forward -------------------------------------------------------------------------------
@@ -150,6 +132,8 @@ class _Recomputed:
     def __init__(
         self, path: str, forward: Callable[..., Any], parts: Iterable[nn.Module], kept: list[Operation]
     ) -> None:
+        self.active = True
+        self.before: Any = None  # what the module had in its own dictionary
         self.path = path
         self.forward = forward
         self.kept = kept
@@ -164,7 +148,7 @@ class _Recomputed:
         update_wrapper(self, forward)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not (self.active and torch.is_grad_enabled()):
             return self.forward(*inputs, **options)
         if torch.compiler.is_compiling():  # a compiled graph updates buffers once
             contexts: dict[str, Any] = (
@@ -229,10 +213,15 @@ class _Grouped:
     """The forward of a Sequential whose layers are computed again in groups."""
 
     def __init__(self, groups: list[_Recomputed], forward: Callable[..., Any]) -> None:
+        self.active = True
+        self.before: Any = None
         self.groups = groups
+        self.forward = forward
         update_wrapper(self, forward)
 
     def __call__(self, value: Any) -> Any:
+        if not self.active:
+            return self.forward(value)
         for group in self.groups:
             value = group(value)
         return value
@@ -244,61 +233,29 @@ def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:
     return value
 
 
-def _replace_forward(module: nn.Module, path: str, size: int | None, kept: list[Operation]) -> None:
+def _replace_forward(module: nn.Module, path: str, size: int | None, kept: list[Operation]) -> _Recomputed | _Grouped:
     """Let a module compute its forward twice: as a whole, or its layers in groups of a size."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{path!r} is a ScriptModule, whose forward cannot be replaced; leave it out of modules=")
-    own = module.forward
+    own, before = module.forward, vars(module).get("forward")
+    replacement: _Recomputed | _Grouped
     if size is None:
-        replacement: Any = _Recomputed(path, own, [module], kept)
+        replacement = _Recomputed(path, own, [module], kept)
     else:
         layers = list(module.children())
         groups = [layers[place : place + size] for place in range(0, len(layers), size)]
         replacement = _Grouped([_Recomputed(path, partial(_in_turn, group), group, kept) for group in groups], own)
-    replacement.before = vars(module).get("forward")
+    replacement.before = before
     vars(module)["forward"] = replacement
+    return replacement
 
 
-def _restore_forward(module: nn.Module) -> None:
-    before = vars(module).pop("forward").before
-    if before is not None:
-        vars(module)["forward"] = before
-
-
-# ---- which modules and operations ---------------------------------------------------------------------------------
-
-
-def _matches(wanted: str | type[nn.Module], path: str, module: nn.Module) -> bool:
-    return isinstance(module, wanted) if isinstance(wanted, type) else fnmatchcase(path, bare_name(wanted))
-
-
-def _items(path: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The module; in place of a list of modules, which is never called, its items."""
-    if not isinstance(module, _LISTS):
-        return {path: module}
-    found: dict[str, nn.Module] = {}
-    for name, item in module.named_children():
-        found.update(_items(f"{path}.{name}", item))
-    return found
-
-
-def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that are not inside another one."""
-    inside = {part for module in found.values() for part in module.modules() if part is not module}
-    return {path: module for path, module in found.items() if module not in inside}
-
-
-def _check_patterns(modules: Any) -> list[str | type[nn.Module]]:
-    several = list(modules) if isinstance(modules, list | tuple | set) else [modules]
-    for one in several:
-        if not (isinstance(one, str) and one) and not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise TypeError(
-                f"ActivationCheckpointing(modules={modules!r}): {one!r} is neither a path or pattern of modules, such as "
-                "'blocks.*', nor a module class"
-            )
-    if not several:
-        raise ValueError(f"ActivationCheckpointing(modules={modules!r}): expected at least one module")
-    return several
+def _restore_forward(module: nn.Module, replacement: _Recomputed | _Grouped) -> None:
+    replacement.active = False  # where another function was put around it, which restores it later
+    if vars(module).get("forward") is replacement:
+        del vars(module)["forward"]
+        if replacement.before is not None:
+            vars(module)["forward"] = replacement.before
 
 
 def _check_operations(operations: Any) -> list[Operation]:

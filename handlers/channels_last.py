@@ -56,7 +56,13 @@ class ChannelsLast(Handler):
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Override.MEMORY_FORMAT, by=self)
 
-    @on(Events.STARTED, phase=Phase.PREPARE, rank=LAYOUT, reads=["modules", "weights", "processes"], writes=["files"])
+    @on(
+        Events.STARTED,
+        phase=Phase.PREPARE,
+        rank=LAYOUT,
+        reads=["modules", "weights", "optimizer", "processes"],
+        writes=["files"],
+    )
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers, and what optimizers hold of an earlier run."""
         parts = [part for root in engine.modules.values() for part in root.modules()]

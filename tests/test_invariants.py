@@ -32,6 +32,7 @@ from signalfire.handlers import (
     Benchmark,
     ChannelsLast,
     Checkpoint,
+    Compile,
     CSVLogger,
     CutMix,
     Cutout,
@@ -243,6 +244,7 @@ CASES: dict[str, Case] = {
     "Checkpoint, in a thread": Case(
         lambda: Checkpoint(FOLDER / "thread", every="2it", asynchronous=True, on_exception=True), False
     ),
+    "Compile": Case(lambda: Compile(backend="eager"), False),
     "CutMix": Case(lambda: CutMix(), True),
     "Cutout": Case(lambda: Cutout(2), True),
     "Deterministic": Case(lambda: Deterministic(), False),

@@ -32,6 +32,7 @@ from signalfire.handlers import (
     Benchmark,
     ChannelsLast,
     Checkpoint,
+    Compile,
     CSVLogger,
     Deterministic,
     DeviceStatistics,
@@ -360,7 +361,7 @@ def warm(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast())
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast(), Compile(backend="eager"))
 
 
 def pruned(folder: Path) -> Engine:

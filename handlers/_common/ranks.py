@@ -92,6 +92,9 @@ once layers are frozen, and before they are wrapped."""
 RECOMPUTE = -20
 """STARTED / FINALIZE: forwards are replaced before models are wrapped or compiled."""
 
+COMPILE = 10
+"""STARTED / FINALIZE, and events at which a model may be wrapped anew: compiled once it is wrapped; restored before that is."""
+
 REHEARSE = 10
 """EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""
 

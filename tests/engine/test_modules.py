@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy, normalize
 
 from signalfire import Engine, Update
@@ -29,6 +31,7 @@ from signalfire.handlers.metrics import Average
 from tests.kit import SGD, assert_same, batches, linear, mlp, quick
 from tests.processes import assert_alike, run_together
 
+ADAM = partial(torch.optim.Adam, lr=1e-2)
 DATA = batches(6, inputs=5, targets=(), classes=3)
 
 
@@ -210,3 +213,58 @@ def _trained_together(wrapper: Any) -> dict[str, Tensor]:
     found = {name: whole_tensor(value) for name, value in loss.state_dict().items()}
     torch.testing.assert_close(found["weight"], expected.weight.detach())
     return found
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    wrapped: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    return wrapped
+
+
+def compiled_parts(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(compiled(part) for part in model.children()))
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(checkpoint_wrapper(part) for part in model.children()))
+
+
+def parallel_and_compiled(model: nn.Module) -> nn.Module:
+    return compiled(nn.DataParallel(model))
+
+
+WRAPPINGS = [compiled, compiled_parts, checkpointed, parallel_and_compiled]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, as it compiles
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_names_states_and_weights_are_those_of_the_model_without_wrappers(
+    wrap: Callable[[nn.Module], nn.Module], wrapped_first: bool
+) -> None:
+    def trained(wraps: bool, epochs: int, state: Any = None) -> Engine:
+        model = mlp(5, 8, 3, nn.Tanh())
+        engine = Engine(Update.supervised(cross_entropy, ADAM), model=wrap(model) if wraps else model, seed=0)
+        engine.attach(Freezing(["0.bias"]), EMA(0.5))
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(DATA, max_epochs=epochs)
+        return engine
+
+    whole = trained(not wrapped_first, 2)
+    state = trained(wrapped_first, 1).state_dict()
+    resumed = trained(not wrapped_first, 2, state)
+    for one, other in zip(whole.modules["model"].parameters(), resumed.modules["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+    fresh = Engine(Update.supervised(cross_entropy, ADAM), model=wrap(mlp(5, 8, 3, nn.Tanh(), seed=9)), seed=0)
+    plain = mlp(5, 8, 3, nn.Tanh(), seed=4)
+    fresh.load_weights({"model": plain.state_dict()})
+    assert all(torch.equal(a, b) for a, b in zip(fresh.modules["model"].parameters(), plain.parameters(), strict=True))
+
+
+def test_a_state_of_a_compiled_wrapper_loads_into_the_model_itself() -> None:
+    plain, other = mlp(5, 8, 3, nn.Tanh(), seed=4), mlp(5, 8, 3, nn.Tanh(), seed=9)
+    engine = Engine(Update.supervised(cross_entropy, ADAM), model=other, seed=0)
+    for wrapped in (parallel_and_compiled(plain), nn.DataParallel(compiled(plain))):
+        engine.load_weights({"model": {name: 2 * one for name, one in other.state_dict().items()}})
+        engine.load_weights({"model": wrapped.state_dict()})
+        assert_same(other, plain)

@@ -1,0 +1,253 @@
+"""Compilation of the model by torch.compile, during the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import isroutine
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
+from signalfire.blame import warn
+from signalfire.checks import check_bool, check_choice, check_int
+
+from ._common.module_patterns import Pattern, check_modules, find_modules, named_modules
+from ._common.ranks import COMPILE
+
+__all__ = ["Compile"]
+
+Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class Compile(Handler):
+    """Compiles the model with torch.compile during the run, or some of its modules.
+
+    The first iterations take longer, and so does the first batch of another size: torch compiles once for it, and then for all
+    sizes, unless ``dynamic`` says otherwise. After too many graphs it computes without compilation, which a warning says, with
+    the sizes. `Throughput` leaves out the first iterations of a run.
+
+    The whole model is compiled in ``engine.model``, which is the original model again after the run; ``engine.modules``, and so
+    the names of parameters and the contents of checkpoints, are never changed. A checkpoint of a compiled run is resumed by one
+    that is not, and the other way round. With `DistributedDataParallel`, the wrapped model is compiled. With
+    `FullyShardedDataParallel`, name the modules that are sharded as units. An evaluator calls a model of its own, and needs its
+    own handler; modules that are named are compiled there, too.
+
+    "eager" and "aot_eager" compute the same bits as without compilation. "inductor" rounds otherwise, but draws the same random
+    numbers unless ``fallback_random`` is False. Handlers that look inside the model with hooks look at nothing in a compiled one.
+
+    Args:
+        modules: Which modules are compiled, each by itself: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a
+            class, or a list of these; by default the whole model. Blocks that are alike compile faster than a whole model.
+        backend: Name of a backend of torch.compile, or a function from a graph and its inputs to a callable.
+        mode: For "inductor": "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        options: For "inductor": its options by name, see ``torch._inductor.list_options()``.
+        dynamic: Whether graphs are compiled for all sizes from the beginning (True) or for each size by itself (False); by
+            default for all sizes once there is a second one.
+        fullgraph: Whether code that cannot be captured in one graph raises an error.
+        fallback_random: For "inductor": whether random numbers are those of the model without compilation. If False, dropout is
+            somewhat faster, and everything that is drawn later in the run differs.
+        recompile_limit: Number of graphs after which other sizes are computed without compilation; torch's own by default, 8.
+
+    Attributes:
+        sizes: The sizes of the inputs of each graph that was compiled, in order; sizes that may vary are named, as "s0".
+
+    Raises:
+        ValueError: As the run starts, for a model that is compiled already, for a pattern that matches no module, and for a
+            sharded model without ``modules``.
+
+    Source:
+        Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation"
+        (ASPLOS 2024); ``torch.compile``.
+
+    Example:
+        >>> Compile("blocks.*", backend="aot_eager").modules
+        ['blocks.*']
+    """
+
+    def __init__(
+        self,
+        modules: Pattern | list[Pattern] | None = None,
+        *,
+        backend: str | Backend = "inductor",
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None,
+        options: Mapping[str, Any] | None = None,
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        fallback_random: bool = True,
+        recompile_limit: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.modules = None if modules is None else check_modules(self, modules)
+        if not callable(backend):
+            check_choice(self, "backend", backend, torch._dynamo.list_backends(exclude_tags=None))
+        if mode is not None:
+            check_choice(self, "mode", mode, _MODES)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(
+                f"Compile(options={options!r}): expected a mapping from names of options of inductor to values"
+            )
+        for argument, value in (("mode", mode), ("options", options)):
+            if value is not None and backend != "inductor":
+                raise ValueError(
+                    f"Compile({argument}={value!r}, backend={backend!r}): it is for backend='inductor' only"
+                )
+        self.dynamic = None if dynamic is None else check_bool(self, "dynamic", dynamic)
+        self.fullgraph = check_bool(self, "fullgraph", fullgraph)
+        self.fallback_random = check_bool(self, "fallback_random", fallback_random)
+        self.recompile_limit = None if recompile_limit is None else check_int(self, "recompile_limit", recompile_limit)
+        self.backend, self.mode, self.options = backend, mode, options
+        self.sizes: list[list[tuple[str, ...]]] = []
+        self._compile: Callable[..., Any] | None = None  # torch's backend, made once
+        self._known: dict[Any, Any] = {}  # what was compiled, by what it was compiled from, also between runs
+        self._original: Any = None  # engine.model, only during a run
+        self._compiled: Any = None  # in its place
+        self._forwards: list[tuple[nn.Module, Any, Any]] = []  # modules, with the forwards before and in a run
+        self._limit_hits = 0
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(Override.COMPILATION, by=self)
+
+    def detached(self, engine: Engine) -> None:
+        self._known.clear()
+
+    def settings(self) -> dict[str, Any]:
+        """None: a run may resume with another backend, or without."""
+        return {}
+
+    # ---- beginning and end ----------------------------------------------------------------------------------------
+
+    @on(Events.STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
+    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
+    def compile(self, engine: Engine) -> None:
+        """Compile the model, or the modules; once more if another handler has wrapped the model anew meanwhile."""
+        if self.modules is not None:
+            if not self._forwards:
+                self._check(engine)
+                self._compile_modules(engine)
+        elif self._compiled is None or engine.model is not self._compiled:
+            self._check(engine)
+            self._original = engine.model
+            if isinstance(engine.model, nn.ModuleDict) and engine.modules.get("model") is not engine.model:
+                parts = {key: self._compiled_from(part) for key, part in engine.model.items()}
+                engine.model = self._compiled = nn.ModuleDict(parts)
+            else:
+                engine.model = self._compiled = self._compiled_from(engine.model)
+
+    def _check(self, engine: Engine) -> None:
+        self._limit_hits = _limit_hits()
+        for name, root in engine.modules.items():
+            for part in root.modules():
+                if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+                    raise ValueError(
+                        f"{self.name!r}: the model {name!r} is compiled already ({type(part).__name__}); build the Engine with "
+                        f"the model itself, or detach {self.name!r}"
+                    )
+        if self.modules is None and engine.processes.distributed:
+            from torch.distributed.fsdp import FSDPModule
+
+            if any(isinstance(part, FSDPModule) for root in engine.modules.values() for part in root.modules()):
+                raise ValueError(
+                    f"{self.name!r}: a sharded model cannot be compiled as a whole; name the sharded units: modules='blocks.*'"
+                )
+
+    def _compile_modules(self, engine: Engine) -> None:
+        assert self.modules is not None
+        for module in find_modules(self.name, named_modules(engine), self.modules).values():
+            forward = module.forward
+            function = forward if isroutine(forward) else getattr(forward, "__call__")  # noqa: B004, B009
+            self._forwards.append((module, vars(module).get("forward"), self._compiled_from(function)))
+            vars(module)["forward"] = self._forwards[-1][2]
+
+    def _compiled_from(self, function: Any) -> Any:
+        if function not in self._known:
+            compile_: Any = torch.compile  # whose overloads do not have all of its arguments
+            self._known[function] = compile_(
+                function,
+                backend=self._counting,
+                dynamic=self.dynamic,
+                fullgraph=self.fullgraph,
+                recompile_limit=self.recompile_limit,
+                isolate_recompiles=True,
+            )
+        return self._known[function]
+
+    @on(Events.ENDED, phase=Phase.FINALIZE, rank=-COMPILE, reads=[], writes=["modules"])
+    def restore(self, engine: Engine) -> None:
+        """Put the original model, or the original forwards, back."""
+        if self._compiled is not None and engine.model is self._compiled:
+            engine.model = self._original
+        for module, before, compiled in self._forwards:
+            if vars(module).get("forward") is compiled:
+                del vars(module)["forward"]
+                if before is not None:
+                    vars(module)["forward"] = before
+        own = {part for root in engine.modules.values() for part in root.modules()}
+        for function in list(self._known):
+            if isinstance(function, nn.Module):
+                vars(function).pop("_is_torch_compile", None)
+            if getattr(function, "__self__", function) not in own:  # a wrapper of this run
+                del self._known[function]
+        self._original = self._compiled = None
+        self._forwards = []
+
+    # ---- what is compiled -----------------------------------------------------------------------------------------
+
+    def _counting(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls: notes the sizes of a graph's inputs, and passes it on."""
+        nodes = graph.graph.find_nodes(op="placeholder")
+        self.sizes.append(
+            [
+                tuple(map(str, value.shape))
+                for node, value in zip(nodes, inputs, strict=True)
+                if isinstance(value, torch.Tensor) and not any(sign in str(node.target) for sign in _OF_MODULES)
+            ]
+        )
+        if self._compile is None:
+            self._compile = self._made_backend()
+        compiled: Callable[..., Any] = self._compile(graph, inputs)
+        return compiled
+
+    def _made_backend(self) -> Callable[..., Any]:
+        if callable(self.backend):
+            return self.backend
+        if self.backend != "inductor":
+            found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
+            return found
+        inductor: Any = torch._inductor  # imported by the attribute
+        options = {"fallback_random": self.fallback_random}
+        options |= inductor.list_mode_options(self.mode) if self.mode not in (None, "default") else {}
+        options |= dict(self.options or {})
+        return lambda graph, inputs: inductor.compile(graph, inputs, options=options)
+
+    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=["batch"], writes=[])
+    def report_limit(self, engine: Engine) -> None:
+        """Warn once in a run if there are more sizes than graphs may be compiled."""
+        if len(self.sizes) < 2 or self._limit_hits < 0 or _limit_hits() == self._limit_hits:
+            return
+        self._limit_hits = -1
+        compiled = "; ".join(dict.fromkeys(", ".join(map(_shown, one)) for one in self.sizes))
+        limit = self.recompile_limit or torch._dynamo.config.recompile_limit
+        warn(
+            f"{self.name!r}: {limit} graphs were compiled, the limit; inputs of other sizes are computed without compilation: "
+            f"compiled are: {compiled}. Pad or drop the smaller batches, or omit dynamic=False, or give a larger recompile_limit="
+        )
+
+
+_OF_MODULES = ("_parameters_", "_buffers_", "_modules_")
+
+
+def _shown(size: tuple[str, ...]) -> str:
+    return f"({', '.join(size)}{',' if len(size) == 1 else ''})"
+
+
+def _limit_hits() -> int:
+    """How often this process has met the limit."""
+    counters = torch._dynamo.utils.counters["unimplemented"]
+    return sum(count for reason, count in counters.items() if "recompile limit exceeded" in reason.split("\n")[0])
