@@ -55,6 +55,7 @@ from .spike_guard import SpikeGuard
 from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
+from .tensor_parallel import TensorParallel
 from .tensorboard import TensorBoardLogger
 from .throughput import Throughput
 from .trackio_logger import TrackioLogger
@@ -120,6 +121,7 @@ __all__ = [
     "StragglerDetection",
     "Summary",
     "TensorBoardLogger",
+    "TensorParallel",
     "Throughput",
     "Timing",
     "TrackioLogger",

@@ -79,11 +79,15 @@ class Distribution(Handler):
                 f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
             )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
-        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
+        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy, data=self.data_processes())
         several = self.processes.distributed  # a single process needs no work in an iteration
         self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+
+    def data_processes(self) -> Processes | None:
+        """The ranks with regard to the data, if it is not sharded over all of them; see `Group.join`."""
+        return None
 
     def _check_device(self, engine: Engine) -> None:
         """Raise ValueError before the first collective on a device without them."""

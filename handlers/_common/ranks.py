@@ -24,6 +24,12 @@ DECIDE_CHECKPOINTS = 10
 """CONTROL of the completed events: checkpoints are selected last, since a best one includes what schedules and patience
 decide at this event."""
 
+SAME_RANDOM_STATE = -5
+"""STARTED / PREPARE: the ranks of a split model take the generators of rank 0 once these are seeded."""
+
+SPLIT_LAYERS = -10
+"""MODEL_SETUP / FINALIZE: layers are split over ranks once modules are moved and converted, and before they are wrapped."""
+
 MIX = -10
 """GET_BATCH_COMPLETED / CHANGE: samples are mixed before parts of them are cut out, as in the papers."""
 
