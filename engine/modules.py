@@ -103,8 +103,8 @@ def _refuse_pipeline(model: Any) -> None:
     if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
         raise TypeError(
             f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported: their "
-            "schedule makes forward, loss and backward of all micro-batches in one call, in which no event could be emitted; give "
-            "the whole model, and split it with TensorParallel or FullyShardedDataParallel"
+            "schedule makes forward, loss and backward of all micro-batches in one call, in which no event could be emitted; "
+            "give the whole model, and split it with TensorParallel or FullyShardedDataParallel"
         )
 
 

@@ -139,7 +139,7 @@ class TensorParallel(Distribution):
         for module, (path, key) in chosen.items():
             self._split(module, path, key, mesh)
         self._replicated = [ReplicatedParameters(root, mesh) for root in roots]
-        for (module, key), requires_grad in trained.items():  # torch's styles train everything
+        for (module, key), requires_grad in trained.items():  # torch's SequenceParallel trains all
             module._parameters[key].requires_grad_(requires_grad)  # type: ignore[union-attr]
 
     def _chosen(self, engine: Engine) -> dict[nn.Module, tuple[str, str]]:

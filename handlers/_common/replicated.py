@@ -36,7 +36,7 @@ class ReplicatedParameters:
                     copy = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
                     replicated[parameter] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
                     replicated[parameter].grad = None
-                setattr(module, key, replicated[parameter])  # an RNN lists its parameters apart
+                setattr(module, key, replicated[parameter])
                 self._places.append((module, key))
         self._held: list[Tensor | None] = []
         self._hooks: list[Any] = []
@@ -63,7 +63,6 @@ class ReplicatedParameters:
                 if parameter not in held:
                     held[parameter] = parameter.to_local()  # type: ignore[attr-defined]
                 holder._parameters[key] = held[parameter]  # type: ignore[assignment]
-        self._list_weights_of_rnns()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -73,9 +72,3 @@ class ReplicatedParameters:
         for (holder, key), parameter in zip(self._places, self._held, strict=True):
             holder._parameters[key] = parameter  # type: ignore[assignment]
         self._held = []
-        self._list_weights_of_rnns()
-
-    def _list_weights_of_rnns(self) -> None:
-        for holder, _ in self._places:
-            if isinstance(holder, nn.RNNBase):
-                holder._flat_weights = [getattr(holder, name) for name in holder._flat_weights_names]
