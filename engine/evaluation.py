@@ -120,8 +120,8 @@ def _data_for(engine: Engine, evaluator: Engine, data: Any) -> Any:
 def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool) -> Iterator[None]:
     """Let an evaluator run as a part of an engine: with its ranks, seed, findings, and what it inherits."""
     was_dry, evaluator.dry_run = evaluator.dry_run, engine.dry_run or evaluator.dry_run
-    was_with = evaluator.group.processes, evaluator.group.shard_policy
-    evaluator.group.use(engine.group.processes, engine.group.shard_policy)
+    was_with = evaluator.group.processes, evaluator.group.shard_policy, evaluator.group.data
+    evaluator.group.use(engine.group.processes, engine.group.shard_policy, engine.group.data)
     if not evaluator.seed_given:
         evaluator.seed = engine.seed  # its data is drawn as in this run, also after a resume in another process
     try:

@@ -28,6 +28,7 @@ class Group(Part):
 
     Attributes:
         processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
+        data: the ranks with regard to the data: the same, unless each rank reads all of it (`SameData`).
         shard_policy: how data is sharded over them; see `join`.
         sync_skips: whether the ranks have to agree on skipping the step under way.
         asked: whether a rank asks for anything, as all of them know.
@@ -40,6 +41,7 @@ class Group(Part):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.processes: Processes = SINGLE_PROCESS
+        self.data: Processes = SINGLE_PROCESS
         self.shard_policy = "auto"
         self.sync_skips = False
         self.asked = False
@@ -51,7 +53,9 @@ class Group(Part):
         self._looked_at: tuple[tuple[Connection, ...], ...] = ((), (), ())
         self._skips_alone = False
 
-    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
+    def join(
+        self, processes: Processes, *, by: Handler, shard_policy: str = "auto", data: Processes | None = None
+    ) -> None:
         """Train together with other processes, until the handler is detached.
 
         From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
@@ -63,6 +67,7 @@ class Group(Part):
             shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
                 ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
                 DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
+            data: the ranks with regard to the data, if it is not sharded over all of them.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -71,15 +76,16 @@ class Group(Part):
         if engine.running:
             raise RuntimeError(f"join({processes!r}) was called during a run; call it before run()")
         engine.overrides.claim(Override.PROCESS_GROUP, by=by)
-        self.use(processes, shard_policy)
+        self.use(processes, shard_policy, data)
 
     def leave(self) -> None:
         """Train as a single process again."""
         self.use(SINGLE_PROCESS, "auto")
 
-    def use(self, processes: Processes, shard_policy: str) -> None:
+    def use(self, processes: Processes, shard_policy: str, data: Processes | None = None) -> None:
         """Take these processes, and connect the handlers of rank 0 where this is rank 0 now."""
         before, self.processes, self.shard_policy = self.processes, processes, shard_policy
+        self.data = processes if data is None else data
         if processes is not before:
             self.carrier = SeparateCarrier(processes)
             self.engine.handlers.settle_rank_zero_only()

@@ -89,7 +89,7 @@ class Loop:
             data,
             as_int(epoch_length),
             seed=engine.seed,
-            processes=engine.group.processes,
+            processes=engine.group.data,
             shard_policy=engine.group.shard_policy,
             training=engine.training,
             reseed=batch_streams(engine) if engine.streams == "separate" else None,

@@ -87,12 +87,25 @@ def model_of(model: Any, modules: Modules) -> Any:
 def _named(model: Any) -> dict[str, nn.Module]:
     if model is None:
         return {}
+    for one in model.values() if isinstance(model, Mapping) else (model,):
+        _refuse_pipeline(one)
     if isinstance(model, nn.Module):
         return {"model": model}
     if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
         hint = "; give an instance, not the class" if isinstance(model, type) else ""
         raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules{hint}")
     return dict(model)
+
+
+def _refuse_pipeline(model: Any) -> None:
+    """Raise TypeError for a stage or a schedule of torch's pipelines, also for a class of the user that is one of them."""
+    kind = model if isinstance(model, type) else type(model)
+    if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
+        raise TypeError(
+            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported: their "
+            "schedule makes forward, loss and backward of all micro-batches in one call, in which no event could be emitted; "
+            "give the whole model, and split it with TensorParallel or FullyShardedDataParallel"
+        )
 
 
 def _bare(module: nn.Module) -> nn.Module:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .distributed import is_sharded, local_part, norms_over_ranks
 
-__all__ = ["any_sharded", "joined", "norm_parts", "norms"]
+__all__ = ["any_sharded", "joined", "norm_parts", "norms", "unit_norms"]
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
@@ -28,6 +29,19 @@ def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
     except RuntimeError:  # a sparse gradient, or an empty one
         values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
         return [torch.linalg.vector_norm(v, norm_type) if v.numel() else v.new_zeros(()) for v in values]
+
+
+def unit_norms(tensor: Tensor) -> Tensor:
+    """The 2-norm of each row of a tensor of two or more dimensions, which are kept; of a sharded one, of this rank's rows."""
+    inner = tuple(range(1, tensor.dim()))
+    if is_sharded(tensor) and any(one.is_shard() and one.dim != 0 for one in tensor.placements):  # type: ignore[attr-defined]
+        from torch.distributed.tensor import Replicate
+
+        rows = [one if one.is_shard(0) else Replicate() for one in tensor.placements]  # type: ignore[attr-defined]
+        found: Any = torch.linalg.vector_norm(tensor, dim=inner, keepdim=True)
+        return local_part(found.redistribute(tensor.device_mesh, rows))  # type: ignore[attr-defined]
+    norm: Tensor = torch.linalg.vector_norm(local_part(tensor), dim=inner, keepdim=True)
+    return norm
 
 
 def norm_parts(gradients: list[Tensor]) -> list[Tensor]:

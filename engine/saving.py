@@ -61,6 +61,8 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         return own_alone(own, engine.processes)
     if past := engine.past.state_dict():  # not copied: nothing changes a state that is kept
         own["past"] = past
+    if (shares := engine.group.data.world_size) != engine.processes.world_size:
+        own["shares"] = shares  # over how many ranks the data is sharded
     return of_all(own, engine.processes)
 
 
@@ -125,7 +127,10 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         _check_same_state(engine, saved)
     if before == 1 == processes.world_size:
         return saved
+    shares = saved.get("shares", before)
     own = for_rank(saved, processes.rank)
+    if shares == engine.group.data.world_size == 1:  # each rank has seen all of the data, and draws the same numbers
+        return own
     if before == processes.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
@@ -138,7 +143,7 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         "Open accumulation windows are discarded, and inside an epoch batches may be repeated, also those that were left out",
         RuntimeWarning,
     )
-    return _for_new_world_size(own, before, engine)
+    return _for_new_world_size(own, shares, engine)
 
 
 def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -158,8 +163,8 @@ def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
-    """Convert a state saved with world size ``before``: the samples read so far become rounds of the new world size."""
-    processes = engine.processes
+    """Convert a state of data sharded over ``before`` ranks: the samples read so far become rounds of the new number of ranks."""
+    processes = engine.group.data
     position, data = dict(saved["engine"]), saved["data"]
     source = engine.feed.source
     if data is not None and source is not None and source.policy != "own":

@@ -42,7 +42,7 @@ def begin_stream(engine: Engine, *what: object) -> None:
     """With separate streams, reseed the global generators from the run's seed, the rank and ``what``."""
     if engine.streams == "separate":
         devices = {p.device for root in engine.modules.values() for p in root.parameters()}
-        reseed(derived_seed(engine.seed, *what, engine.processes.rank), device_generators(devices))
+        reseed(derived_seed(engine.seed, *what, engine.group.data.rank), device_generators(devices))
 
 
 def batch_streams(engine: Engine) -> Callable[[int, int], None]:
@@ -62,7 +62,7 @@ def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
     The stream depends on the run's seed, the update's name, the iteration and the rank; then on which micro-step of the update in
     this iteration it is (time chunks), and on which evaluation. However much one draws, the others stay the same.
     """
-    keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.processes.rank) for one in engine.updates}
+    keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.group.data.rank) for one in engine.updates}
     places = dict.fromkeys(keys, (0, 0))  # by update: the last iteration, and its last micro-step in it
     devices = {p.device for module in engine.modules.values() for p in module.parameters()}
     on_devices = device_generators(devices)

@@ -76,6 +76,7 @@ from .stochastic_depth import StochasticDepth
 from .straggler_detection import StragglerDetection
 from .summary import ModelSummary, ModuleSummary, Summary, summary
 from .swa import SWA
+from .tensor_parallel import TensorParallel
 from .tensorboard import TensorBoardLogger
 from .throughput import Throughput
 from .trackio_logger import TrackioLogger
@@ -163,6 +164,7 @@ __all__ = [
     "StragglerDetection",
     "Summary",
     "TensorBoardLogger",
+    "TensorParallel",
     "Throughput",
     "Timing",
     "TrackioLogger",

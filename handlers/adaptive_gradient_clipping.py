@@ -12,6 +12,7 @@ from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part
+from signalfire.norms import unit_norms
 
 from ._common.parameters import all_names, longest_match, matches, norms, unmatched
 from ._common.ranks import CLIP_ADAPTIVELY
@@ -148,12 +149,7 @@ class AdaptiveGradientClipping(Handler):
 def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each row of a tensor, in a shape that broadcasts with it; vectors and scalars have one norm.
 
-    A sharded tensor is sharded by rows: the result has the norms of this rank's rows.
+    Of a tensor that is sharded by rows, the result has the norms of this rank's rows.
     """
     vectors = iter(norms([t.detach() for t in tensors if t.dim() <= 1], 2.0))
-    return [
-        torch.linalg.vector_norm(local_part(t.detach()), dim=tuple(range(1, t.dim())), keepdim=True)
-        if t.dim() > 1
-        else next(vectors)
-        for t in tensors
-    ]
+    return [unit_norms(t.detach()) if t.dim() > 1 else next(vectors) for t in tensors]

@@ -80,7 +80,7 @@ class Cutout(Handler):
                 f"dimensions after (N, C), which does not match length={self.length!r}"
             )
         # Each rank draws other boxes; rank 0 draws those of a single process.
-        generator = self.generator(engine, of_rank=engine.processes.rank or None)
+        generator = self.generator(engine, of_rank=engine.group.data.rank or None)
         covered: Tensor | None = None
         for size, length in zip(sizes, lengths, strict=True):
             centres = torch.randint(size, (self.holes, len(inputs)), generator=generator)

@@ -129,7 +129,7 @@ class DistributedDataParallel(Distribution):
             if self.compression == "bf16" and dist.get_backend() == "gloo":
                 raise ValueError(f"{self.name!r}: compression='bf16' does not work with gloo; use 'fp16'")
 
-    @on(Events.MODEL_SETUP, reads=["modules", "processes"], writes=["weights", "buffers"])
+    @on(Events.MODEL_SETUP, reads=["device", "modules", "processes"], writes=["weights", "buffers"])
     def broadcast_weights(self, engine: Engine) -> None:
         """Broadcast the weights and buffers of rank 0."""
         if not self._active:

@@ -72,7 +72,7 @@ class FastDevRun(Handler):
         if state.planned is None:
             length = engine.feed.current.given_length
             if length is None and self._whole is not None:
-                length = -(-self._whole // engine.processes.world_size)
+                length = -(-self._whole // engine.group.data.world_size)
             state.planned = state.max_epochs, length
         state.max_epochs = state.epoch - state.epoch_open + 1
         state.min_epochs = state.min_iters = 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
 from signalfire.checks import check_name
+from signalfire.distributed import SameData
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
@@ -171,11 +172,11 @@ class Metrics(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
-        for key, metric in self.metrics.items() if engine.processes.distributed else ():
+        for key, metric in self.metrics.items() if engine.group.data.distributed else ():
             if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
-                    f"{engine.processes.world_size} processes; give it a method merge(states), which loads a list of the "
+                    f"{engine.group.data.world_size} processes; give it a method merge(states), which loads a list of the "
                     "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
@@ -306,13 +307,14 @@ class Metrics(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
-        if engine.processes.distributed:
+        if engine.group.data.distributed:
             merged = {key: metric for key, metric in self.metrics.items() if not _torchmetrics(metric)}
-            states = engine.processes.gather([metric.state_dict() for metric in merged.values()]) if merged else []
+            states = engine.group.data.gather([metric.state_dict() for metric in merged.values()]) if merged else []
             for place, metric in enumerate(merged.values()):
                 metric.merge([several[place] for several in states])
         for key, metric in self.metrics.items():
-            value = metric.compute()
+            with _synced(metric, not isinstance(engine.group.data, SameData)):
+                value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
                     engine.state.metrics[f"{key}/{part}"] = one
@@ -406,11 +408,18 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
 
 def _current(metric: Any) -> float | None:
     """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
-    parts = [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
+    with _synced(metric, False):
+        return as_number(metric.compute())
+
+
+@contextmanager
+def _synced(metric: Any, synced: bool) -> Iterator[None]:
+    """Whether torchmetrics merges the states of all ranks: not where each has seen all samples."""
+    parts = [] if synced else [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
     for part in parts:
         part._to_sync = False
     try:
-        return as_number(metric.compute())
+        yield
     finally:
         for part in parts:
             part._to_sync = True

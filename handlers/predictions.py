@@ -123,8 +123,8 @@ class Predictions(Handler):
             for part, value in found.items():
                 self._collected[part].append(value)
             return
-        if engine.processes.distributed:  # numbered in the order of the data, which is sharded round robin
-            size, rank = engine.processes.world_size, engine.processes.rank
+        if engine.group.data.distributed:  # numbered in the order of the data, which is sharded round robin
+            size, rank = engine.group.data.world_size, engine.group.data.rank
             in_data = (state.iteration - 1) * size + rank + 1
             self._number = max(in_data, self._number + size) if self.files else in_data
         else:
@@ -142,12 +142,12 @@ class Predictions(Handler):
     @on(Events.COMPLETED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def gather(self, engine: Engine) -> None:
         """Gather the batches of all ranks on every rank, in the order of the data."""
-        if not engine.processes.distributed:
+        if not engine.group.data.distributed:
             return
-        iterations = engine.processes.gather(self._iterations)
+        iterations = engine.group.data.gather(self._iterations)
 
         def in_order(own: list[Any]) -> list[Any]:
-            of_all = engine.processes.gather(own)
+            of_all = engine.group.data.gather(own)
             order = [
                 (iteration, rank, place)
                 for rank, several in enumerate(iterations)

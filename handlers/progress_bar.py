@@ -242,7 +242,7 @@ class ProgressBar(Handler):
         counts = (
             first.spec.samples is None or line or not self._plain
         )  # a function of the user's may wait for the device
-        size = 0 if batch is None else first.samples_in(batch) * engine.processes.world_size if counts else None
+        size = 0 if batch is None else first.samples_in(batch) * engine.group.data.world_size if counts else None
         self._pace.look(now, engine.state.iteration, size)
         if line:
             self._line(engine)

@@ -41,5 +41,5 @@ class Seeding(Handler):
     def seed_generators(self, engine: Engine) -> None:
         """Seed the generators unless the run continues; each rank differently, so that dropout masks differ."""
         if engine.state.iteration == 0:
-            seed, rank = engine.seed if self.seed is None else self.seed, engine.processes.rank
+            seed, rank = engine.seed if self.seed is None else self.seed, engine.group.data.rank
             seed_everything((seed if rank == 0 else derived_seed(seed, "rank", rank)) % 2**32)

@@ -203,7 +203,7 @@ class Throughput(Handler):
         seconds = self.clock() - self._begun - self._paused
         operations = self._operations + self._samples * self._operations_of_sample()
         waited, steps = self._waited, engine.updates[0].steps - self._steps
-        samples, batches, tokens, operations = engine.processes.sum(
+        samples, batches, tokens, operations = engine.group.data.sum(
             self._samples, self._batches, self._tokens, operations
         )
         self._begin_window(engine)

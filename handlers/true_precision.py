@@ -59,7 +59,7 @@ class TruePrecision(Handler):
         if engine.training and self.dtype is torch.float16 and any(p.dtype is not torch.float16 for p in trained):
             yield half_precision_finding(f"{self.name!r} converts the weights to float16", [self.name])
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules", "optimizer"], writes=["precision"])
+    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["device", "modules", "optimizer"], writes=["precision"])
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False

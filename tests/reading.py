@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.overrides import TorchFunctionMode
@@ -46,6 +47,7 @@ from signalfire.handlers import (
     ProgressBar,
     StragglerDetection,
     TensorBoardLogger,
+    TensorParallel,
     Validation,
 )
 from signalfire.modules import Modules
@@ -486,9 +488,23 @@ def shards(folder: Path) -> Engine:
     )
 
 
+def parts(folder: Path) -> Engine:
+    """Ranks begin with other random states, and have parts of the layers."""
+    torch.manual_seed(expected_processes().rank)
+    return build(
+        mlp(5, 8, 1, nn.Tanh()),
+        TensorParallel({"0": ColwiseParallel(), "2": RowwiseParallel()}, timeout=20.0),
+        Metrics(loss=Average()),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+
+
 _UNEVEN = partial(batches, [4, 3, 4, 4, 2])
 TOGETHER: dict[str, Recipe] = {
-    **{one.__name__: Recipe(one, _UNEVEN, {"max_epochs": 2}) for one in (replicas, replicas_and_a_thread, shards)},
+    **{
+        one.__name__: Recipe(one, _UNEVEN, {"max_epochs": 2})
+        for one in (replicas, replicas_and_a_thread, shards, parts)
+    },
     "predicted": COMPOSITIONS["predicted"],
     "outputs": Recipe(outputs, partial(batches, 4), {}),
     "replicas_failing": Recipe(replicas_failing, _UNEVEN, {"max_epochs": 2}),  # the last one: a process leaves

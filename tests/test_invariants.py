@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import signalfire.handlers
@@ -91,6 +92,7 @@ from signalfire.handlers import (
     StragglerDetection,
     Summary,
     TensorBoardLogger,
+    TensorParallel,
     Throughput,
     TrackioLogger,
     TruePrecision,
@@ -253,6 +255,7 @@ CASES: dict[str, Case] = {
     "Distillation": Case(lambda: Distillation(make_teacher(), temperature=2.0), True),
     "DistributedDataParallel": Case(lambda: DistributedDataParallel(), False),
     "FullyShardedDataParallel": Case(lambda: FullyShardedDataParallel(), False),
+    "TensorParallel": Case(lambda: TensorParallel({"*": ColwiseParallel()}), False),
     "EMA": Case(lambda: EMA(0.9), False),
     "EMA, late and warm": Case(lambda: EMA(0.9, every=2, start=2, warmup=True, buffers="average"), False),
     "EarlyStopping": Case(lambda: EarlyStopping("train_loss", patience=1, min_delta=0.5), True),
@@ -365,6 +368,8 @@ REFUSED: dict[frozenset[str], str] = {
         ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("AutoClip", "GradientClipping"): "override gradient clipping of update",
         ("Cutout", "RandomErasing"): "override cutting parts out of samples",
+        ("DistributedDataParallel", "TensorParallel"): "override how the model is distributed",
+        ("FullyShardedDataParallel", "TensorParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from ..blame import warn
-from ..distributed.processes import SINGLE_PROCESS, Processes
+from ..distributed.processes import SINGLE_PROCESS, Processes, SameData
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
 from .extent import check_same_extent, extent_of
 from .first_batches import FirstBatches
@@ -191,7 +191,8 @@ class Source:
             set_epochs(self.data, epoch)
         # The generators before the order is drawn, so that a resumed run draws the same order.
         states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
-        if self.policy == "round_robin" and not is_plain(self.data):  # all ranks use the order that rank 0 draws
+        same = self.policy == "round_robin" or isinstance(self.processes, SameData)
+        if same and not is_plain(self.data):  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
             self._set_generators(states[1])
         self.before = self.started_at if self.saved else self.before

@@ -5,13 +5,14 @@
 states of all ranks into one.
 """
 
-from .processes import SINGLE_PROCESS, Processes, expected_processes, lost_another, process_group
+from .processes import SINGLE_PROCESS, Processes, SameData, expected_processes, lost_another, process_group
 from .rendezvous import note_failure
 from .sharded import (
     SHARDS,
     ShardFiles,
     discard_unreduced,
     is_sharded,
+    like_parameter,
     local_part,
     norms_over_ranks,
     reshard,
@@ -27,11 +28,13 @@ __all__ = [
     "SHARDS",
     "SINGLE_PROCESS",
     "Processes",
+    "SameData",
     "ShardFiles",
     "Watch",
     "discard_unreduced",
     "expected_processes",
     "is_sharded",
+    "like_parameter",
     "local_part",
     "lost_another",
     "norms_over_ranks",

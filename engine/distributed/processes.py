@@ -26,6 +26,7 @@ __all__ = [
     "SINGLE_PROCESS",
     "ProcessGroup",
     "Processes",
+    "SameData",
     "expected_processes",
     "lost_another",
     "process_group",
@@ -139,6 +140,20 @@ class Processes:
 
 SINGLE_PROCESS = Processes()
 """The group of a single process."""
+
+
+class SameData(Processes):
+    """All ranks of a group with regard to the data, of which each reads all: like a single process, in the order of rank 0.
+
+    The samples that a rank has seen are all samples, so that nothing is gathered; what rank 0 draws is broadcast.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self.local_rank = processes.local_rank
+
+    def broadcast(self, value: Any) -> Any:
+        return self._processes.broadcast(value)
 
 
 class _LaunchedProcesses(Processes):

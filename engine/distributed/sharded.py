@@ -26,6 +26,7 @@ __all__ = [
     "ShardFiles",
     "discard_unreduced",
     "is_sharded",
+    "like_parameter",
     "local_part",
     "norms_over_ranks",
     "read_shards",
@@ -63,7 +64,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def spread_like(value: Any, own: Any) -> Any:
-    """Shard a tensor like another one, or gather it if the other one is not sharded."""
+    """Shard a tensor like another one, or gather it if the other one is not sharded; may be collective."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or value.is_meta:
         return value
     if is_sharded(own) and not is_sharded(value):
@@ -74,7 +75,18 @@ def spread_like(value: Any, own: Any) -> Any:
         mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
         # Each rank has the full tensor and copies its shard, so no communication is needed.
         return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None).clone()
-    return whole_tensor(value) if is_sharded(value) and not is_sharded(own) else value
+    if is_sharded(value) and is_sharded(own):
+        return like_parameter(value, own)
+    return whole_tensor(value) if is_sharded(value) else value
+
+
+def like_parameter(value: Tensor, own: Tensor) -> Tensor:
+    """A DTensor with the placements of another one of its shape; collective if they differ."""
+    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+    if value.shape != own.shape or (value.placements == placements and value.device_mesh == mesh):  # type: ignore[attr-defined]
+        return value
+    moved: Tensor = value.redistribute(mesh, placements)  # type: ignore[attr-defined]
+    return moved
 
 
 def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -85,17 +97,22 @@ def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> T
         of: The tensors; all sharded ones are on the same device mesh.
         norm_type: Order p of the norm.
     """
-    sharded = next((tensor for tensor in of if is_sharded(tensor)), None)
-    if sharded is None:
+    kinds: dict[tuple[bool, ...], list[bool]] = {}  # by the mesh dimensions over which tensors are sharded: which ones
+    for place, tensor in enumerate(of):
+        if is_sharded(tensor) and any(over := tuple(one.is_shard() for one in tensor.placements)):  # type: ignore[attr-defined]
+            kinds.setdefault(over, [False] * len(of))[place] = True
+    if not kinds:
         return norms
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh, placements = sharded.device_mesh, sharded.placements  # type: ignore[attr-defined]
-    over = [Shard(0) if one.is_shard() else Replicate() for one in placements]
-    # Gathered instead of reduced: one collective for any p, and a maximum could lose a NaN.
-    gathered = DTensor.from_local(norms[None], mesh, over, run_check=False).full_tensor()
-    together = torch.linalg.vector_norm(gathered, norm_type, dim=0)
-    return torch.where(torch.tensor([is_sharded(t) for t in of], device=norms.device), together, norms)
+    mesh = next(tensor for tensor in of if is_sharded(tensor)).device_mesh  # type: ignore[attr-defined]
+    for over, which in sorted(kinds.items()):
+        # Gathered instead of reduced: one collective for any p, and a maximum could lose a NaN.
+        placements = [Shard(0) if one else Replicate() for one in over]
+        gathered = DTensor.from_local(norms[None], mesh, placements, run_check=False).full_tensor()
+        together = torch.linalg.vector_norm(gathered, norm_type, dim=0)
+        norms = torch.where(torch.tensor(which, device=norms.device), together, norms)
+    return norms
 
 
 # ---- modules ------------------------------------------------------------------------------------------------------
@@ -191,11 +208,13 @@ def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], devic
     if folder is None:
         return state
     tensors: dict[str, Tensor] = {}
-    model = next((p for p in parameters if is_sharded(p)), None)
+    sharded = [p for p in parameters if is_sharded(p)]
+    model = next(iter(sharded), None)
+    alike = len({p.placements for p in sharded}) == 1  # type: ignore[attr-defined]
 
     def allocate(value: Any, path: Place) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
-            made = tensors[_key(path)] = _empty(value, model, device)
+            made = tensors[_key(path)] = _empty(value, model, device, alike=alike)
             return made
         return _mapped(value, path, allocate)
 
@@ -213,13 +232,14 @@ def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], devic
     return filled
 
 
-def _empty(meta: Tensor, model: Tensor | None, device: torch.device) -> Tensor:
+def _empty(meta: Tensor, model: Tensor | None, device: torch.device, *, alike: bool) -> Tensor:
     if model is None:
         return torch.empty(meta.shape, dtype=meta.dtype, device=device)
-    from torch.distributed.tensor import empty
+    from torch.distributed.tensor import Replicate, Shard, empty
 
-    # Sharded as `fully_shard` shards parameters.
     mesh, placements = model.device_mesh, model.placements  # type: ignore[attr-defined]
+    if not alike:  # sharded by rows to be read; then as its parameter, which `spread_like` knows
+        placements = [Shard(0) if meta.dim() else Replicate()] * mesh.ndim
     return empty(tuple(meta.shape), dtype=meta.dtype, device_mesh=mesh, placements=placements)
 
 

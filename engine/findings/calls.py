@@ -152,7 +152,7 @@ class FirstCalls(TorchFunctionMode):
                 )
 
     def _means_of_tokens(self, ignored: int) -> Problem | None:
-        window, ranks = self._update.window.length, self._engine.processes.world_size
+        window, ranks = self._update.window.length, self._engine.group.data.world_size
         if window == ranks == 1:
             return None
         what = f"{window} batches of a window" if window > 1 else f"batches of {ranks} ranks"

@@ -18,6 +18,7 @@ from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
 from ..devices import widened
+from ..distributed.processes import SameData
 from ..update import NO_GRADIENT
 from .composition import first_batch
 
@@ -44,7 +45,7 @@ def check_data(engine: Engine) -> None:
     _refuse_no_batches(data)
     _refuse_endless(engine, data)
     _refuse_unknown_to_workers(data)
-    if source.policy == "round_robin":
+    if source.policy == "round_robin" or isinstance(engine.group.data, SameData):
         _check_ranks(engine, data)
     elif source.policy == "own" and engine.processes.distributed and engine.training:
         _check_own(engine, data)
@@ -79,20 +80,22 @@ def _refuse_endless(engine: Engine, data: Any) -> None:
 
 
 def _check_ranks(engine: Engine, data: Any) -> None:
-    """Compare the data that the ranks shard between them; one collective a run."""
+    """Compare the data of ranks that shard it between them, or that all read it; one collective a run."""
     extent, content = extent_of(data), _fingerprint(data)
     others = engine.processes.gather((extent, content))
-    way_out = "give all ranks the same data, or let each keep its own with shard_policy='own'"
+    same = isinstance(engine.group.data, SameData)
+    use = "read by each of the" if same else "sharded over the"
+    way_out = "give all ranks the same data" + ("" if same else ", or let each keep its own with shard_policy='own'")
     if any(one != extent for one, _ in others):
         lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
         raise ValueError(
-            f"the data ({type(data).__name__}) is sharded over the ranks, but differs in length: {lengths}; {way_out}"
+            f"the data ({type(data).__name__}) is {use} ranks, but differs in length: {lengths}; {way_out}"
         )
     if any(one != content for _, one in others):
         engine.findings.report(
             "W25",
-            f"the data ({type(data).__name__}) is sharded over {engine.processes.world_size} ranks, but they have different "
-            "data, of which a part is never used",
+            f"the data ({type(data).__name__}) is {use} {engine.processes.world_size} ranks, but they have different data"
+            + ("" if same else ", of which a part is never used"),
             way_out,
         )
 

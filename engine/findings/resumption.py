@@ -240,7 +240,12 @@ def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[st
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     source, data = engine.feed.source, saved["data"]
     reloaded = source is not None and callable(getattr(source.given, "of_epoch", None))
-    if source is None or reloaded or not data or saved.get("processes", 1) != engine.processes.world_size:
+    if (
+        source is None
+        or reloaded
+        or not data
+        or saved.get("shares", saved.get("processes", 1)) != engine.group.data.world_size
+    ):
         return []
     before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
     found = [

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
+from signalfire.acts import Override
 from signalfire.checks import check_choice, check_number
 from signalfire.devices import DeviceFeature, refusal
 from signalfire.distributed import (
@@ -78,12 +79,22 @@ class Distribution(Handler):
                 f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is wrapped in torch's {engine.modules.wrapper} already, "
                 f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
             )
+        other = engine.overrides.owner_of(Override.PROCESS_GROUP)
+        if other not in (None, self.name):
+            raise ValueError(
+                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of the two: "
+                "a mesh of two dimensions, whose ranks share the data in one and read the same in the other, is not supported"
+            )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
-        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
+        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy, data=self.data_processes())
         several = self.processes.distributed  # a single process needs no work in an iteration
         self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+
+    def data_processes(self) -> Processes | None:
+        """The ranks with regard to the data, if it is not sharded over all of them; see `Group.join`."""
+        return None
 
     def _check_device(self, engine: Engine) -> None:
         """Raise ValueError before the first collective on a device without them."""

@@ -98,7 +98,7 @@ class SampleMixing(Handler):
         if inputs.shape[:1] != targets.shape[:1]:
             raise ValueError(f"{self.name!r}: inputs of shape {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
         # Each rank has a stream of its own; that of rank 0 is the one of a single process.
-        generator = self.generator(engine, of_rank=engine.processes.rank or None)
+        generator = self.generator(engine, of_rank=engine.group.data.rank or None)
         gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
         partner = torch.randperm(len(inputs), generator=generator).to(inputs.device, non_blocking=True)
         mixed, self.lam = self.mixed(inputs, partner, gammas, generator)

@@ -34,6 +34,12 @@ decide at this event."""
 CUT_SEQUENCES, RESIZE = -30, -20
 """GET_BATCH_COMPLETED / CHANGE: batches get their size before samples are mixed or cut out."""
 
+SAME_RANDOM_STATE = -5
+"""STARTED / PREPARE: the ranks of a split model take the generators of rank 0 once these are seeded."""
+
+SPLIT_LAYERS = -10
+"""MODEL_SETUP / FINALIZE: layers are split over ranks once modules are moved and converted, and before they are wrapped."""
+
 MIX = -10
 """GET_BATCH_COMPLETED / CHANGE: samples are mixed before parts of them are cut out, as in the papers."""
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.functional import cross_entropy, normalize
 
 from signalfire import Engine, Update
-from signalfire.distributed import whole_tensor
+from signalfire.distributed import process_group, whole_tensor
 from signalfire.handlers import (
     EMA,
     DeviceTransfer,
@@ -268,3 +268,24 @@ def test_a_state_of_a_compiled_wrapper_loads_into_the_model_itself() -> None:
         engine.load_weights({"model": {name: 2 * one for name, one in other.state_dict().items()}})
         engine.load_weights({"model": wrapped.state_dict()})
         assert_same(other, plain)
+
+
+def pipelines_are_refused() -> list[str]:
+    from torch.distributed import pipelining
+
+    process_group()
+    stage = pipelining.PipelineStage(nn.Linear(2, 1), 0, 1, torch.device("cpu"))
+    found = []
+    for one in (stage, pipelining.ScheduleGPipe(stage, 2), pipelining.Pipe):
+        for model in (one, {"first": nn.Linear(2, 1), "second": one}):
+            with pytest.raises(TypeError, match="and pipelines are not supported: their schedule makes") as caught:
+                Engine(Update.supervised(cross_entropy, SGD), model=model)  # type: ignore[arg-type]
+            found.append(str(caught.value).partition(" of ")[0])
+    return found
+
+
+def test_stages_and_schedules_of_torchs_pipelines_are_refused_with_the_reason() -> None:
+    (found,) = run_together(pipelines_are_refused, 1)
+    assert [*dict.fromkeys(found)] == [
+        f"Engine: model= is a {kind}" for kind in ("PipelineStage", "ScheduleGPipe", "Pipe")
+    ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.optim.lr_scheduler import StepLR
 
 import signalfire.handlers
@@ -50,6 +51,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "SharpnessAwareMinimization": {"rho": 0.1},
     "StochasticDepth": {"blocks": "a"},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},
+    "TensorParallel": {"plan": {"up": ColwiseParallel()}},
     "TrackioLogger": {"project": "x", "folder": tempfile.gettempdir()},
     "TruePrecision": {"precision": "fp64"},
     "TruncatedBPTT": {"steps": 2},

@@ -1,0 +1,349 @@
+"""Tensor parallelism: the layers of a plan are split over several ranks, which train together on the same batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from signalfire import Engine, Events, Phase, UpdateState, on
+from signalfire.acts import Override
+from signalfire.checks import check_int, did_you_mean
+from signalfire.distributed import Processes, SameData, is_sharded, like_parameter, local_part
+from signalfire.randomness import random_state, set_random_state
+from signalfire.update import needs_closure
+
+from ._common.distribution import Distribution, broadcast
+from ._common.ranks import SAME_RANDOM_STATE, SPLIT_LAYERS
+from ._common.replicated import ReplicatedParameters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["TensorParallel"]
+
+
+class TensorParallel(Distribution):
+    """Splits layers over the ranks with torch's DTensor, for models whose layers are too large or too slow for one device.
+
+    With the processes launched by torchrun, each rank holds a part of the layers in the plan, and computes its part of their
+    outputs; all ranks read the same batches in the order of rank 0, and draw the same random numbers. So W ranks train as one
+    process does, up to the rounding of sums. In a single process the handler does nothing, and the same script runs unchanged.
+
+    The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside of
+    the plan become DTensors too, with a copy on each rank, so that clipping, norms and averages see one kind of parameter;
+    their modules compute on plain tensors as before. The model stays split after the run; `unsplit` restores plain modules.
+    `Checkpoint` writes the parts as shards that load on any number of ranks, including one.
+
+    Each sample counts once in metrics, rates and the progress bar, since all ranks see the same. Dropout between two split layers
+    acts on a part of the features, and draws the same mask for each part.
+
+    Args:
+        plan: Which layers are split, and how: styles of ``torch.distributed.tensor.parallel``, such as ``ColwiseParallel()``, by
+            the path of the module, where ``*`` matches one name: "blocks.*.up". With several modules, paths begin with the
+            module's name. A style is used for all modules that its path matches.
+        size: Number of ranks; by default all.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
+
+    Raises:
+        ValueError: Before the first batch: for a path that matches no module, or a module that another path matches as well; for
+            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an
+            optimizer instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` that is not the
+            number of ranks. In the first step, for a parameter outside of the plan that is used with a part of the
+            features, so that its gradient differs between ranks: such a module belongs to the plan.
+
+    Source:
+        Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). The
+        implementation is ``torch.distributed.tensor.parallel.parallelize_module``.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> TensorParallel({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}).processes.world_size
+        1
+    """
+
+    trains = True
+    _decisive = ()
+
+    def __init__(
+        self,
+        plan: Mapping[str, ParallelStyle],
+        *,
+        size: int | None = None,
+        backend: str | None = None,
+        timeout: float = 300.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(shard_policy="auto", backend=backend, timeout=timeout, name=name)
+        self.size = None if size is None else check_int(self, "size", size)
+        self.plan = _checked(plan)
+        self._replicated: list[ReplicatedParameters] = []  # one for each of the engine's modules
+        self._hooks: list[tuple[dict[int, Any], int]] = []  # torch's, on split modules: where they are registered
+        self._names: dict[Tensor, str] = {}  # of the parameters with a copy on each rank
+        self._compared: set[tuple[str, int]] = set()  # updates, and how many parameters they had
+
+    def attached(self, engine: Engine) -> None:
+        for update in engine.updates:
+            if isinstance(update.spec.optimizer, Optimizer):
+                kind = type(update.spec.optimizer).__name__
+                raise ValueError(
+                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is split, with parameters "
+                    f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
+                )
+        super().attached(engine)
+        self.loss_event = self.buffers_event = None  # the batches, and so the buffers, are the same on all ranks
+        ranks = self.processes.world_size
+        if self.size not in (None, ranks) and self.processes.distributed:
+            raise ValueError(
+                f"{self.name!r}: size={self.size} with {ranks} ranks: several groups of ranks, with data parallelism between "
+                f"them, are not supported; launch {self.size} processes, or split over all with size={ranks}"
+            )
+        if self.processes.distributed:
+            engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
+
+    def data_processes(self) -> Processes | None:
+        return SameData(self.processes) if self.processes.distributed else None
+
+    # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    @on(
+        Events.MODEL_SETUP,
+        phase=Phase.FINALIZE,
+        rank=SPLIT_LAYERS,
+        reads=["device", "trainable", "weights", "modules", "processes"],
+        writes=["modules", "weights"],
+    )
+    def split(self, engine: Engine) -> None:
+        """Split the layers of the plan, and replicate all other parameters, from the weights of rank 0."""
+        self._compared = set()
+        chosen = self._chosen(engine)  # also in a single process, so that a mistake in the plan shows there
+        self._check_shared(engine, chosen)
+        if not self.processes.distributed:
+            return
+        self._check_device(engine)
+        if self._are_split(engine):
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        roots = list(engine.modules.values())
+        self._check_alike(engine, chosen)
+        with torch.no_grad():
+            broadcast([t for root in roots for t in (*root.parameters(), *root.buffers())])
+        mesh = init_device_mesh(engine.device.type, (self.processes.world_size,), mesh_dim_names=("tp",))
+        trained = {(m, key): p.requires_grad for root in roots for m in root.modules() for key, p in _own(m)}
+        for module, (path, key) in chosen.items():
+            self._split(module, path, key, mesh)
+        self._replicated = [ReplicatedParameters(root, mesh) for root in roots]
+        for (module, key), requires_grad in trained.items():  # torch's SequenceParallel trains all
+            module._parameters[key].requires_grad_(requires_grad)  # type: ignore[union-attr]
+
+    def _chosen(self, engine: Engine) -> dict[nn.Module, tuple[str, str]]:
+        """The modules of the plan, with their path and their key in the plan."""
+        paths = {
+            path: module
+            for name, root in engine.modules.items()
+            for path, module in root.named_modules(prefix=engine.modules.prefix(name))
+        }
+        chosen: dict[nn.Module, tuple[str, str]] = {}
+        for key in self.plan:
+            pattern = re.escape(key).replace(r"\*", "[^.]+")
+            found = {path: module for path, module in paths.items() if path and re.fullmatch(pattern, path)}
+            if not found:
+                known = [path for path in paths if path]
+                raise ValueError(f"{self.name!r}: plan={{{key!r}: ...}} matches no module{did_you_mean(key, known)}")
+            for path, module in found.items():
+                if module in chosen:
+                    raise ValueError(
+                        f"{self.name!r}: plan={{{key!r}: ...}} matches {path!r}, as {chosen[module][1]!r} does; a module is "
+                        "split once: omit one of the two"
+                    )
+                chosen[module] = path, key
+        return chosen
+
+    def _are_split(self, engine: Engine) -> bool:
+        """Whether the model was split by this handler in an earlier run."""
+        parameters = [p for root in engine.modules.values() for p in root.parameters()]
+        if not any(map(is_sharded, parameters)):
+            return False
+        if not self._replicated or not all(map(is_sharded, parameters)):
+            raise ValueError(
+                f"{self.name!r}: the model was split or sharded by another handler, or a part of it was replaced since; build "
+                "the model again, or call unsplit(engine) of that handler"
+            )
+        return True
+
+    def _check_shared(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
+        """Raise ValueError for parameters of a split module that another module holds, too: they would be two then."""
+        inside = {part: path for module, (path, _) in chosen.items() for part in module.modules()}
+        owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+        for name, root in engine.modules.items():
+            for path, module in root.named_modules(prefix=engine.modules.prefix(name)):
+                for key, parameter in _own(module):
+                    full = f"{path}.{key}".lstrip(".")
+                    other, holder = owners.setdefault(parameter, (full, module))
+                    if holder is not module and (module in inside or holder in inside):
+                        raise ValueError(
+                            f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of them; "
+                            "shared weights cannot be split: omit them from the plan, or give each module its own"
+                        )
+
+    def _check_alike(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
+        """Raise ValueError if the ranks have different models, or different plans."""
+        own = {f"{root}.{key}": (tuple(value.shape), str(value.dtype))
+               for root, module in engine.modules.items() for key, value in module.state_dict().items()
+               if isinstance(value, Tensor)}  # fmt: skip
+        plan = {path: type(self.plan[key]).__name__ for path, key in chosen.values()}
+        for what, mine in (("model", own), ("plan", plan)):
+            for rank, other in enumerate(self.processes.gather(mine)):
+                if different := [key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)]:
+                    raise ValueError(
+                        f"{self.name!r}: the {what} of rank {rank} differs from that of this rank in "
+                        f"{', '.join(sorted(different)[:5])}; build the same {what} on all ranks"
+                    )
+
+    def _split(self, module: nn.Module, path: str, key: str, mesh: Any) -> None:
+        from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+        registered = [module._forward_pre_hooks, module._forward_hooks]
+        before = [set(hooks) for hooks in registered]
+        style, ranks = self.plan[key], self.processes.world_size
+        if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear) and module.in_features % ranks:
+            raise ValueError(
+                f"{self.name!r}: plan={{{key!r}: RowwiseParallel()}}: the {module.in_features} input features of {path!r} cannot "
+                f"be divided by {ranks} ranks"
+            )
+        try:
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        except Exception as error:
+            raise ValueError(
+                f"{self.name!r}: plan={{{key!r}: {type(style).__name__}()}} does not fit {path!r}, a {type(module).__name__}: "
+                f"{error}"
+            ) from error
+        for hooks, earlier in zip(registered, before, strict=True):
+            self._hooks += [(hooks, number) for number in hooks if number not in earlier]
+
+    @on(Events.STARTED, phase=Phase.PREPARE, rank=SAME_RANDOM_STATE, reads=["processes"], writes=["random"])
+    def share_random_state(self, engine: Engine) -> None:
+        """Draw the same numbers on all ranks: those of rank 0."""
+        if self.processes.distributed:
+            set_random_state(self.processes.broadcast(random_state()))
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer", "modules"], writes=[])
+    def check_parameters(self, engine: Engine) -> None:
+        """Raise an error for what cannot be trained on a split model."""
+        if not self.processes.distributed:
+            return
+        for update in engine.updates:
+            for index, parameter in enumerate(update.parameters):
+                if not is_sharded(parameter):
+                    raise ValueError(
+                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, and "
+                        "would be on its own on each rank; make it a parameter of the model"
+                    )
+            if update.optimizer is not None and needs_closure(update.optimizer):
+                raise ValueError(
+                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all parameters into "
+                    "one vector, which those of a split model do not fit into; use another optimizer"
+                )
+        self._names = {
+            p: f"{engine.modules.prefix(name)}.{key}".lstrip(".")
+            for name, root in engine.modules.items()
+            for key, p in root.named_parameters()
+            if not any(one.is_shard() for one in p.placements)  # type: ignore[attr-defined]
+        }
+
+    # ---- in every window ------------------------------------------------------------------------------------------
+
+    def reduce(self, engine: Engine, update: UpdateState) -> None:
+        """Overrides REDUCTION: sums gradients of which each rank has a part, so that each is placed as its parameter is."""
+        for parameter in update.parameters:
+            if parameter.grad is not None:
+                parameter.grad = like_parameter(parameter.grad, parameter)  # in the same order on all ranks
+        key = update.name, len(update.parameters)  # more of them with gradual unfreezing
+        if key not in self._compared:
+            self._compared.add(key)
+            self._compare_gradients(update)
+
+    def _compare_gradients(self, update: UpdateState) -> None:
+        """Raise ValueError if a parameter with a copy on each rank gets another gradient on each, so that the copies part."""
+        own = {
+            self._names[p]: float(torch.linalg.vector_norm(local_part(p.grad).detach().float()))
+            for p in update.parameters
+            if p in self._names and p.grad is not None and not p.grad.is_sparse
+        }
+        norms = self.processes.gather(own)
+        for name, norm in own.items():
+            others = [one.get(name, 0.0) for one in norms]
+            if max(others) - min(others) > 1e-3 * max(others):
+                raise ValueError(
+                    f"{self.name!r}: the gradient of {name!r} differs between ranks (its norms are "
+                    f"{', '.join(f'{one:.4g}' for one in others)}; here {norm:.4g}): its module is outside of the plan, but "
+                    "computes with a part of the features; add it to the plan, or gather its input with "
+                    "ColwiseParallel(output_layouts=Replicate())"
+                )
+
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=[])
+    def release(self, engine: Engine) -> None:
+        """Release the references to parameters."""
+        self._names = {}
+
+    # ---- after a run ----------------------------------------------------------------------------------------------
+
+    def unsplit(self, engine: Engine) -> None:
+        """Convert the engine's modules back to plain ones with the current weights. All ranks have to call it, after a run.
+
+        Every rank then holds the full weights. The next run builds new optimizers, and splits the modules again unless the
+        handler is detached. To resume training exactly, load a checkpoint into a new engine instead.
+
+        Raises:
+            RuntimeError: If called during a run, or if a rank is missing.
+        """
+        if engine.running:
+            raise RuntimeError(f"{self.name!r}: unsplit() was called during a run; call it after run()")
+        modules = [module for root in engine.modules.values() for module in root.modules()]
+        if not any(is_sharded(p) for module in modules for _, p in _own(module)):
+            return
+        engine.processes.barrier()  # a missing rank raises an error before anything is changed
+        for one in self._replicated:
+            one.remove()
+        for hooks, number in self._hooks:
+            hooks.pop(number, None)
+        self._replicated, self._hooks = [], []
+        plain: dict[Tensor, nn.Parameter] = {}
+        for module in modules:
+            vars(module).pop("_distribute_module_applied", None)  # torch splits a module once
+            for key, parameter in list(_own(module)):
+                if is_sharded(parameter):
+                    if parameter not in plain:
+                        full = parameter.detach().full_tensor()  # type: ignore[attr-defined]
+                        plain[parameter] = nn.Parameter(full.clone(), requires_grad=parameter.requires_grad)
+                    setattr(module, key, plain[parameter])
+        for update in engine.updates:
+            update.optimizer = None
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module itself, also those that another module holds, too."""
+    return ((key, p) for key, p in module._parameters.items() if p is not None)
+
+
+def _checked(plan: Any) -> dict[str, Any]:
+    if not isinstance(plan, Mapping) or not plan or not all(isinstance(key, str) and key for key in plan):
+        raise TypeError(
+            f"TensorParallel(plan={plan!r}): expected styles of torch.distributed.tensor.parallel by the paths of modules, such "
+            "as {'up': ColwiseParallel(), 'down': RowwiseParallel()}"
+        )
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(
+                f"TensorParallel(plan={{{key!r}: {style!r}}}): expected a style of torch.distributed.tensor.parallel, such as "
+                "ColwiseParallel()"
+            )
+    return dict(plan)

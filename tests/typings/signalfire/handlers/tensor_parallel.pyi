@@ -1,0 +1,1 @@
+from handlers.tensor_parallel import *
