@@ -56,8 +56,8 @@ class ActivationCheckpointing(Handler):
         without reentrance.
 
     Example:
-        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm"]).keep_operations
-        [<OpOverload(op='aten.mm', overload='default')>, <OpOverload(op='aten.mm', overload='out')>]
+        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm", "convolution"]).modules
+        ['blocks.*']
     """
 
     trains = True
