@@ -56,8 +56,8 @@ class ActivationCheckpointing(Handler):
         without reentrance.
 
     Example:
-        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm"]).keep_operations[0]
-        <OpOverload(op='aten.mm', overload='default')>
+        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm", "convolution"]).modules
+        ['blocks.*']
     """
 
     trains = True

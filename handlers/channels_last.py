@@ -60,7 +60,7 @@ class ChannelsLast(Handler):
         Events.STARTED,
         phase=Phase.PREPARE,
         rank=LAYOUT,
-        reads=["modules", "weights", "optimizer", "processes"],
+        reads=["modules", "weights", "optimizer"],
         writes=["files"],
     )
     def convert(self, engine: Engine) -> None:
@@ -85,7 +85,13 @@ class ChannelsLast(Handler):
         for tensor, _ in self._belonging(engine):
             tensor.data = _converted(tensor.data)
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, rank=LAYOUT, reads=["optimizer"], writes=["optimizer"])
+    @on(
+        Events.CHECKPOINT_LOADED,
+        phase=Phase.PREPARE,
+        rank=LAYOUT,
+        reads=["gradients", "optimizer"],
+        writes=["optimizer"],
+    )
     def convert_loaded(self, engine: Engine) -> None:
         """Convert what was loaded from a run in another format."""
         for tensor, _ in self._belonging(engine):
@@ -100,7 +106,7 @@ class ChannelsLast(Handler):
     def _converted_leaf(self, value: Any) -> Any:
         return _converted(value) if isinstance(value, Tensor) and value.dim() in self._dimensions else value
 
-    @on(Events.ENDED, reads=["modules", "optimizer"], writes=[])
+    @on(Events.ENDED, reads=["weights", "gradients", "optimizer"], writes=[])
     def restore(self, engine: Engine) -> None:
         """Restore the strides."""
         for tensor, strides in self._belonging(engine):

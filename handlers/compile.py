@@ -226,7 +226,7 @@ class Compile(Handler):
         options |= dict(self.options or {})
         return lambda graph, inputs: inductor.compile(graph, inputs, options=options)
 
-    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=["batch"], writes=[])
+    @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_limit(self, engine: Engine) -> None:
         """Warn once in a run if there are more sizes than graphs may be compiled."""
         if len(self.sizes) < 2 or self._limit_hits < 0 or _limit_hits() == self._limit_hits:

@@ -361,7 +361,21 @@ def warm(folder: Path) -> Engine:
 
 
 def short(folder: Path) -> Engine:
-    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), ChannelsLast(), Compile(backend="eager"))
+    return build(mlp(5, 8, 1), FastDevRun(2), Benchmark(), Compile(backend="eager"))
+
+
+def laid_out(folder: Path) -> Engine:
+    """Images, over a run that resumes from the state after its first epoch."""
+
+    def made() -> Engine:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 1))
+        return build(model, ChannelsLast(), optimizer=partial(torch.optim.Adam, lr=0.01))
+
+    first, engine = made(), made()
+    first.run(batches(6, (2, 4, 4)), max_epochs=1, check=False)
+    engine.load_state_dict(first.state_dict())
+    return engine
 
 
 def pruned(folder: Path) -> Engine:
@@ -566,6 +580,7 @@ COMPOSITIONS: dict[str, Recipe] = {
     "growing sizes": Recipe(growing, partial(batches, 6, (1, 12)), {"max_epochs": 3}),
     "predicted": Recipe(predicted, partial(batches, 3), {}),
     "erased": Recipe(erased, partial(batches, 6, (2, 5)), {"max_epochs": 2}),
+    "laid_out": Recipe(laid_out, partial(batches, 6, (2, 4, 4)), {"max_epochs": 3}),
     "short": Recipe(short, partial(batches, 6), {"max_epochs": 3, "epoch_length": 12}),
 }
 

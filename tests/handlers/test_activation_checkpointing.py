@@ -21,7 +21,7 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
     TruncatedBPTT,
 )
-from tests.kit import assert_same, batches, build, evaluator_of, mlp
+from tests.kit import assert_same, batches, build, evaluator_of, mlp, quick
 from tests.processes import assert_alike, run_together
 
 Make = Callable[[], ActivationCheckpointing]
@@ -89,8 +89,7 @@ def plain_loop(epochs: int = 10) -> nn.Module:
     return model
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("way", ["pattern", "every", "kept", pytest.param("class", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", quick(["pattern", "every", "kept", "class"], "pattern"))
 def test_a_hundred_steps_give_the_same_bits_also_of_dropout_and_statistics(way: str) -> None:
     model, random = trained(WAYS[way]()), torch.get_rng_state()
     assert_same(model, plain_loop())
@@ -144,6 +143,7 @@ def test_at_most_half_the_bytes_are_kept(make: Make) -> None:
     assert saved_bytes(build(Plain(), make()), inputs) <= plain / 2
 
 
+@pytest.mark.slow
 def test_kept_operations_are_kept() -> None:
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     seen: list[Any] = []
@@ -178,6 +178,7 @@ def test_kept_operations_are_kept() -> None:
     ],
     ids=["MicroBatching", "SAM", "LBFGS", "bf16 and EMA", "fp16"],
 )
+@pytest.mark.slow
 def test_beside_what_computes_gradients_otherwise_the_bits_are_the_same(
     handlers: Callable[[], list[Handler]], optimizer: Any
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_buffer_that_the_forward_changes_is_refused_with_its_name() -> None:
         engine.run(batches(1), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_statistics_of_other_layers_are_updated_once_too() -> None:
     def model() -> nn.Module:
         torch.manual_seed(3)

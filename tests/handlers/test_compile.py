@@ -24,7 +24,7 @@ from signalfire.handlers import (
     MixedPrecision,
     Validation,
 )
-from tests.kit import assert_same, batches, build, evaluator_of, mlp
+from tests.kit import assert_same, batches, build, evaluator_of, mlp, quick
 from tests.process_state import process_state
 from tests.processes import Failed, run_together
 
@@ -82,6 +82,7 @@ def graphs(engine: Engine) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_short_last_batch_and_an_evaluation_compile_nothing_after_the_first_epoch() -> None:
     model = network()
     evaluator = evaluator_of(model)
@@ -98,7 +99,7 @@ def test_a_short_last_batch_and_an_evaluation_compile_nothing_after_the_first_ep
     assert len(evaluator.find(Compile).sizes) == in_evaluations
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_hundred_steps_give_the_same_bits_with_dropout_and_batch_norm(backend: str) -> None:
     plain, random = trained(epochs=34), torch.get_rng_state()
     compiled = trained(Compile(backend=backend), epochs=34)
@@ -150,8 +151,8 @@ def everything(engine: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("modules", [None, "?"])
-@pytest.mark.parametrize("how", ["completed", "failed", "detached"])
+@pytest.mark.parametrize("modules", [None, pytest.param("?", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", quick(["completed", "failed", "detached"], "failed"))
 def test_nothing_of_it_stays_however_the_run_ends(modules: str | None, how: str) -> None:
     engine, handler = build(network(), optimizer=ADAM), Compile(modules, backend="eager")
     before, model = everything(engine), engine.model
@@ -177,6 +178,7 @@ def test_nothing_of_it_stays_however_the_run_ends(modules: str | None, how: str)
     assert handler.sizes
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other(tmp_path: Path) -> None:
     whole = trained(epochs=4).modules["model"]
     for first, second in (([BITS()], []), ([], [BITS()])):
@@ -197,11 +199,13 @@ def test_more_sizes_than_graphs_are_one_warning_that_names_them() -> None:
     assert len(engine.find(Compile).sizes) == 3
 
 
+@pytest.mark.slow
 def test_sizes_below_the_limit_are_no_warning() -> None:
     engine = trained(Compile(backend="eager", dynamic=False), data=batches(range(2, 8), 5))
     assert len(engine.find(Compile).sizes) == 6
 
 
+@pytest.mark.slow
 def test_several_models_are_compiled_each_by_itself() -> None:
     def run(*handlers: Handler) -> Engine:
         models = {"one": network(), "other": mlp(1, 4, 1, nn.Tanh())}

@@ -27,7 +27,6 @@ def unpool(engine: Engine | None = None) -> None:
     nn.MaxUnpool1d(2)(pooled, indices)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_the_flags_are_set_inside_the_run_and_restored(warn_only: bool, fails: str | None) -> None:

@@ -32,7 +32,6 @@ def own_settings() -> Iterator[None]:
     BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision = cuda, cpu
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_setting_holds_inside_the_run_and_nothing_of_it_stays(precision: str, fails: str | None) -> None:
