@@ -29,6 +29,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 `batches`                       nested batches: their tensors, their samples, a function of every leaf
 `randomness`                    derived seeds, and random states that are left unchanged
 `distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
+`weights`                       weights in files of others: reading, averaging, exporting
 ==============================  ==========================================================================================
 
 `signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight
