@@ -121,7 +121,7 @@ class AutoClip(Handler):
 
 
 class _Norms:
-    """The norms of the last steps, in a ring on the device of the gradients; NaN in the places of those that do not count.
+    """The norms of the last steps, in a ring on the device of the gradients; those that are not finite do not count.
 
     Attributes:
         count: Number of steps whose norms were kept.
@@ -152,9 +152,9 @@ class _Norms:
             self._ring = self._ring.to(norm.device)
         if self._replaced is None:
             self._replaced = self._ring[place].clone()
-        self._ring[place] = torch.where(norm.isfinite(), norm, float("nan"))
+        self._ring[place] = norm
         seen = self._ring[: self.count + 1]
-        ordered = seen.sort().values  # NaN comes last
+        ordered = seen.sort().values  # what is not finite comes last
         rank = (seen.isfinite().sum() - 1) * share
         below = rank.floor()
         low, high = ordered.take(torch.stack((below, rank.ceil())).long().clamp(min=0)).unbind()
