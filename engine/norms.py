@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .distributed import is_sharded, local_part, norms_over_ranks
 
-__all__ = ["any_sharded", "joined", "norm_parts", "norms", "unit_norms"]
+__all__ = ["any_sharded", "joined", "norm_parts", "norms", "unit_means", "unit_norms"]
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
@@ -33,15 +34,25 @@ def norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def unit_norms(tensor: Tensor) -> Tensor:
     """The 2-norm of each row of a tensor of two or more dimensions, which are kept; of a sharded one, of this rank's rows."""
+    return _of_rows(partial(torch.linalg.vector_norm, keepdim=True), tensor)
+
+
+def unit_means(tensor: Tensor) -> Tensor:
+    """As `unit_norms`, the mean of each row."""
+    # Of a sum, since that of the means of unequal parts is another number.
+    return _of_rows(partial(torch.sum, keepdim=True), tensor) / (tensor.numel() // max(1, tensor.shape[0]))
+
+
+def _of_rows(function: Any, tensor: Tensor) -> Tensor:
+    """``function(tensor, dim=)`` over all dimensions but the first; collective if another one is sharded."""
     inner = tuple(range(1, tensor.dim()))
     if is_sharded(tensor) and any(one.is_shard() and one.dim != 0 for one in tensor.placements):  # type: ignore[attr-defined]
         from torch.distributed.tensor import Replicate
 
         rows = [one if one.is_shard(0) else Replicate() for one in tensor.placements]  # type: ignore[attr-defined]
-        found: Any = torch.linalg.vector_norm(tensor, dim=inner, keepdim=True)
-        return local_part(found.redistribute(tensor.device_mesh, rows))  # type: ignore[attr-defined]
-    norm: Tensor = torch.linalg.vector_norm(local_part(tensor), dim=inner, keepdim=True)
-    return norm
+        return local_part(function(tensor, dim=inner).redistribute(tensor.device_mesh, rows))  # type: ignore[attr-defined]
+    found: Tensor = function(local_part(tensor), dim=inner)
+    return found
 
 
 def norm_parts(gradients: list[Tensor]) -> list[Tensor]:

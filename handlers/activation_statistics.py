@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
 from signalfire.checks import check_int
+from signalfire.devices import widened
 from signalfire.interval import check_every, event_of
 
 from ._common.hooks import check_not_compiled, named_modules
@@ -166,7 +167,7 @@ class ActivationStatistics(Handler):
         if values.dim() < 2:
             values = values.reshape(-1, 1)
         alive = (values != 0).movedim(dim, -1).flatten(0, -2).any(0)
-        wide = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+        wide = widened(values)
         count = torch.full((), wide.numel(), dtype=wide.dtype, device=wide.device)
         sums = torch.stack([count, wide.sum(), wide.square().sum()])
         if path in self._sums:

@@ -10,6 +10,7 @@ from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_name
 from signalfire.distributed import local_part
+from signalfire.norms import unit_means
 
 from ._common.parameters import all_names, check_patterns, longest_match, matches, unmatched
 from ._common.ranks import CENTRALIZE
@@ -86,8 +87,7 @@ class GradientCentralization(Handler):
                     f"{self.name!r}: a gradient of update {update.name!r} is sparse and cannot be centralized; add its "
                     "parameter to exclude=, or build the embedding with sparse=False"
                 )
-            rows = local_part(gradient)  # a sharded gradient is sharded by rows
-            rows.sub_(rows.mean(dim=tuple(range(1, rows.dim())), keepdim=True))
+            local_part(gradient).sub_(unit_means(gradient))
 
     def _parameters(self, update: UpdateState) -> list[Tensor]:
         """The centralized parameters of an update; found again when the optimizer gets more parameters."""

@@ -104,7 +104,7 @@ class RandomErasing(Handler):
             raise ValueError(
                 f"{self.name!r}: the inputs are of shape {tuple(inputs.shape)}; expected (N, C, H, W) or (N, C, L)"
             )
-        of_rank = engine.processes.rank or None
+        of_rank = engine.group.data.rank or None
         generator = self.generator(engine, of_rank=of_rank)
         erased = self._draw(inputs.shape[2:], len(inputs), generator).to(inputs.device, non_blocking=True).unsqueeze(1)
         if self.value is None:

@@ -34,7 +34,7 @@ class Draws:
         """Draw the key of a forward from the handler's generator; other ranks than 0 draw others than a single process."""
         if self._iteration != engine.state.iteration:
             self._iteration = engine.state.iteration
-            self._generator = handler.generator(engine, of_rank=engine.processes.rank or None)
+            self._generator = handler.generator(engine, of_rank=engine.group.data.rank or None)
         self.begun = True
         self._key = int(torch.randint(2**62, (), generator=self._generator))
 

@@ -69,7 +69,7 @@ SIGNS = {
     "float64": DeviceFeature.FLOAT64,
 }
 # Draws on the CPU, whatever the device of the model.
-ON_THE_CPU = {"MixUp": {"float64"}, "CutMix": {"float64"}}
+ON_THE_CPU = {name: {"float64"} for name in ("CutMix", "MixUp", "ProgressiveResizing")}
 
 
 @cache
