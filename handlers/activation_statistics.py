@@ -101,8 +101,9 @@ class ActivationStatistics(Handler):
     @on("measure_event", phase=Phase.RECORD, reads=[], writes=["modules"])
     def hook(self, engine: Engine) -> None:
         """Put hooks on the modules for this forward."""
-        if engine.state.update.evaluation == 0:
-            engine.regions.enter(self._hooked())
+        engine.regions.enter(
+            self._hooked()
+        )  # receivers of this phase are not called where a step computes gradients again
 
     @on("report_event", phase=Phase.PREPARE, reads=["step"], writes=["metrics"])
     def report(self, engine: Engine) -> None:

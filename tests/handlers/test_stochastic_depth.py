@@ -169,6 +169,14 @@ def test_evaluations_and_calls_outside_of_an_update_see_all_blocks() -> None:
     assert all(torch.equal(one, other) for one, other in zip(outputs, clean, strict=True))
 
 
+def test_a_block_in_eval_mode_is_not_dropped() -> None:
+    engine = build(StochasticDepth("blocks.*", 0.5))
+    engine.connect(Events.UPDATE_STARTED, lambda engine: engine.model.blocks.eval())
+    engine.connect(Events.UPDATE_COMPLETED, lambda engine: engine.model.blocks.train())
+    engine.run(batches(6), max_epochs=2)
+    assert_same(engine.model, plain_loop(lambda steps: [0.0] * 4))
+
+
 def test_after_an_error_no_hook_is_left_and_detached_the_run_is_the_one_without() -> None:
     engine = build(handler := StochasticDepth("blocks.*", 0.5))
     begin = copy.deepcopy(engine.model)
