@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -36,7 +37,8 @@ class ActivationCheckpointing(Handler):
 
     Choose modules that compute much and are called one after the other, such as the blocks of a transformer. A chosen module runs
     twice in each iteration, and so do hooks inside it; its forward must not change anything but the statistics of
-    normalisation layers.
+    normalisation layers. Beside `Compile`, the chosen modules are computed without
+    compilation, since not every backend would compute the same twice.
 
     Args:
         modules: Which modules: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a class, or a list of these.
@@ -150,11 +152,14 @@ class _Recomputed:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()):
             return self.forward(*inputs, **options)
-        if torch.compiler.is_compiling():  # a compiled graph updates buffers once
-            contexts: dict[str, Any] = (
-                {"context_fn": partial(create_selective_checkpoint_contexts, self.kept)} if self.kept else {}
-            )
-            return checkpoint(partial(self.forward, **options), *inputs, use_reentrant=False, **contexts)
+        return (
+            _outside_of_graphs(self, inputs, options)
+            if torch.compiler.is_compiling()
+            else self.compute(inputs, options)
+        )
+
+    def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The forward, whose activations are not kept."""
         before = self._versions()
         values = (*self.anchors, *inputs, *options.values())
         run = partial(self._run, len(self.anchors), len(inputs), tuple(options))
@@ -183,6 +188,12 @@ class _Recomputed:
         if not self.norms:
             return first, second
         return first, _both(_held(self.norms), second)
+
+
+@_disable_dynamo
+def _outside_of_graphs(module: _Recomputed, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The forward in a model that is compiled: in a graph, some backends draw other random numbers the second time, silently."""
+    return module.compute(inputs, options)
 
 
 @contextmanager

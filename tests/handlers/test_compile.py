@@ -125,11 +125,13 @@ def test_modules_that_are_named_are_compiled_each_by_itself(modules: Any) -> Non
     ("ours", "others"),
     [
         (lambda: BITS(), lambda: [ActivationCheckpointing(every=2)]),
+        (lambda: Compile(backend="eager"), lambda: [ActivationCheckpointing(every=2)]),
         (lambda: BITS("?"), lambda: [ActivationCheckpointing("?")]),
+        (lambda: BITS(), lambda: [ActivationCheckpointing(["3", "4"])]),
         (lambda: BITS(), lambda: [EMA(0.9)]),
         (lambda: Compile(backend="eager"), lambda: [MixedPrecision("bf16")]),
     ],
-    ids=["checkpointed groups", "checkpointed modules", "EMA", "bf16"],
+    ids=["checkpointed groups", "groups in eager", "checkpointed modules", "without statistics", "EMA", "bf16"],
 )
 def test_beside_other_handlers_the_bits_are_the_same(
     ours: Callable[[], Handler], others: Callable[[], list[Handler]]
