@@ -102,6 +102,16 @@ def check_ablation(folder: Path) -> None:
     assert is_picture(folder / "runs" / "ablation" / "ablation.png")
 
 
+def check_distillation(folder: Path) -> None:
+    output = run("distillation.py", "--seeds", "2", "--epochs", "2", "--teacher-epochs", "4", folder=folder)
+    found = re.match(r"teacher: accuracy ([\d.]+) %\n", output)
+    assert found is not None, output
+    assert float(found[1]) > 20, "it has learned something"
+    assert "4 of 4 runs to make" in output
+    assert re.search(r"^Without distillation, accuracy ", output, re.MULTILINE), output
+    assert is_picture(folder / "runs" / "distillation" / "distillation.png")
+
+
 def check_finders(folder: Path) -> None:
     output = run("finders.py", "--rates", "0.1", "1", folder=folder)
     assert re.match(r"learning rates from 1e-05, \d+ steps, diverged at [\d.]+: suggestion [\d.]+\n", output), output
@@ -120,6 +130,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "lbfgs.py": check_lbfgs,
     "distributed.py": check_distributed,
     "ablation.py": check_ablation,
+    "distillation.py": check_distillation,
     "finders.py": check_finders,
 }
 

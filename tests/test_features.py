@@ -712,6 +712,116 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_another_seed_parts_the_runs_at_the_start",
         ],
     },
+    "H5 compile, channels-last, activation checkpointing, float32 products, determinism": {
+        "handlers/test_compile.py": [
+            "test_a_short_last_batch_and_an_evaluation_compile_nothing_after_the_first_epoch",
+            "test_a_hundred_steps_give_the_same_bits_with_dropout_and_batch_norm",
+            "test_inductor_draws_the_same_random_numbers_and_rounds_a_little",
+            "test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other",
+            "test_nothing_of_it_stays_however_the_run_ends",
+            "test_on_two_ranks_the_bits_are_the_same",
+            "test_more_sizes_than_graphs_are_one_warning_that_names_them",
+        ],
+        "engine/test_modules.py": [
+            "test_names_states_and_weights_are_those_of_the_model_without_wrappers",
+        ],
+        "handlers/test_channels_last.py": [
+            "test_everything_is_channels_last_inside_the_run_and_as_before_after_it",
+            "test_batches_are_converted_after_they_are_moved_whatever_was_attached_first",
+            "test_a_model_without_convolutions_is_left_as_it_is_with_one_line",
+        ],
+        "handlers/test_activation_checkpointing.py": [
+            "test_a_hundred_steps_give_the_same_bits_also_of_dropout_and_statistics",
+            "test_at_most_half_the_bytes_are_kept",
+            "test_beside_what_computes_gradients_otherwise_the_bits_are_the_same",
+            "test_on_two_ranks_the_bits_are_the_same",
+        ],
+        "handlers/test_precision32.py": [
+            "test_the_setting_holds_inside_the_run_and_nothing_of_it_stays",
+            "test_medium_rounds_products_inside_the_run_only",
+            "test_the_newer_interface_of_torch_is_refused_with_what_was_set",
+        ],
+        "handlers/test_deterministic.py": [
+            "test_an_operation_without_a_deterministic_algorithm_raises_inside_the_run_and_not_after",
+            "test_with_warn_only_it_warns_with_the_event_and_the_receiver",
+            "test_new_memory_is_not_filled",
+            "test_cuda_that_has_started_without_the_variable_is_refused_with_the_line_for_the_shell",
+        ],
+        "handlers/test_benchmark.py": ["test_deterministic_beside_it_is_refused_by_name"],
+    },
+    "H7 other devices, tensor parallel, and what is refused": {
+        "engine/test_devices.py": [
+            "test_each_cell_says_tested_or_expected_or_why_it_is_refused",
+            "test_every_handler_answers_for_every_device",
+            "test_float64_on_mps_is_refused_with_the_name_of_the_tensor",
+            "test_what_the_device_lacks_is_refused_before_the_first_batch",
+            "test_the_generators_of_mps_and_xpu_are_saved_and_restored",
+        ],
+        "handlers/test_tensor_parallel.py": [
+            "test_two_processes_train_as_one_does_and_end_alike",
+            "test_after_200_steps_the_copies_are_bit_equal_and_all_parameters_are_dtensors",
+            "test_a_checkpoint_loads_on_any_number_of_ranks_and_the_run_continues_as_uninterrupted",
+            "test_what_cannot_be_split_is_refused_on_all_ranks_before_the_first_step",
+        ],
+        "engine/test_modules.py": ["test_stages_and_schedules_of_torchs_pipelines_are_refused_with_the_reason"],
+    },
+    "C6 export": {
+        "engine/weights/test_writing.py": [
+            "test_the_same_weights_give_the_same_bytes",
+            "test_two_ranks_export_the_bytes_of_one",
+            "test_after_any_failure_there_is_the_old_file_or_the_new_one_whole",
+            "test_two_averaging_handlers_have_to_be_told_apart",
+        ],
+        "engine/weights/test_program.py": [
+            "test_the_program_gives_what_the_model_gives_bit_for_bit",
+            "test_what_cannot_be_exported_is_named_and_the_old_file_stays",
+        ],
+        "handlers/test_export.py": [
+            "test_the_weights_of_the_best_value_are_written_of_equal_ones_the_first",
+            "test_averages_are_written_and_two_kinds_are_told_apart_before_the_first_batch",
+        ],
+        "engine/weights/test_averaging.py": ["test_the_mean_is_that_of_float64_and_counters_are_those_of_the_last"],
+    },
+    "C7 warm start": {
+        "handlers/test_warm_start.py": [
+            "test_a_run_begins_with_the_weights_of_a_file_bit_for_bit",
+            "test_what_does_not_fit_is_an_error_and_no_weight_has_changed",
+            "test_a_file_of_which_nothing_fits_is_always_an_error",
+            "test_the_numbers_of_the_report_add_up_to_both_sides",
+            "test_a_run_that_resumes_keeps_its_own_weights",
+            "test_all_ranks_begin_with_the_weights_or_none",
+        ],
+    },
+    "T14 penalties, distillation, progressive resizing, sequence-length warmup": {
+        "handlers/test_penalty.py": [
+            "test_weights_losses_and_terms_equal_those_of_a_plain_loop",
+            "test_l2_is_the_weight_decay_of_sgd_where_the_products_are_exact",
+            "test_the_second_evaluation_of_sam_has_the_term_too",
+        ],
+        "handlers/test_distillation.py": [
+            "test_weights_losses_and_divergences_equal_those_of_a_plain_loop",
+            "test_the_teacher_sees_the_mixed_batch",
+            "test_no_state_holds_the_teacher_and_another_one_is_reported_on_resume",
+        ],
+        "handlers/test_progressive_resizing.py": [
+            "test_weights_equal_those_of_a_plain_loop",
+            "test_evaluations_see_whole_images",
+        ],
+        "handlers/test_sequence_length_warmup.py": [
+            "test_cut_sequences_with_weighted_windows_equal_a_plain_loop",
+            "test_split_sequences_keep_every_token_in_its_place_in_more_rows",
+        ],
+    },
+    "D2 a first sign of life, a project to begin with, types in editors": {
+        "engine/commands/test_demo.py": [
+            "test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does",
+        ],
+        "engine/commands/test_new.py": [
+            "test_a_project_is_written_under_its_name",
+            "test_a_new_project_trains_continues_passes_its_tests_and_its_study",
+            "test_checkers_find_the_types_where_the_package_is_installed",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",
