@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events
-from signalfire.handlers import EMA, Checkpoint, DistributedDataParallel, Freezing, TruePrecision, WarmStart
+from signalfire.distributed import whole_tensor
+from signalfire.handlers import (
+    EMA,
+    Checkpoint,
+    DistributedDataParallel,
+    Export,
+    Freezing,
+    FullyShardedDataParallel,
+    TruePrecision,
+    WarmStart,
+)
 from signalfire.tuning import find_learning_rate
+from signalfire.weights import export_weights
 from tests.kit import assert_same, batches, build, digest, needs, quick
 from tests.processes import Failed, assert_alike, run_together
 
@@ -421,6 +433,52 @@ def run_on(folder: Path, missing: bool) -> dict[str, Tensor]:
     rank = int(os.environ["RANK"])
     source = folder / ("gone.pt" if missing and rank == 1 else "model.pt")
     return started(Network(seed=rank), DistributedDataParallel(), WarmStart(source))
+
+
+def run_sharded(folder: Path) -> list[str]:
+    """Save a sharded training, and begin another one with its weights."""
+    engine = build(Network(), FullyShardedDataParallel(), Checkpoint(folder / "run"))
+    engine.run(batches(4), max_epochs=1)
+    trained = engine.weights()["model"]
+    other, seen = (
+        build(Network(seed=4), FullyShardedDataParallel(), WarmStart(folder / "run")),
+        list[dict[str, Tensor]](),
+    )
+    other.connect(Events.STARTED, lambda engine: seen.append(copied(engine.modules["model"])))
+    other.run(batches(2), max_epochs=1)
+    return [digest({key: whole_tensor(value) for key, value in one.items()}) for one in (trained, seen[0])]
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_starts_sharded_and_single_runs(tmp_path: Path) -> None:
+    trained, begun = assert_alike(run_together(run_sharded, 2, tmp_path))
+    assert begun == trained
+    assert digest(started(Network(seed=5), WarmStart(tmp_path / "run"))) == trained
+
+
+def test_a_checkpoint_of_what_is_trained_says_what_it_leaves_out(tmp_path: Path) -> None:
+    model = Network()
+    for parameter in model.backbone.parameters():
+        parameter.requires_grad_(False)
+    build(model, EMA(0.5), Checkpoint(tmp_path, trained_only=True)).run(batches(2), max_epochs=1)
+    plan = WarmStart(tmp_path, allow="backbone").compare(Network())
+    assert plan.notes == [
+        "it leaves out 4 frozen parameters",
+        "the averages of 'ema' are not used, but the weights of the last step",
+    ]
+    assert sorted(plan.missing) == ["backbone.0.bias", "backbone.0.weight", "backbone.1.bias", "backbone.1.weight"]
+
+
+def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = of_safetensors(Network(), tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    extra = r"the package 'safetensors' is not installed: pip install 'signalfire\[safetensors\]'"
+    with pytest.raises(ImportError, match=extra):
+        WarmStart(path).compare(Network())
+    with pytest.raises(ImportError, match=extra):
+        Export(path)
+    with pytest.raises(ImportError, match=extra):
+        export_weights(build(Network()), path)
 
 
 @pytest.mark.parametrize("missing", quick([False, True], True))
