@@ -30,6 +30,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 `randomness`                    derived seeds, and random states that are left unchanged
 `distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
 `devices`                       what works on which device, and refusals in one sentence
+`weights`                       weights in files of others: reading, averaging, exporting
 ==============================  ==========================================================================================
 
 `signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight

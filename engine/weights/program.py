@@ -48,7 +48,8 @@ def export_program(
 
     The program is read back and run on batches of several sizes, made of the example's rows; each output must be that of the
     model, within the tolerances of `torch.testing.assert_close`. The size of a batch is the first dimension of the example's
-    first tensor, and every tensor with this size there is a batch; all other sizes are fixed.
+    first tensor, and every tensor with this size there is a batch; all other sizes are fixed. So give an example of a size that
+    no other input has.
 
     Weights, modes, buffers and random generators stay as they are. `torch.export.load` reads the file, and executes code that is
     in it: load only files that you wrote.
@@ -200,7 +201,13 @@ def _place_in_model(error: BaseException) -> str:
 def _compare(root: nn.Module, program: nn.Module, inputs: _Inputs, size: int) -> None:
     """Raise ValueError if the program gives something else than the model."""
     args, kwargs = inputs.of_size(size)
-    expected, structure = _pytree.tree_flatten(root(*args, **kwargs))
+    try:
+        expected, structure = _pytree.tree_flatten(root(*args, **kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"{_WHERE}(): {type(root).__name__} itself fails on {size} samples: {error}; every input whose first dimension is "
+            f"{inputs.size}, as in the example, is taken for a batch"
+        ) from error
     try:
         found, other = _pytree.tree_flatten(program(*args, **kwargs))
         if other != structure:

@@ -117,6 +117,15 @@ class FixedSize(nn.Module):
         return x.view(4, -1).relu()
 
 
+class Pairs(nn.Module):
+    """Takes at least two samples, which its program does not check."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and len(x) < 2:
+            raise ValueError("two samples at least")
+        return x - x.mean(0)
+
+
 class Counting(nn.Module):
     """Something else each time, which a program cannot do."""
 
@@ -133,9 +142,10 @@ class Counting(nn.Module):
     [
         (Branching(), r"Branching cannot be exported: .*data-dependent.*test_program.py:\d+: if x.sum\(\) > 0"),
         (FixedSize(), r"FixedSize cannot be exported: Constraints violated \(batch\)"),
+        (Pairs(), r"Pairs itself fails on 1 samples: two samples at least; every input whose first dimension is 4"),
         (Counting(), r"the program of Counting does not give what the model gives on 1 samples, and is not written"),
     ],
-    ids=["branch", "fixed size", "other output"],
+    ids=["branch", "fixed size", "too few", "other output"],
 )
 def test_what_cannot_be_exported_is_named_and_the_old_file_stays(
     model: nn.Module, message: str, tmp_path: Path
