@@ -96,7 +96,9 @@ class ActivationStatistics(Handler):
                 f"{self.name!r}: the model has no activation functions that are modules, such as nn.ReLU; name what is to be "
                 "measured: ActivationStatistics(modules=)"
             )
-        engine.state.metrics.announce(self.name, self.metric_names(engine))
+        # Each of several ranks measures its own batches, and a state is the same on all ranks.
+        alike = not engine.processes.distributed
+        engine.state.metrics.announce(self.name, self.metric_names(engine), saved=alike)
 
     @on("measure_event", phase=Phase.RECORD, reads=[], writes=["modules"])
     def hook(self, engine: Engine) -> None:

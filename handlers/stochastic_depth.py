@@ -134,6 +134,8 @@ class StochasticDepth(Handler):
     @on(Events.UPDATE_COMPLETED, reads=[], writes=[])
     def check_called(self, engine: Engine) -> None:
         """Raise an error if the first forward has not called a block."""
+        if len(engine.updates) > 1 and (self.update is None or len(self._uncalled) < len(self._found)):
+            return  # the others belong to other updates
         if self._uncalled and self._draws.begun and self.update in (None, engine.state.update.name):
             path = next(path for path in self._found if path in self._uncalled)
             raise ValueError(

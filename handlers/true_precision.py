@@ -16,6 +16,8 @@ from signalfire.checks import check_choice
 from signalfire.devices import DeviceFeature, refusal
 from signalfire.findings.model_rules import half_precision_finding
 
+from ._common.ranks import CONVERT
+
 __all__ = ["TruePrecision"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -59,7 +61,13 @@ class TruePrecision(Handler):
         if engine.training and self.dtype is torch.float16 and any(p.dtype is not torch.float16 for p in trained):
             yield half_precision_finding(f"{self.name!r} converts the weights to float16", [self.name])
 
-    @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["device", "modules", "optimizer"], writes=["precision"])
+    @on(
+        Events.MODEL_SETUP,
+        phase=Phase.PREPARE,
+        rank=CONVERT,
+        reads=["device", "modules", "optimizer"],
+        writes=["precision"],
+    )
     def convert(self, engine: Engine) -> None:
         """Convert parameters and buffers in place, and the states of optimizers that were built earlier."""
         converted = False

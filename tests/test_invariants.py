@@ -364,6 +364,9 @@ REFUSED: dict[frozenset[str], str] = {
     for pair, error in {
         ("Benchmark", "Deterministic"): "override how algorithms are chosen",
         ("DistributedDataParallel", "FullyShardedDataParallel"): "override how the model is distributed",
+        ("ActivationStatistics", "Compile"): "needs hooks that come and go",
+        ("Compile", "NEFTune"): "needs hooks that come and go",
+        ("Compile", "StochasticDepth"): "needs hooks that come and go",
         ("EMA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("SWA", "Lookahead, evaluated"): "override the weights used for evaluation",
         ("AutoClip", "GradientClipping"): "override gradient clipping of update",
@@ -444,6 +447,7 @@ RECORDS = {f"handlers.{name}" for name in ("csv_logger", "history", "json_lines_
 """The states that hold what was recorded, or where a log of it ends: what is measured of the machine differs from run to run."""
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, as it compiles
 @pytest.mark.parametrize(
     ("one", "other"),
     quick(PAIRS, *QUICK_PAIRS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from signalfire import Engine, Handler
+from signalfire.acts import Override
 from signalfire.modules import bare_name
 
 __all__ = ["check_not_compiled", "named_modules"]
@@ -21,7 +22,12 @@ def named_modules(engine: Engine) -> dict[str, nn.Module]:
 
 
 def check_not_compiled(handler: Handler, engine: Engine) -> None:
-    """Raise ValueError for a compiled model, which leaves out hooks that come and go."""
+    """Raise ValueError for a compiled model, which leaves out hooks that come and go; also for one that is going to be."""
+    if (other := engine.overrides.owner_of(Override.COMPILATION)) is not None:
+        raise ValueError(
+            f"{handler.name!r} needs hooks that come and go, which the modules that {other!r} compiles do not call; detach one "
+            "of the two"
+        )
     for root, module in engine.modules.items():
         for path, part in module.named_modules(prefix=root):
             if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:

@@ -47,7 +47,9 @@ class LossTerm(Handler):
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the names of the metrics."""
         self._terms.clear()
-        engine.state.metrics.announce(self.name, self.metric_names(engine))
+        # Each of several ranks has the term of its own batches, and a state is the same on all ranks.
+        alike = not engine.processes.distributed
+        engine.state.metrics.announce(self.name, self.metric_names(engine), saved=alike)
 
     @on(Events.UPDATE_RETRIED, reads=[], writes=[])
     def forget_attempt(self, engine: Engine) -> None:

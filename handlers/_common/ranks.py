@@ -24,6 +24,9 @@ frozen, and before anything is put around it."""
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 
+CONVERT = 10
+"""MODEL_SETUP / PREPARE: converted once they are on their device, which may lack the precision."""
+
 LAYOUT = 10
 """STARTED / PREPARE and GET_BATCH_COMPLETED / PREPARE: tensors are laid out in memory once they are on their device."""
 
@@ -123,7 +126,12 @@ CHECK_METRIC = -10
 """EPOCH_COMPLETED / CONTROL: a monitored metric is checked on all ranks before anything is decided by it."""
 
 COMMUTING = {
-    ("MODEL_SETUP", "PREPARE"): "moving a module and changing its dtype give the same result in either order",
+    ("MODEL_SETUP", "PREPARE"): "handlers that distribute the model exclude each other",
+    ("FORWARD_STARTED", "PREPARE"): "NEFTune and StochasticDepth each begin with random numbers of their own",
+    ("UPDATE_COMPLETED", "CHANGE"): "NEFTune and StochasticDepth each check that their modules were called",
+    ("UPDATE_RETRIED", "CHANGE"): "each forgets what it noted itself",
+    ("GRADIENTS_READY", "CHANGE"): "AutoClip and GradientClipping exclude each other",
+    ("OPTIMIZER_STEP_COMPLETED", "PREPARE"): "MixedPrecision changes its scale, AutoClip notes a norm",
     (
         "STARTED",
         "PREPARE",

@@ -165,6 +165,11 @@ NOT_BY_ITSELF = {
 NOT_RECORDED = {
     ("Checkpoint", "write_missing"): {"files", "state"},  # only after a death between two handlers' saves
     ("FullyShardedDataParallel", "gather_weights"): {"processes"},  # by FSDP2 itself
+    ("Export", "write"): {
+        "modules",
+        "modes",
+    },  # by `export_weights` and `export_program`, which are functions of the engine
+    ("Export", "write_best"): {"modules", "modes"},
     ("SpikeGuard", "read"): {"gradients", "optimizer", "processes"},  # if the norm overflows; with several ranks
 }
 
