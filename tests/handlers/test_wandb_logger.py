@@ -124,6 +124,7 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     assert text == '"the run went back to iteration 3, and differs from iteration 4 on: it continues as mine-1"'
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_to_begin_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.sdk import wandb_init
 
@@ -140,7 +141,7 @@ def test_a_run_that_failed_to_begin_is_tried_again(tmp_path: Path, monkeypatch: 
     logger = make(tmp_path)
     engine = trainer(logger, folder=tmp_path)
     sent = first_send(logger)
-    engine.connect(Events.ITERATION_COMPLETED(once=1), lambda engine: engine.log("waited", sent.wait(60)))
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.log("waited", sent.wait(60)))
     with pytest.warns(UserWarning, match="cannot be sent: OSError: no answer; training continues"):
         engine.run(DATA, max_epochs=2)
     assert sorted(numbers(tmp_path, logger.remote_id)) == sorted(rows_of_csv(tmp_path / "log.csv"))
