@@ -38,7 +38,7 @@ class ActivationStatistics(Handler):
     Args:
         every: Interval between two measurements, in iterations.
         window: Number of iterations that are measured together, up to ``every``: the last ones of each interval.
-        modules: Modules to measure: a path such as "encoder", with all that is inside of it, a pattern such as "*.relu", or
+        modules: Modules to measure: a path such as "encoder", with all that is inside of it, a pattern such as ``"*.relu"``, or
             several. By default all activation functions that are modules, such as ``nn.ReLU``.
         unit_dim: Dimension of the outputs along which the units are, such as 1 for the channels of sequences (N, C, L). By
             default 1 for outputs of four and more dimensions, such as images, and otherwise the last.

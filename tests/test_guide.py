@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import re
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
         if isinstance(kind, type) and issubclass(kind, Handler):
             page = (tmp_path / "site" / "handlers" / f"{name}.html").read_text()
             assert f'id="signalfire.handlers.{name}"' in page, name
+            assert all(f">{one}<" in page for one in inspect.signature(kind).parameters), name
             assert "Example" in page, name
     codes = (tmp_path / "site" / "codes.html").read_text()
     assert [code for code in CODES if f">{code}<" not in codes] == []

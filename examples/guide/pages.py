@@ -116,8 +116,18 @@ def fences_as_literals(app: Any, what: str, name: str, one: Any, options: Any, l
     lines[:] = shown
 
 
+def arguments_of(app: Any, what: str, name: str, one: Any, options: Any, signature: str, returns: str) -> Any:
+    """The arguments of a handler, and not those of the base class that makes it."""
+    if what != "class" or not issubclass(one, Handler):
+        return None
+    given = inspect.signature(one)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in given.parameters.values()]
+    return str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty)), ""
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(Path(app.srcdir)))
     app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
+    app.connect("autodoc-process-signature", arguments_of)
     return {"parallel_read_safe": True}
