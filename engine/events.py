@@ -14,7 +14,7 @@ from .checks import did_you_mean
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["AnyEvent", "EventEnum", "EventUnion", "Events", "Filter", "FilteredEvent"]
+__all__ = ["AnyEvent", "EventEnum", "EventUnion", "Events", "Filter", "FilteredEvent", "check_receiver"]
 
 NEVER = 2**30 - 1
 """A count that no run reaches: the largest that CPython compares as a single digit, its fast path."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from signalfire import Engine, UpdateState
+from signalfire.events import check_receiver
 
 from ._common.penalties import Penalizing, Weight
 
@@ -62,6 +63,7 @@ class Penalty(Penalizing):
         super().__init__(weight, update=update, name=name)
         if not callable(function) or isinstance(function, type):
             raise TypeError(f"Penalty(function={function!r}): expected a function of the engine that returns a scalar")
+        check_receiver(function, "Penalty(function=)", returns=True)
         self.function = function
 
     def value(self, engine: Engine, update: UpdateState) -> Tensor:

@@ -422,6 +422,13 @@ def test_what_is_no_penalty_is_refused(function: Any, error: type[Exception], me
     assert ("the penalty is that of 'penalty'" in getattr(caught.value, "__notes__", [])) is True
 
 
+def test_a_function_that_cannot_be_called_with_the_engine_is_refused_at_once() -> None:
+    with pytest.raises(
+        TypeError, match=r"Penalty\(function=\): .* takes \(\), but a receiver is called as receiver\(engine\)"
+    ):
+        Penalty(lambda: torch.ones(()))  # type: ignore[arg-type, misc]
+
+
 @pytest.mark.parametrize("weight", [lambda step: None, lambda step: float("nan"), lambda step: -1.0])
 def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"'l1': weight= returned (None|nan|-1.0) after 0 steps"):
