@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from signalfire import Handler, handlers
 from signalfire.codes import CODES
 from tests.kit import finished, needs
 
@@ -18,17 +19,39 @@ from sybil import Sybil  # noqa: E402 (after the check that it is installed)
 from sybil.parsers.myst import PythonCodeBlockParser  # noqa: E402
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
-WRITTEN = ("index", "start", "loop", "writing_a_handler", "symptoms", "from_a_plain_loop")
+FIRST = re.findall(r"^```python\n(.*?)^```", (GUIDE.parent.parent / "README.md").read_text(), re.DOTALL | re.MULTILINE)[
+    0
+]
+CONTINUED = ("checks", "resuming", "logging", "spikes", "weights", "finders", "ablation")  # the example of the README
+WRITTEN = (
+    "index",
+    "start",
+    "from_a_plain_loop",
+    "loop",
+    "by_purpose",
+    "symptoms",
+    "writing_a_handler",
+    "processes",
+    "costs",
+)
 
 
 def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
     listed = re.search(r"```\{toctree\}\n:maxdepth: 1\n\n(.*?)```", (GUIDE / "index.md").read_text(), re.DOTALL)
     assert listed is not None
-    assert {*listed[1].split()} == {*WRITTEN, "handlers/index", "codes", "interface"} - {"index"}
+    assert {*listed[1].split()} == {*WRITTEN, *CONTINUED, "handlers/index", "codes", "interface"} - {"index"}
+
+
+def test_every_handler_is_in_the_table_by_purpose() -> None:
+    table = (GUIDE / "by_purpose.md").read_text()
+    kinds = [getattr(handlers, name) for name in handlers.__all__]
+    bases = {"Average", "Accuracy", "RemoteLogger"}  # what Metrics is given, and what a logger of one's own begins with
+    public = {one.__name__ for one in kinds if isinstance(one, type) and issubclass(one, Handler)} - bases
+    assert {name for name in public if f"[`{name}`]" not in table} == set()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WRITTEN)
+@pytest.mark.parametrize("page", [*WRITTEN, *CONTINUED])
 def test_what_a_page_shows_runs_and_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,6 +59,8 @@ def test_what_a_page_shows_runs_and_prints_what_it_says(
     flags = doctest.ELLIPSIS
     sybil = Sybil([PythonCodeBlockParser(doctest_optionflags=flags)])
     document = sybil.parse(GUIDE / f"{page}.md")
+    if page in CONTINUED:
+        exec(compile(FIRST, "README.md", "exec"), document.namespace)
     examples = list(document.examples())
     for example in examples:
         example.evaluate()
@@ -47,8 +72,6 @@ def test_what_a_page_shows_runs_and_prints_what_it_says(
 def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_and_code(tmp_path: Path) -> None:
     built = finished("-m", "sphinx", "-q", "-W", "-n", "-E", "-d", tmp_path / "trees", GUIDE, tmp_path / "site")
     assert built.returncode == 0, built.stderr
-    from signalfire import Handler, handlers
-
     for name in handlers.__all__:
         kind = getattr(handlers, name)
         if isinstance(kind, type) and issubclass(kind, Handler):

@@ -40,10 +40,6 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
         # Processors round differently, so that the last digits may differ.
         assert [float(share) for _, share in expected] == pytest.approx([float(share) for _, share in real], abs=4)
         assert result.stdout.endswith(shown[2]), "the listing of print(trainer) is another"
-        return
-    if ".check(" in PYTHON[number]:
-        printed = README[README.index(PYTHON[number]) :].split("it prints\n\n```\n", 1)[1].split("```", 1)[0]
-        assert printed in result.stdout
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
