@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import html
 import inspect
 import re
 from pathlib import Path
@@ -39,7 +40,7 @@ WRITTEN = (
 def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
     listed = re.search(r"```\{toctree\}\n:maxdepth: 1\n\n(.*?)```", (GUIDE / "index.md").read_text(), re.DOTALL)
     assert listed is not None
-    assert {*listed[1].split()} == {*WRITTEN, *CONTINUED, "handlers/index", "codes", "interface"} - {"index"}
+    assert {*listed[1].split()} == {*WRITTEN, *CONTINUED, "handlers/index", "codes", "errors", "interface"} - {"index"}
 
 
 def test_every_handler_is_in_the_table_by_purpose() -> None:
@@ -81,6 +82,14 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
             assert "Example" in page, name
     codes = (tmp_path / "site" / "codes.html").read_text()
     assert [code for code in CODES if f">{code}<" not in codes] == []
+    errors = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "site" / "errors.html").read_text()))
+    assert "; detach one of the two" in errors
+    assert "expected at least one factor" in errors
+    texts = (tmp_path / "site" / "llms-full.txt").read_text()
+    contents = (tmp_path / "site" / "llms.txt").read_text()
+    for page in [*WRITTEN, *CONTINUED]:
+        assert (GUIDE / f"{page}.md").read_text() in texts, page
+        assert f"({page}.html)" in contents, page
     for file in (tmp_path / "site").rglob("*.html"):
         for link in re.findall(r'href="([^"#:?]+)(?:#[^"]*)?"', file.read_text()):
             assert (file.parent / link).exists(), f"{file.name} points to {link}"

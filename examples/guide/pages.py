@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import signalfire
 import signalfire.handlers
 from signalfire import Handler
 from signalfire.codes import CODES
+
+_HANDLERS = Path(signalfire.handlers.__file__ or "").parent
 
 GROUPS = {
     "W": "What `Engine.run` notices while it begins or trains",
@@ -92,10 +95,43 @@ def interface_page() -> str:
     return "\n".join([*text, "```", ""])
 
 
+def errors_in(file: Path) -> list[tuple[str, str]]:
+    """The errors that a module raises: their class, and their text with names in braces for what it fills in."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = node.exc.args[0]
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found.append((ast.unparse(node.exc.func), text.value))
+            elif isinstance(text, ast.JoinedStr):
+                parts = [one.value if isinstance(one, ast.Constant) else "{...}" for one in text.values]
+                found.append((ast.unparse(node.exc.func), "".join(map(str, parts))))
+    return found
+
+
+def errors_page() -> str:
+    """Every error with its text, by module: what to search for with a part of a message."""
+    text = ["# Errors", "", "What each module raises; `{...}` stands for a value. Each text says what to do.", ""]
+    for folder, package in ((Path(signalfire.__file__).parent, "signalfire"), (_HANDLERS, "signalfire.handlers")):
+        for file in sorted(folder.rglob("*.py")):
+            if "project" not in file.parts and (errors := errors_in(file)):
+                parts = file.relative_to(folder).with_suffix("").parts
+                text += [f"## {'.'.join((package, *parts)).removesuffix('.__init__')}", ""]
+                text += [f"- `{kind}`: {_as_code(' '.join(message.split()))}" for kind, message in errors] + [""]
+    return "\n".join(text)
+
+
+def _as_code(text: str) -> str:
+    """A text as it stands there, whatever it holds."""
+    ticks = "``" if "`" in text else "`"
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"
+
+
 def write_pages(source: Path) -> list[Path]:
     """Write all pages that are made below the folder of the guide; those that are the same stay untouched."""
     pages = {f"handlers/{kind.__name__}.md": handler_page(kind) for kind in handler_classes()}
     pages |= {"handlers/index.md": handlers_page(), "codes.md": codes_page(), "interface.md": interface_page()}
+    pages["errors.md"] = errors_page()
     for name, text in pages.items():
         path = source / name
         path.parent.mkdir(exist_ok=True)
@@ -125,9 +161,21 @@ def arguments_of(app: Any, what: str, name: str, one: Any, options: Any, signatu
     return str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty)), ""
 
 
+def write_texts(app: Any, problem: Exception | None) -> None:
+    """Write ``llms.txt``, the contents, and ``llms-full.txt``, all pages as text, for assistants that read them."""
+    if problem is not None:
+        return
+    order = ["index", *sorted(name for name in app.env.found_docs if name != "index")]
+    texts = {name: Path(app.env.doc2path(name)).read_text(encoding="utf-8") for name in order}
+    lines = [f"- [{text.split(chr(10), 1)[0].lstrip('# ')}]({name}.html)" for name, text in texts.items()]
+    (Path(app.outdir) / "llms.txt").write_text("# Signalfire\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    (Path(app.outdir) / "llms-full.txt").write_text("\n\n".join(texts.values()), encoding="utf-8")
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(Path(app.srcdir)))
     app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
     app.connect("autodoc-process-signature", arguments_of)
+    app.connect("build-finished", write_texts)
     return {"parallel_read_safe": True}
