@@ -14,7 +14,7 @@ from signalfire import Handler, handlers
 from signalfire.codes import CODES
 from tests.kit import finished, needs
 
-needs("docs", "sybil", "sphinx", "furo", "myst_parser")
+needs("docs", "sybil", "sphinx", "furo", "myst_parser", "lightning", "ignite")
 
 from sybil import Sybil  # noqa: E402 (after the check that it is installed)
 from sybil.parsers.myst import PythonCodeBlockParser  # noqa: E402
@@ -28,6 +28,8 @@ WRITTEN = (
     "index",
     "start",
     "from_a_plain_loop",
+    "from_lightning",
+    "from_ignite",
     "loop",
     "by_purpose",
     "symptoms",
@@ -52,6 +54,7 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # as ignite is imported
 @pytest.mark.parametrize("page", [*WRITTEN, *CONTINUED])
 def test_what_a_page_shows_runs_and_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
