@@ -54,7 +54,7 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # as ignite is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # as ignite is imported
 @pytest.mark.parametrize("page", [*WRITTEN, *CONTINUED])
 def test_what_a_page_shows_runs_and_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
