@@ -812,16 +812,6 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_split_sequences_keep_every_token_in_its_place_in_more_rows",
         ],
     },
-    "D2 a first sign of life, a project to begin with, types in editors": {
-        "engine/commands/test_demo.py": [
-            "test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does",
-        ],
-        "engine/commands/test_new.py": [
-            "test_a_project_is_written_under_its_name",
-            "test_a_new_project_trains_continues_passes_its_tests_and_its_study",
-            "test_checkers_find_the_types_where_the_package_is_installed",
-        ],
-    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",
