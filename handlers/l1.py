@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ._common.parameter_penalties import ParameterPenalty
-from ._common.penalties import Weight
 
 __all__ = ["L1"]
 
@@ -37,17 +34,6 @@ class L1(ParameterPenalty):
         >>> L1(1e-5, parameters="head.*").parameters
         ['head.*']
     """
-
-    def __init__(
-        self,
-        weight: Weight,
-        *,
-        parameters: str | Sequence[str] | None = None,
-        norms_and_biases: bool = False,
-        update: str | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(weight, parameters=parameters, norms_and_biases=norms_and_biases, update=update, name=name)
 
     def size(self, parameter: Tensor) -> Tensor:
         return parameter.abs().sum()

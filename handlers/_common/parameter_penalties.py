@@ -38,10 +38,10 @@ class ParameterPenalty(Penalizing):
         self,
         weight: Weight,
         *,
-        parameters: str | Sequence[str] | None,
-        norms_and_biases: bool,
-        update: str | None,
-        name: str | None,
+        parameters: str | Sequence[str] | None = None,
+        norms_and_biases: bool = False,
+        update: str | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(weight, update=update, name=name, least=0)
         self.parameters = check_patterns(self, "parameters", parameters)
