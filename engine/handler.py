@@ -30,6 +30,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 `randomness`                    derived seeds, and random states that are left unchanged
 `distributed`, `checkpoints`    processes, sharded tensors, and versions of checkpoints on disk
 `devices`                       what works on which device, and refusals in one sentence
+`capture.Capture`               what a handler's operations within a step are to a CUDA graph of it
 `weights`                       weights in files of others: reading, averaging, exporting
 ==============================  ==========================================================================================
 
@@ -49,6 +50,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from .capture import Capture
 from .connection import Phase, check_place
 from .declarations import Things, check_things
 from .devices import DeviceFeature
@@ -156,6 +158,7 @@ class Handler:
         rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
         device_features: What it needs of the device beyond tensor operations; an instance may need less than its class. Where the
             device of the model lacks one (see `devices.TABLE`), the run raises an error before the first batch.
+        capture: What its operations within a step are to a CUDA graph of the step; None if it is not known.
     """
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
@@ -164,6 +167,7 @@ class Handler:
     decides_alike: ClassVar[bool] = False
     rank_zero_only: ClassVar[bool] = False
     device_features: frozenset[DeviceFeature] = frozenset()
+    capture: ClassVar[Capture | None] = None
     _name: str | None = None
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_int
 
 from ._common.module_patterns import check_modules, find_modules, named_modules, outermost
@@ -62,6 +63,7 @@ class ActivationCheckpointing(Handler):
         ['blocks.*']
     """
 
+    capture = Capture.INSIDE
     trains = True
 
     def __init__(

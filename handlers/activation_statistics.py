@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
+from signalfire.capture import Capture
 from signalfire.checks import check_int
 from signalfire.devices import widened
 from signalfire.interval import check_every, event_of
@@ -55,6 +56,7 @@ class ActivationStatistics(Handler):
         10
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

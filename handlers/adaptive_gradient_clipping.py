@@ -10,6 +10,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part
 from signalfire.norms import unit_norms
@@ -50,6 +51,7 @@ class AdaptiveGradientClipping(Handler):
         0.02
     """
 
+    capture = Capture.INSIDE
     trains = True
     clips_gradients = True
     decides_alike = True

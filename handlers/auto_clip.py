@@ -10,6 +10,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_int, check_name, check_number
 from signalfire.distributed import local_part
 
@@ -47,6 +48,7 @@ class AutoClip(Handler):
         10
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     clips_gradients = True
     decides_alike = True

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.blame import warn
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_choice, check_int
 
 from ._common.module_patterns import Pattern, check_modules, find_modules, named_modules
@@ -68,6 +69,8 @@ class Compile(Handler):
         >>> Compile("blocks.*", backend="aot_eager").modules
         ['blocks.*']
     """
+
+    capture = Capture.FORBIDDEN  # inductor captures graphs of its own
 
     def __init__(
         self,

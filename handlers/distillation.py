@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_number
 from signalfire.distributed import whole_tensor
 from signalfire.randomness import random_state, unchanged_random_state
@@ -69,6 +70,8 @@ class Distillation(LossTerm):
         >>> trainer.state.metrics["distillation"] > 0
         tensor(True)
     """
+
+    capture = Capture.INSIDE
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_number
 from signalfire.modules import Modules
 
@@ -48,6 +49,7 @@ class Freezing(Handler):
         {'backbone': 5, 'backbone.stem': None}
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     freezes = True
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_int, check_name
 
 __all__ = ["GradientAccumulation"]
@@ -34,6 +35,7 @@ class GradientAccumulation(Handler):
         4
     """
 
+    capture = Capture.FORBIDDEN  # a window has several kinds of steps
     trains = True
 
     def __init__(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name
 from signalfire.distributed import local_part
 from signalfire.norms import unit_means
@@ -45,6 +46,7 @@ class GradientCentralization(Handler):
         ['head']
     """
 
+    capture = Capture.INSIDE
     trains = True
     decides_alike = True
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part
 
@@ -37,6 +38,7 @@ class GradientClipping(Handler):
         1.0
     """
 
+    capture = Capture.INSIDE
     trains = True
     clips_gradients = True
     decides_alike = True

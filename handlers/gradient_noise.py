@@ -8,6 +8,7 @@ import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name, check_number
 from signalfire.distributed import local_part, spread_like
 
@@ -44,6 +45,7 @@ class GradientNoise(Handler):
         0.0238
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     decides_alike = True
 

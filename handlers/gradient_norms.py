@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_name, check_number
 from signalfire.interval import check_every, unfiltered
 
@@ -42,6 +43,7 @@ class GradientNorms(Handler):
         Interval(value=10, unit='st')
     """
 
+    capture = Capture.INSIDE
     trains = True
     decides_alike = True
 

@@ -21,6 +21,7 @@ from signalfire import (
     UpdateState,
     on,
 )
+from signalfire.capture import Capture
 from signalfire.codes import Severity
 from signalfire.devices import widened
 from signalfire.findings import check_codes
@@ -73,6 +74,8 @@ class Guards(Handler):
         >>> Guards(error=["G14"]).every
         Interval(value=1000, unit='it')
     """
+
+    capture = Capture.FORBIDDEN
 
     def __init__(self, *, every: str | Interval = "1000it", error: Sequence[str] = (), name: str | None = None) -> None:
         super().__init__(name=name)

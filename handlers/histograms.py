@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Interval, Phase, on
+from signalfire.capture import Capture
 from signalfire.checks import check_bool
 from signalfire.distributed import is_sharded, local_part
 from signalfire.interval import check_every
@@ -35,6 +36,7 @@ class Histograms(Handler):
         ['*.weight']
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     rank_zero_only = True
 

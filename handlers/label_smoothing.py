@@ -10,6 +10,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name, check_number
 from signalfire.findings import Finding, finding
 from signalfire.findings.loss_graph import functions_of
@@ -46,6 +47,7 @@ class LabelSmoothing(Handler):
         0.1
     """
 
+    capture = Capture.INSIDE
     trains = True
 
     def __init__(self, alpha: float = 0.1, *, update: str | None = None, name: str | None = None) -> None:

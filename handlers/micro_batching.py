@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_int, check_name
 from signalfire.explain import is_out_of_memory
 from signalfire.restore import attempt
@@ -77,6 +78,7 @@ class MicroBatching(Handler):
         [4, 3, 3]
     """
 
+    capture = Capture.INSIDE
     trains = True
     splits_by_samples = True
 

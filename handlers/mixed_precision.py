@@ -10,6 +10,7 @@ import torch
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.devices import DeviceFeature
 from signalfire.update import needs_closure
@@ -56,6 +57,7 @@ class MixedPrecision(Handler):
         torch.bfloat16
     """
 
+    capture = Capture.INSIDE
     decides_alike = True
     device_features = frozenset({DeviceFeature.AUTOCAST, DeviceFeature.SCALER})
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_name, check_number
 
 from ._common.batches import check_place, tensor_at
@@ -51,6 +52,7 @@ class NEFTune(Handler):
         5
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_name
 from signalfire.distributed import local_part
 
@@ -52,6 +53,7 @@ class NonFiniteGuard(Handler):
         3
     """
 
+    capture = Capture.INSIDE
     trains = True
     decides_alike = True
 

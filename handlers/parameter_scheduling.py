@@ -9,6 +9,7 @@ from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_int, check_name, check_number
 from signalfire.interval import check_every
 
@@ -46,6 +47,7 @@ class ParameterScheduling(Handler):
         'weight_decay'
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

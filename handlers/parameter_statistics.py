@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_name
 from signalfire.devices import widened
 from signalfire.distributed import is_sharded
@@ -48,6 +49,7 @@ class ParameterStatistics(Handler):
         Interval(value=50, unit='st')
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     decides_alike = True
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.capture import Capture
 from signalfire.checks import check_name
 from signalfire.data.loading import is_shuffled
 
@@ -50,6 +51,8 @@ class Predictions(Handler):
         >>> predictions.outputs.shape
         torch.Size([5, 3])
     """
+
+    capture = Capture.FORBIDDEN
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.planning import last_iteration
 
@@ -65,6 +66,7 @@ class ProgressiveResizing(Handler):
         {1: 128, 10: 160, 20: 1.0}
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_name, check_number
 from signalfire.distributed import is_sharded
 from signalfire.findings import Finding, finding
@@ -63,6 +64,7 @@ class Pruning(Handler):
         4
     """
 
+    capture = Capture.INSIDE
     trains = True
 
     def __init__(

@@ -10,6 +10,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Interval, on
 from signalfire.acts import Override
 from signalfire.batches import rebuilt, tensors_in
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int
 from signalfire.findings import Finding, finding
 from signalfire.interval import check_every
@@ -59,6 +60,7 @@ class SequenceLengthWarmup(Handler):
         [64, 160, 544, 1024]
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_int, check_name, check_number
 from signalfire.distributed import local_part
 from signalfire.restore import Buffers
@@ -52,6 +53,7 @@ class SharpnessAwareMinimization(Handler):
         0.5
     """
 
+    capture = Capture.INSIDE
     trains = True
     decides_alike = True
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.blame import warn
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_number
 from signalfire.norms import joined, norm_parts
 from signalfire.past import Place
@@ -71,6 +72,7 @@ class SpikeGuard(Handler):
         50
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
     decides_alike = True
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_name, check_number
 
 from ._common.draws import Draws
@@ -57,6 +58,7 @@ class StochasticDepth(Handler):
         0.2
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
 from signalfire.blame import warn
+from signalfire.capture import Capture
 from signalfire.checks import check_number
 from signalfire.distributed import SINGLE_PROCESS, Processes, expected_processes, is_sharded
 from signalfire.interval import check_every
@@ -61,6 +62,7 @@ class StragglerDetection(Handler):
         1.2
     """
 
+    capture = Capture.FORBIDDEN
     trains = True
 
     def __init__(self, *, every: str | Interval = "100it", threshold: float = 1.2, name: str | None = None) -> None:

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
+from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.findings.dropout import is_compiled
 from signalfire.interval import check_every, event_of
@@ -52,6 +53,7 @@ class Throughput(Handler):
         Interval(value=50, unit='it')
     """
 
+    capture = Capture.OUTSIDE
     trains = True
 
     def __init__(

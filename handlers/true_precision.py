@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
+from signalfire.capture import Capture
 from signalfire.checks import check_choice
 from signalfire.devices import DeviceFeature, refusal
 from signalfire.findings.model_rules import half_precision_finding
@@ -43,6 +44,7 @@ class TruePrecision(Handler):
         torch.bfloat16
     """
 
+    capture = Capture.INSIDE
     device_features = frozenset({DeviceFeature.FLOAT64})
 
     def __init__(self, precision: Literal["bf16", "fp16", "fp64"], *, name: str | None = None) -> None:

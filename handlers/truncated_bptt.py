@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import parts, rebuilt
+from signalfire.capture import Capture
 from signalfire.checks import check_int, check_name
 
 from ._common.updates import selected_updates
@@ -71,6 +72,8 @@ class TruncatedBPTT(Handler):
         >>> TruncatedBPTT(20).steps
         20
     """
+
+    capture = Capture.FORBIDDEN
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_number
 from signalfire.devices import DeviceFeature, refusal
 from signalfire.distributed import (
@@ -56,6 +57,7 @@ class Distribution(Handler):
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
+    capture = Capture.FORBIDDEN  # what the ranks tell each other is read in each step
     device_features = frozenset({DeviceFeature.COLLECTIVES})
     _decisive: ClassVar[tuple[str, ...]] = ("shard_policy",)  # arguments that the weights depend on
 

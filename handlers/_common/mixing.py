@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.capture import Capture
 from signalfire.checks import check_number
 from signalfire.randomness import derived_seed
 
@@ -36,6 +37,7 @@ class SampleMixing(Handler):
         lam: Weight of each sample in the last mixed batch; None before the first.
     """
 
+    capture = Capture.FORBIDDEN  # the ratio is a Python number
     trains = True
 
     def __init__(self, alpha: float, *, share: float, input: int | str, target: int | str, name: str | None) -> None:

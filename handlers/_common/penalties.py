@@ -9,6 +9,7 @@ from numbers import Real
 from torch import Tensor
 
 from signalfire import Engine, Events, UpdateState, on
+from signalfire.capture import Capture
 from signalfire.checks import check_number
 
 from .loss_terms import LossTerm
@@ -31,6 +32,8 @@ class Penalizing(LossTerm):
         update: Name of the update whose loss it is added to; all by default.
         least: Smallest weight that is allowed.
     """
+
+    capture = Capture.INSIDE
 
     def __init__(self, weight: Weight, *, update: str | None, name: str | None, least: float | None = None) -> None:
         super().__init__(update=update, name=name)

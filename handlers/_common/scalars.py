@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.capture import Capture
 from signalfire.interval import check_every
 
 from .new_values import NewValues, Record
@@ -25,6 +26,7 @@ class ScalarLogger(Handler):
             were measured.
     """
 
+    capture = Capture.FORBIDDEN  # rates are read before the step
     writes = True
     rank_zero_only = True
 
