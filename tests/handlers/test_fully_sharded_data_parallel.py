@@ -29,6 +29,7 @@ from signalfire.distributed import is_sharded, whole_tensor
 from signalfire.handlers import (
     EMA,
     SWA,
+    ActivationCheckpointing,
     AdaptiveGradientClipping,
     Checkpoint,
     DistributedDataParallel,
@@ -214,6 +215,10 @@ COMPANIES: dict[str, tuple[Callable[[], list[Handler]], Callable[[Engine], Any]]
     "ASAM, accumulation": (
         lambda: [SharpnessAwareMinimization(0.3, adaptive=True), GradientAccumulation(2)],
         lambda e: e.updates[0].steps,
+    ),
+    "checkpointed activations": (
+        lambda: [ActivationCheckpointing("blocks.*"), GradientClipping(max_norm=0.05)],
+        lambda e: e.handlers["gradient_clipping"].total_norm,  # type: ignore[attr-defined]
     ),
     "freezing": (
         lambda: [Freezing({"first": None, "blocks.0": 3}), ParameterScheduling("momentum", lambda n: 0.9 - 0.01 * n)],

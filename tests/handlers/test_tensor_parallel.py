@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from signalfire import Engine, Events, Handler, Update
 from signalfire.distributed import is_sharded, whole_tensor
 from signalfire.handlers import (
     EMA,
+    ActivationCheckpointing,
     AdaptiveGradientClipping,
     AutoClip,
     Average,
@@ -154,6 +156,7 @@ def composed(handlers: Callable[[], list[Handler]], optimizer: Any = ADAM) -> di
 COMPOSED: dict[str, Callable[[], list[Handler]]] = {
     "SharpnessAwareMinimization": lambda: [SharpnessAwareMinimization(0.05)],
     "SharpnessAwareMinimization, adaptive": lambda: [SharpnessAwareMinimization(0.5, adaptive=True)],
+    "ActivationCheckpointing": lambda: [ActivationCheckpointing("blocks.*")],
     "AdaptiveGradientClipping": lambda: [AdaptiveGradientClipping(0.02)],
     "clipping by value": lambda: [GradientClipping(max_value=0.01)],
     "GradientCentralization": lambda: [GradientCentralization()],
@@ -265,6 +268,18 @@ def evaluated() -> dict[str, Any]:
     }
 
 
+def measured() -> dict[str, Any]:
+    """Metrics of another library, in training and in a validation that is shared out."""
+    model = Model()
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=model)
+    evaluator.attach(Metrics(mse=MeanSquaredError(num_outputs=3)))
+    validation = Validation(evaluator, DataLoader(dataset(20, seed=2), batch_size=8))
+    engine = make(validation, Metrics(train_mse=MeanSquaredError()), model=model)
+    engine.run(loader(), max_epochs=2)
+    found = {"training": engine.state.metrics["train_mse"], "validation": evaluator.state.metrics["mse"]}
+    return {"weights": full(engine), "metrics": {key: torch.as_tensor(value) for key, value in found.items()}}
+
+
 def frozen() -> dict[str, Any]:
     """What is frozen stays so; torch's SequenceParallel would train it."""
     model = Sequence()
@@ -283,6 +298,7 @@ SCENES: dict[str, Callable[[], dict[str, Any]]] = {
     "sequence": sequence,
     "evaluated": evaluated,
     "frozen": frozen,
+    "measured": measured,
     **{name: partial(composed, handlers) for name, handlers in COMPOSED.items()},
     "MixedPrecision": partial(composed, lambda: [MixedPrecision("bf16")], SGD),
     "MixedPrecision, fp16": partial(composed, lambda: [MixedPrecision("fp16", init_scale=64.0)], SGD),
