@@ -16,23 +16,32 @@ from signalfire.checks import check_choice
 from signalfire.distributed import is_sharded
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
-from signalfire.weights import check_average, export_program, export_weights, find_averaging, needs_safetensors
+from signalfire.weights import (
+    check_average,
+    export_program,
+    export_weights,
+    find_averaging,
+    needs_onnx,
+    needs_safetensors,
+)
 
 from ._common.folders import check_local
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
 
 __all__ = ["Export"]
 
+_PROGRAMS = (".pt2", ".onnx")
+
 
 class Export(Handler):
-    """Writes one file for others to use: weights as safetensors, or a program of `torch.export`.
+    """Writes one file for others to use: weights as safetensors, or a program of `torch.export` or for ONNX.
 
     The file is written by `export_weights` or `export_program`: atomically, and checked before it replaces the previous one.
     Weights that cannot be written are an error. A program that cannot be exported is a warning that names the operation, and
     training continues; `error` has the exception.
 
     Args:
-        path: The file; the suffix decides: ".safetensors" for weights, ".pt2" for a program.
+        path: The file; the suffix decides: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
         at: "end" to write when a run is complete, also after a stop; "best" to write at each best value of a metric.
         every: Interval, such as "1ep", at which the file is also written before the end.
         average: Name of the handler whose averages are written, such as "ema". It has to be given if several handlers keep
@@ -49,7 +58,8 @@ class Export(Handler):
         error: Why the last program was not written; None if it was.
 
     Raises:
-        ImportError: For weights without the package safetensors: ``pip install signalfire[safetensors]``.
+        ImportError: For weights without the package safetensors (``pip install signalfire[safetensors]``), and for ONNX without
+            its packages (``pip install signalfire[onnx]``).
 
     Example:
         >>> from importlib.util import find_spec
@@ -103,19 +113,22 @@ class Export(Handler):
             raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
         check_local(self, "path", path)
         self.path = Path(path)
-        if self.path.suffix not in (".safetensors", ".pt2"):
+        if self.path.suffix not in (".safetensors", *_PROGRAMS):
             raise ValueError(
-                f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2', for a "
-                "program"
+                f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2' or "
+                "'.onnx', for a program"
             )
-        if example is not None and (self.path.suffix != ".pt2" or not _is_input(example)):
+        self.is_program = self.path.suffix in _PROGRAMS
+        if example is not None and not (self.is_program and _is_input(example)):
             raise TypeError(
-                f"Export(example={example!r}): expected an input of the model, and a path that ends with '.pt2': only programs "
-                "need one"
+                f"Export(example={example!r}): expected an input of the model, and a path that ends with '.pt2' or '.onnx': only "
+                "programs need one"
             )
         self.example = example
-        if self.path.suffix == ".safetensors":
+        if not self.is_program:
             needs_safetensors("Export")
+        elif self.path.suffix == ".onnx":
+            needs_onnx("Export")
 
     def settings(self) -> dict[str, Any]:
         """None: the weights do not depend on what is exported."""
@@ -126,7 +139,7 @@ class Export(Handler):
         """Check before the first batch what would fail after the last one."""
         find_averaging(engine, self.average, f"{self.name!r}")
         parameters = (p for root in engine.modules.models.values() for p in root.parameters())
-        if self.path.suffix == ".pt2" and any(map(is_sharded, parameters)):
+        if self.is_program and any(map(is_sharded, parameters)):
             raise ValueError(f"{self.name!r}: a sharded model cannot be exported as a program; export its weights")
 
     @on("start_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
@@ -194,7 +207,7 @@ class Export(Handler):
     )
     def write(self, engine: Engine) -> None:
         """Write the file."""
-        if self.path.suffix == ".safetensors":
+        if not self.is_program:
             export_weights(engine, self.path, average=self.average, files=self.files)
             self.written += 1
             return

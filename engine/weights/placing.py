@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["check_target", "place", "place_on_rank_zero"]
 
 
-def check_target(where: str, path: str | os.PathLike[str], suffix: str) -> Path:
+def check_target(where: str, path: str | os.PathLike[str], *suffixes: str) -> Path:
     """Check the path of a file to write.
 
     Raises:
         TypeError: If it is not a path.
-        ValueError: If its suffix is another one.
+        ValueError: If it has none of the suffixes.
         IsADirectoryError: If it is a folder.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{where}(path={path!r}): expected a path, such as 'model{suffix}'")
+        raise TypeError(f"{where}(path={path!r}): expected a path, such as 'model{suffixes[0]}'")
     target = Path(path)
-    if target.suffix != suffix:
-        raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a name that ends with {suffix!r}")
+    if target.suffix not in suffixes:
+        ends = " or ".join(map(repr, suffixes))
+        raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a name that ends with {ends}")
     if target.is_dir():
         raise IsADirectoryError(f"{where}(path={os.fspath(path)!r}): this is a folder; give the name of a file")
     return target

@@ -1,4 +1,4 @@
-"""Exports a model as a program of `torch.export`, which runs without the code of the model."""
+"""Exports a model as a program, of `torch.export` or as ONNX, which runs without the code of the model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ..distributed.sharded import is_sharded
 from ..randomness import unchanged_random_state
 from ..restore import Buffers, Modes
 from .averages import averages_in_place, check_average
+from .onnx_program import needs_onnx, onnx_bytes, open_onnx
 from .placing import check_target, place_on_rank_zero
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["export_program"]
 
 _WHERE = "export_program"
+Made = TypeVar("Made")
 
 
 def export_program(
@@ -44,19 +46,22 @@ def export_program(
     sizes: Sequence[int] = (1, 2, 3, 7),
     files: Files | None = None,
 ) -> Path:
-    """Write the model as a program (``.pt2``) in eval mode, and compare it with the model before it counts as written.
+    """Write the model as a program in eval mode, and compare it with the model before it counts as written.
+
+    The suffix of the path decides: ``.pt2`` is a program of `torch.export`, ``.onnx`` one for ONNX Runtime and others.
 
     The program is read back and run on batches of several sizes, made of the example's rows; each output must be that of the
     model, within the tolerances of `torch.testing.assert_close`. The size of a batch is the first dimension of the example's
     first tensor, and every tensor with this size there is a batch; all other sizes are fixed. So give an example of a size that
     no other input has.
 
-    Weights, modes, buffers and random generators stay as they are. `torch.export.load` reads the file, and executes code that is
-    in it: load only files that you wrote.
+    Weights, modes, buffers and random generators stay as they are. `torch.export.load` reads a ``.pt2``, and executes code that
+    is in it: load only files that you wrote. An ``.onnx`` takes the tensors of the example in their order, and gives those of
+    the output in theirs.
 
     Args:
         engine: The engine, in a run or not. With several ranks each has to call it; rank 0 writes.
-        path: The file, ending with ".pt2"; its folder is created if necessary.
+        path: The file, ending with ".pt2" or ".onnx"; its folder is created if necessary.
         example: Input of the model: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
         average: Name of the handler whose averages are written, as for `export_weights`.
         model: Name of the model, if there are several.
@@ -69,6 +74,7 @@ def export_program(
     Raises:
         ValueError: If the model cannot be exported, naming the operation; if the program does not do what the model does; for
             a sharded model; for wrong arguments.
+        ImportError: For ONNX without its packages: ``pip install signalfire[onnx]``.
         OSError: If the file cannot be written. The previous one, if any, is unchanged.
 
     Example:
@@ -78,7 +84,10 @@ def export_program(
         >>> torch.export.load(path).module()(torch.zeros(9, 2)).shape  # doctest: +SKIP
         torch.Size([9, 1])
     """
-    target = check_target(_WHERE, path, ".pt2")
+    target = check_target(_WHERE, path, ".pt2", ".onnx")
+    as_onnx = target.suffix == ".onnx"
+    if as_onnx:
+        needs_onnx(f"{_WHERE}()")
     average = check_average(_WHERE, average)
     sizes = [check_int(_WHERE, "sizes", size) for size in sizes]
     root = _find_model(engine, model)
@@ -91,17 +100,25 @@ def export_program(
     inputs = _Inputs(example, device)
 
     def write(file: BinaryIO) -> None:
-        torch.export.save(_export(root, inputs), file)
+        exported = _export(root, inputs)
+        if as_onnx:
+            file.write(_of_model(root, lambda: onnx_bytes(exported)))
+        else:
+            torch.export.save(exported, file)
 
     def check(written: Path) -> None:
-        with open(written, "rb") as file:
-            program = torch.export.load(file).module()
+        program = open_onnx(written) if as_onnx else _open_export(written)
         for size in sizes:
             _compare(root, program, inputs, size)
 
     with averages_in_place(engine, average, f"{_WHERE}()"), _resting(root):
         place_on_rank_zero(engine, target, write, check, Files() if files is None else files)
     return target
+
+
+def _open_export(path: Path) -> nn.Module:
+    with open(path, "rb") as file:
+        return torch.export.load(file).module()
 
 
 def _find_model(engine: Engine, name: str | None) -> nn.Module:
@@ -179,9 +196,18 @@ class _Inputs:
 def _export(root: nn.Module, inputs: _Inputs) -> ExportedProgram:
     """Trace the model; with two samples at least, since torch takes a size of one for a constant."""
     args, kwargs = inputs.of_size(max(2, inputs.size))
+    return _of_model(
+        root,
+        lambda: torch.export.export(
+            root, args, kwargs or None, dynamic_shapes=inputs.dynamic_shapes(root), strict=False
+        ),
+    )
+
+
+def _of_model(root: nn.Module, make: Callable[[], Made]) -> Made:
+    """What a function makes of the model, or a ValueError that says where in the model it failed."""
     try:
-        shapes = inputs.dynamic_shapes(root)
-        return torch.export.export(root, args, kwargs or None, dynamic_shapes=shapes, strict=False)
+        return make()
     except Exception as error:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         place = _place_in_model(error)
@@ -198,7 +224,7 @@ def _place_in_model(error: BaseException) -> str:
     return f"{places[-1].filename}:{places[-1].lineno}: {places[-1].line}" if places else ""
 
 
-def _compare(root: nn.Module, program: nn.Module, inputs: _Inputs, size: int) -> None:
+def _compare(root: nn.Module, program: Callable[..., Any], inputs: _Inputs, size: int) -> None:
     """Raise ValueError if the program gives something else than the model."""
     args, kwargs = inputs.of_size(size)
     try:
@@ -210,7 +236,9 @@ def _compare(root: nn.Module, program: nn.Module, inputs: _Inputs, size: int) ->
         ) from error
     try:
         found, other = _pytree.tree_flatten(program(*args, **kwargs))
-        if other != structure:
+        if not isinstance(program, nn.Module):  # of ONNX, which knows tensors only
+            expected = [leaf.cpu() for leaf in expected if isinstance(leaf, Tensor)]
+        elif other != structure:
             raise AssertionError(f"the structure of the output is {other}, not {structure}")
         torch.testing.assert_close(found, expected, equal_nan=True)
     except Exception as error:

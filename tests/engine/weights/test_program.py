@@ -163,7 +163,7 @@ def test_what_cannot_be_exported_is_named_and_the_old_file_stays(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x.pt"}, r"export_program\(path='x.pt'\): expected a name that ends with '.pt2'"),
+        ({"path": "x.pt"}, r"export_program\(path='x.pt'\): expected a name that ends with '.pt2' or '.onnx'"),
         ({"example": 3}, r"export_program\(example=...\): expected the input of the model .* got a int with 0 tensors"),
         ({"example": torch.ones(0, 5)}, r"at least one sample"),
         ({"sizes": [0]}, r"export_program\(sizes=0\)"),

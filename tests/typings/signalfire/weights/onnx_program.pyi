@@ -1,0 +1,1 @@
+from engine.weights.onnx_program import *
