@@ -16,6 +16,8 @@ from .store import StoreError
 from .study import Study
 
 if TYPE_CHECKING:
+    from .joint import intervals, step_down
+    from .power import detectable, power
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
@@ -39,11 +41,15 @@ __all__ = [
     "Swap",
     "Variant",
     "compare",
+    "detectable",
     "divergence",
     "effects",
     "exact",
     "fewest_seeds",
     "holm",
+    "intervals",
+    "power",
+    "step_down",
 ]
 
 _LAZY = {
@@ -52,10 +58,14 @@ _LAZY = {
     "Report": "report",
     "Row": "rows",
     "compare": "statistics",
+    "detectable": "power",
     "effects": "statistics",
     "exact": "statistics",
     "fewest_seeds": "statistics",
     "holm": "statistics",
+    "intervals": "joint",
+    "power": "power",
+    "step_down": "joint",
 }
 
 

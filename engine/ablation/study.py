@@ -21,11 +21,14 @@ from signalfire.randomness import unchanged_random_state
 
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design
+from .looks import Looks
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
+from .rows import sequence, spread
 from .runs import Build, Outcome, Run, Task, compose, outcomes
 from .store import Store
 from .trial import candidates, close_match, start, try_out
+from .verdicts import check_margin
 
 if TYPE_CHECKING:
     from .report import Report
@@ -48,7 +51,7 @@ class Study:
         metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
         mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
             `run` find.
-        seeds: Distinct ints of 0 or more.
+        seeds: Distinct ints of 0 or more; by default 0 to 7, or as many as the last of the looks.
         store: File for the finished runs, such as "runs/ablation.jsonl"; studies may share it. None keeps them in memory.
         handlers: Names of the handlers that designs switch if they do not name their own. By default all enabled handlers that
             affect the training: with receivers in the phases CHANGE, FINALIZE or CONTROL, or an override. Handlers that write or
@@ -60,6 +63,10 @@ class Study:
         streams: Value for ``engine.streams``; None leaves it as built.
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.
+        margin: Largest difference that does not matter, in the unit of the metric; see `Report`.
+        looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no more
+            runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
+            Without, all seeds are run, and adding seeds later is reported as another look.
 
     Raises:
         ValueError: from `plan` and `run`, for an invalid variant, or stored runs that had other handlers.
@@ -81,6 +88,7 @@ class Study:
         variant              finished  failed  to make  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
+        at best: the smallest p of 3 seeds is 0.25: no direction of any difference can be shown; that takes at least 6 seeds
         2 variants x 3 seeds: 6 of 6 runs to make, estimated time, run sequentially: unknown
     """
 
@@ -90,13 +98,15 @@ class Study:
         *,
         metric: str,
         mode: Literal["min", "max"] | None = None,
-        seeds: Iterable[int] = range(8),
+        seeds: Iterable[int] | None = None,
         store: str | os.PathLike[str] | None = None,
         handlers: Iterable[str] | None = None,
         run: Run | None = None,
         config: Mapping[str, Any] | None = None,
         streams: Literal["shared", "separate"] | None = "separate",
         files: bool = False,
+        margin: float | None = None,
+        looks: Sequence[int] | None = None,
     ) -> None:
         if isinstance(build, Engine) or not callable(build):
             raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
@@ -109,7 +119,14 @@ class Study:
         if mode is not None:
             check_choice(self, "mode", mode, ("min", "max"))
         self.mode: Literal["min", "max"] | None = mode
-        self.seeds = _seeds(seeds)
+        self.looks = None if looks is None else Looks(looks)
+        last = 8 if self.looks is None else self.looks.sizes[-1]
+        self.seeds = _seeds(range(last) if seeds is None else seeds)
+        if self.looks is not None and len(self.seeds) != last:
+            raise ValueError(
+                f"Study(looks={list(self.looks.sizes)}): the last look takes {last} seeds, and seeds= has {len(self.seeds)}"
+            )
+        self.margin = check_margin("Study", margin)
         self.store = Store(store)
         if isinstance(handlers, str):
             raise TypeError(f"Study(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
@@ -188,7 +205,7 @@ class Study:
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
-                self._make(plan, _factories(designs), workers)
+                self._make_looks(plan, _factories(designs), workers)
             finally:
                 self.store.settle()
         return self.report(*designs, plan=plan)
@@ -207,7 +224,16 @@ class Study:
             raise self._no_direction(())
         results = self.results(plan)
         report_equal_runs(results)
-        return Report(results, plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
+        return Report(
+            results,
+            plan.variants,
+            metric=self.metric,
+            mode=self.mode,
+            seeds=plan.seeds,
+            margin=self.margin,
+            looks=self.looks,
+            seen=self._seen(plan),
+        )
 
     def results(self, plan: Plan) -> list[Result]:
         """The stored results of a plan, variant by variant."""
@@ -218,6 +244,12 @@ class Study:
                 if run.variant is variant and (line := lines.get(run.key)) is not None:
                     found.append(self._result(variant, line))
         return found
+
+    def _seen(self, plan: Plan) -> list[int]:
+        """The numbers of seeds for which the stored runs were made: a look each."""
+        lines = self.store.read()
+        found = (lines.get(run.key, {}).get("look") for run in plan.runs)
+        return sorted({look for look in found if look is not None})
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -271,14 +303,50 @@ class Study:
                         sum(known) / len(known) if known else None,
                     )
                 )
-        return Plan(tuple(variants), self.seeds, tuple(runs))
+        results = [
+            self._result(variant, line)
+            for variant in variants
+            for seed in self.seeds
+            if (line := lines.get(self._key(variant, seed))) is not None
+        ]
+        sizes = () if self.looks is None else self.looks.sizes
+        return Plan(tuple(variants), self.seeds, tuple(runs), self.metric, spread(results), sizes)
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def _make(
+    def _make_looks(
         self, plan: Plan, factories: Mapping[tuple[str, str], Callable[[], Handler]], workers: int | Executor
     ) -> None:
-        runs = plan.to_make
+        """Make the runs of all looks, or of as many as it takes to decide on all variants."""
+        if self.looks is None:
+            self._make(plan, plan.to_make, len(self.seeds), factories, workers)
+            return
+        assert self.mode is not None
+        left = list(plan.to_make)
+        while left:
+            made = sequence(
+                self.results(plan),
+                plan.variants,
+                mode=self.mode,
+                baseline=BASELINE,
+                seeds=self.seeds,
+                looks=self.looks,
+            )
+            if made.next is None:
+                return
+            names = {BASELINE, *made.undecided}
+            runs = [run for run in left if run.seed in self.seeds[: made.next] and run.variant.name in names]
+            self._make(plan, runs, made.next, factories, workers)
+            left = [run for run in left if run not in runs] if runs else []
+
+    def _make(
+        self,
+        plan: Plan,
+        runs: Sequence[PlannedRun],
+        look: int,
+        factories: Mapping[tuple[str, str], Callable[[], Handler]],
+        workers: int | Executor,
+    ) -> None:
         nonce = secrets.token_hex(8)
         tasks = [
             Task(
@@ -298,8 +366,8 @@ class Study:
         made = outcomes(tasks, workers)
         # No bar without a terminal, where it would fill the log. Stored runs count as done, but not towards the speed.
         with tqdm(
-            total=len(plan.runs),
-            initial=len(plan.runs) - len(runs),
+            total=len(plan.runs) - len(plan.to_make) + len(runs),
+            initial=len(plan.runs) - len(plan.to_make),
             desc="study",
             unit="run",
             disable=None,
@@ -311,19 +379,20 @@ class Study:
                     beginnings.compare(runs[place].seed, outcome.begins)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
                         raise KeyError(self._no_metric(runs[place].variant.name, outcome.announced))
-                    self.store.append(self._line(runs[place], outcome))
+                    self.store.append(self._line(runs[place], outcome, look))
                     bar.update()
             finally:
                 if (close := getattr(made, "close", None)) is not None:
                     close()
 
-    def _line(self, run: PlannedRun, outcome: Outcome) -> dict[str, Any]:
+    def _line(self, run: PlannedRun, outcome: Outcome, look: int) -> dict[str, Any]:
         return {
             "config": self.config,
             "configuration": self._configuration,
             "error": outcome.error,
             "handlers": list(outcome.handlers),
             "key": run.key,
+            "look": look,
             "metrics": outcome.metrics,
             "off": sorted(run.variant.off),
             "seed": run.seed,
