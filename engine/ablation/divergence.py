@@ -105,8 +105,8 @@ def divergence(
 
     By default everything is compared that two runs with the same results have in common: the training state at each event; what
     handlers keep, such as averages, and the metrics, those of evaluations included, at the end of each iteration, epoch and run;
-    and, if two folders are given, the files in them at the end. So that a handler may be in one run only, handlers and metrics that
-    only one run has are no difference; nor are metrics of time, which their handlers announce as not saved. None means that
+    and, if two folders are given, the files in them at the end. Handlers and metrics that only one run has are no difference, so
+    that a handler may be in one run only; nor are metrics of time, which their handlers announce as not saved. None means that
     nothing of what is watched differs, bit for bit.
 
     Args:
@@ -118,8 +118,8 @@ def divergence(
             "metrics", "files"; also "batch" and "loss".
         rtol: Tolerance for tensors, relative to the largest magnitude in either; 0 requires bitwise equality. Random states
             must always be equal.
-        files: Two folders, into which each run writes its own files: handlers that write files then stay enabled, and the files are
-            compared byte for byte once both runs have ended. Without, such handlers are disabled and no file is compared.
+        files: Two folders, into which each run writes its own files: handlers that write files then stay enabled, and the files
+            are compared byte for byte once both runs have ended. Without, such handlers are disabled and no file is compared.
 
     Raises:
         TypeError, ValueError: for a build that returns no engine, a distributed run, or engines that share parameters.

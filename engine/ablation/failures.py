@@ -1,9 +1,9 @@
 """What failed runs say: a failed run counts as worse than any finished one.
 
-A variant whose runs fail where those of the baseline finish must not be judged by its survivors. If any run of a comparison failed,
-all of its pairs are ranked by the size of their difference, a pair of which one run failed above all others, and the sign-flip
-test is made on the signed ranks. Two failed runs of one seed are a tie. Which pairs are ranked does not depend on the labels
-within a pair, so the test keeps its level.
+A variant whose runs fail where those of the baseline finish must not be judged by its survivors. If any run of a comparison
+failed, all of its pairs are ranked by the size of their difference, a pair of which one run failed above all others, and the
+sign-flip test is made on the signed ranks. Two failed runs of one seed are a tie. Which pairs are ranked does not depend on the
+labels within a pair, so the test keeps its level.
 
 Source: Lachin, Worst-Rank Score Analysis with Informatively Missing Observations in Clinical Trials, Controlled Clinical Trials
 20, 1999, doi:10.1016/S0197-2456(99)00022-7; McNemar, Note on the Sampling Error of the Difference between Correlated
@@ -61,7 +61,7 @@ def mcnemar(first: int, second: int) -> float:
     """
     n = first + second
     tail = sum(math.comb(n, k) for k in range(min(first, second) + 1))
-    return min(1.0, 2 * tail / 2**n)
+    return min(1.0, tail / 2 ** (n - 1)) if n else 1.0
 
 
 def signed_ranks(variant: Values, baseline: Values, mode: Literal["min", "max"]) -> dict[int, Fraction]:
@@ -76,22 +76,27 @@ def signed_ranks(variant: Values, baseline: Values, mode: Literal["min", "max"])
         Ranks of the absolute differences, averaged over ties, with the sign of the difference; 0 for a difference of 0.
 
     Example:
-        >>> ranks = signed_ranks({0: Fraction(3), 1: None, 2: Fraction(1)}, {0: Fraction(1), 1: Fraction(2), 2: Fraction(2)}, "max")
+        >>> baseline = {0: Fraction(1), 1: Fraction(2), 2: Fraction(2)}
+        >>> ranks = signed_ranks({0: Fraction(3), 1: None, 2: Fraction(1)}, baseline, "max")
         >>> {seed: int(rank) for seed, rank in ranks.items()}
         {0: 2, 1: -3, 2: -1}
     """
-    worst = -math.inf if mode == "max" else math.inf
-    differences: dict[int, Fraction | float] = {}
+    worst = -1 if mode == "max" else 1
+    # The first number is that of a failure, which comes before any difference of values.
+    differences: dict[int, tuple[int, Fraction]] = {}
     for seed, value in variant.items():
         if seed in baseline:
             other = baseline[seed]
-            if value is None or other is None:
-                differences[seed] = 0.0 if value is other else worst if value is None else -worst
+            if value is not None and other is not None:
+                differences[seed] = 0, value - other
             else:
-                differences[seed] = value - other
-    sizes = sorted(abs(one) for one in differences.values())
-    places: dict[Fraction | float, list[int]] = {}
-    for place, size in enumerate(sizes, 1):
+                differences[seed] = worst * ((value is None) - (other is None)), Fraction(0)
+    places: dict[tuple[int, Fraction], list[int]] = {}
+    for place, size in enumerate(sorted((abs(one), abs(other)) for one, other in differences.values()), 1):
         places.setdefault(size, []).append(place)
     ranks = {size: Fraction(sum(those), len(those)) for size, those in places.items()}
-    return {seed: ranks[abs(one)] * ((one > 0) - (one < 0)) for seed, one in differences.items()}
+    return {seed: ranks[abs(one), abs(other)] * _sign(one or other) for seed, (one, other) in differences.items()}
+
+
+def _sign(number: int | Fraction) -> int:
+    return (number > 0) - (number < 0)

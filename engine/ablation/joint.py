@@ -69,8 +69,8 @@ def step_down(family: Sequence[Differences]) -> list[float]:
         family: The differences of each comparison, by seed; seeds may be missing.
 
     Example:
-        >>> one, two = [{seed: Fraction(value) for seed, value in enumerate(those)} for those in ([3, 1, 2, 4, 2, 3], [1, -1, 2, 0, 1, -2])]
-        >>> step_down([one, two])
+        >>> rows = [3, 1, 2, 4, 2, 3], [1, -1, 2, 0, 1, -2]
+        >>> step_down([{seed: Fraction(value) for seed, value in enumerate(row)} for row in rows])
         [0.03125, 0.875]
     """
     numbers = integers(family)
@@ -182,7 +182,7 @@ def flipped_sums(values: Floats) -> Floats:
 
 @lru_cache(maxsize=2)
 def _random_signs(columns: int) -> Floats:
-    signs = np.random.default_rng(0).integers(0, 2, (columns, 1 + FLIPS)) * 2.0 - 1.0
+    signs = np.random.default_rng(0).integers(0, 2, (columns, 1 + FLIPS)).astype(np.float64) * 2 - 1
     signs[:, 0] = 1.0
     return signs
 
@@ -200,17 +200,21 @@ class _Sums:
     def __init__(self, numbers: list[list[int]]) -> None:
         self._numbers = numbers
         self._totals = [sum(map(abs, row)) for row in numbers]
-        values: Any = [[float(number) for number in row] for row in numbers]
+        self._shifts = [max(0, total.bit_length() - 1000) for total in self._totals]  # floats end at 2**1024
+        values: Any = [
+            [float(number >> shift) for number in row] for row, shift in zip(numbers, self._shifts, strict=True)
+        ]
         self._sums = np.abs(flipped_sums(np.array(values, dtype=float)))
         self.patterns = self._sums.shape[1]
 
     def at_least(self, row: int, bound: int) -> npt.NDArray[np.bool_]:
         """Which patterns have an absolute sum of at least ``bound``."""
-        sums = self._sums[row]
-        found: npt.NDArray[np.bool_] = sums >= float(bound)
+        sums, shift = self._sums[row], self._shifts[row]
+        limit = float(bound >> shift)
+        found: npt.NDArray[np.bool_] = sums >= limit
         if self._totals[row] >= _EXACT:  # floats are rounded: those that are close are computed again
-            error = self._totals[row] * 2.0**-50 * len(self._numbers[row])
-            for pattern in np.flatnonzero(np.abs(sums - float(bound)) <= error):
+            error = float(self._totals[row] >> shift) * 2.0**-50 * len(self._numbers[row])
+            for pattern in np.flatnonzero(np.abs(sums - limit) <= error):
                 found[pattern] = abs(self._sum(row, int(pattern))) >= bound
         return found
 
@@ -219,6 +223,4 @@ class _Sums:
         if len(numbers) > EXACT_UP_TO:
             signs = _random_signs(len(numbers))[:, pattern]
             return sum(number if sign > 0 else -number for number, sign in zip(numbers, signs, strict=True))
-        return numbers[0] + sum(
-            -number if pattern >> place & 1 else number for place, number in enumerate(numbers[1:])
-        )
+        return numbers[0] + sum(-number if pattern >> place & 1 else number for place, number in enumerate(numbers[1:]))

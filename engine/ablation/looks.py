@@ -54,7 +54,7 @@ class Looks:
         >>> Looks([5, 10])
         Traceback (most recent call last):
             ...
-        ValueError: Study(looks=[5, 10]): no result of 5 seeds can reach the boundary of this look; its smallest possible size is 6
+        ValueError: Study(looks=[5, 10]): no result of 5 seeds can reach the boundary of this look; the smallest possible is 7
     """
 
     def __init__(self, sizes: Sequence[int], alpha: float = 0.05) -> None:
@@ -104,7 +104,7 @@ class Looks:
         most = self.sizes[place + 1] if place + 1 < len(self.sizes) else EXACT_UP_TO + 1
         for size in range(least, most):
             if self._reachable(place, size):
-                return f"its smallest possible size is {size}"
+                return f"the smallest possible is {size}"
         return "leave it out"
 
 

@@ -106,7 +106,9 @@ class Plan:
             )
         lines.append(f"at best: {self.prospects}")
         if self.looks:
-            lines.append(f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs")
+            lines.append(
+                f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"
+            )
         cost = "unknown" if self.seconds is None else duration(self.seconds)
         lines.append(
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "

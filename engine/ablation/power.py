@@ -95,7 +95,15 @@ def _noise(pairs: int, comparisons: int) -> Floats:
 
 
 def _rejected(studies: Floats, alpha: float) -> npt.NDArray[np.bool_]:
-    """Which comparisons of each study the step-down test rejects; shapes (studies, comparisons, pairs) and (studies, comparisons)."""
+    """Which comparisons of each study the step-down test rejects.
+
+    Args:
+        studies: Differences of shape (studies, comparisons, pairs).
+        alpha: Significance level.
+
+    Returns:
+        Shape (studies, comparisons).
+    """
     count, comparisons, pairs = studies.shape
     rows = studies.reshape(-1, pairs)
     flipped = flipped_sums(rows) if pairs <= _COUNTED_UP_TO else rows @ _signs(pairs)
@@ -112,6 +120,6 @@ def _rejected(studies: Floats, alpha: float) -> npt.NDArray[np.bool_]:
 
 @lru_cache(maxsize=4)
 def _signs(pairs: int) -> Floats:
-    signs = np.random.default_rng(pairs).integers(0, 2, (pairs, _PATTERNS)) * 2.0 - 1.0
+    signs = np.random.default_rng(pairs).integers(0, 2, (pairs, _PATTERNS)).astype(np.float64) * 2 - 1
     signs[:, 0] = 1.0
     return signs

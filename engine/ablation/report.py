@@ -55,8 +55,8 @@ class Report:
         baseline: Name of the variant with which the others are compared.
         level: Confidence level of the intervals; a difference is significant if its adjusted p is at most 1 - level.
         seeds: The planned seeds in their order; by default all seeds in the results, sorted.
-        margin: Largest difference that does not matter, in the unit of the metric. A variant is then equivalent if its interval is
-            inside the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
+        margin: Largest difference that does not matter, in the unit of the metric. A variant is then equivalent if its interval
+            is inside the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
         looks: Plan of looks that the study follows.
         seen: Numbers of seeds after which the runs were looked at, as far as the store knows.
         percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
@@ -190,7 +190,10 @@ class Report:
         to, family = f'to "{self.baseline}"', count(self.comparisons, "comparison")
         interval, adjusted = f"simultaneous {100 * self.level:g} % interval", "step-down over joint sign flips of"
         if self.looks is not None:
-            interval, adjusted = f"{interval} for all looks", f"looks at {listed([str(n) for n in self.looks.sizes])} seeds,"
+            interval, adjusted = (
+                f"{interval} for all looks",
+                f"looks at {listed([str(n) for n in self.looks.sizes])} seeds,",
+            )
         notes = [
             f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {interval}. p: {test}; adjusted: "
             f"{adjusted} {family}. d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; "
@@ -200,8 +203,8 @@ class Report:
             notes.append(f"Verdict: equivalent if the interval is inside +-{self.margin:g}, else by its side of 0.")
         if any(row.failures for row in self.rows):
             notes.append(
-                "*: runs failed. p is that of signed ranks over all pairs, a failed run below any finished one; the difference and "
-                "its unadjusted Student-t interval are those of pairs that finished, conditional on that."
+                "*: runs failed. p is that of signed ranks over all pairs, a failed run below any finished one; the difference "
+                "and its unadjusted Student-t interval are those of pairs that finished, conditional on that."
             )
         return notes
 
@@ -357,9 +360,18 @@ class Report:
                 None if row.comparison is None else asdict(row.comparison) | {"exact": row.comparison.exact}
             )
             rows.append(one)
-        found: dict[str, Any] = {"metric": self.metric, "mode": self.mode, "baseline": self.baseline, "level": self.level}
+        found: dict[str, Any] = {
+            "metric": self.metric,
+            "mode": self.mode,
+            "baseline": self.baseline,
+            "level": self.level,
+        }
         found |= {"seeds": list(self.seeds), "comparisons": self.comparisons, "seeds_needed": self.needed, "rows": rows}
-        found |= {"margin": self.margin, "looks": None if self.looks is None else list(self.looks.sizes), "seen": list(self.seen)}
+        found |= {
+            "margin": self.margin,
+            "looks": None if self.looks is None else list(self.looks.sizes),
+            "seen": list(self.seen),
+        }
         content: dict[str, Any] = without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})
         return content
 

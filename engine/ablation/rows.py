@@ -40,8 +40,8 @@ class Row:
         failures: In how many pairs which run failed; None if none did.
         p: p-value of the sign-flip test of the differences, or, if any run of a pair failed, of the signed ranks of all pairs;
             None for the baseline itself.
-        adjusted: p-value of the step-down test over all variants except the baseline, likewise. With planned looks it is alpha for
-            a variant that a look found to differ, and 1 for the others.
+        adjusted: p-value of the step-down test over all variants except the baseline, likewise. With planned looks it is alpha
+            for a variant that a look found to differ, and 1 for the others.
         conclusion: The verdict and its simultaneous interval; None for the baseline itself.
         look: With planned looks, the number of seeds at the look that decided, or else at the last one; None without.
         seconds: Mean duration of the finished runs; NaN without any.
@@ -113,7 +113,9 @@ class _Runs:
         ValueError: if a result has an unknown variant or seed, or a duplicate.
     """
 
-    def __init__(self, results: Sequence[Result], variants: Sequence[Variant], baseline: str, seeds: Sequence[int]) -> None:
+    def __init__(
+        self, results: Sequence[Result], variants: Sequence[Variant], baseline: str, seeds: Sequence[int]
+    ) -> None:
         self.found = _by_run(results, variants, baseline, seeds)
         self.baseline = baseline
         self.names = tuple(variant.name for variant in variants if variant.name != baseline)
@@ -182,7 +184,10 @@ def make_rows(
     own = {baseline: seeds[: max((len(one.seeds) for one in tested.values()), default=len(seeds))]}
     own |= {name: one.seeds for name, one in tested.items()}
     ordered = sorted(variants, key=lambda variant: variant.name != baseline)  # the others keep their order
-    return [_row(variant, runs, own[variant.name], tested.get(variant.name), metric, mode, level, margin) for variant in ordered]
+    return [
+        _row(variant, runs, own[variant.name], tested.get(variant.name), metric, mode, level, margin)
+        for variant in ordered
+    ]
 
 
 def sequence(
@@ -244,7 +249,9 @@ def _tested_at_looks(
         between = intervals([runs.differences(name, there) for name in left], 1 - looks.added(size))
         for name, interval in zip(left, between, strict=True):
             rejected = found.decided.get(name) == size
-            tested[name] = _Tested(there, rejected, looks.alpha if rejected else 1.0, interval, size if found.made else None)
+            tested[name] = _Tested(
+                there, rejected, looks.alpha if rejected else 1.0, interval, size if found.made else None
+            )
         left = [name for name in left if not tested[name].rejected]
     return tested
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-
 from collections.abc import Sequence
 
 from .failures import Failures
@@ -61,8 +60,9 @@ class Sentences:
             if len(seen) < 2:
                 return []
             return [
-                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan: adding seeds until "
-                f"something is found finds differences that do not exist in more than {100 * self.report.alpha:g} % of studies. "
+                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan: adding seeds "
+                "until something is found finds differences that do not exist in more than "
+                f"{100 * self.report.alpha:g} % of studies. "
                 "Plan the looks: Study(looks=[...])."
             ]
         sentences = []
@@ -73,7 +73,9 @@ class Sentences:
             )
         made = [row.look for row in self.report.rows if row.comparison is not None]
         if None in made:
-            sentences.append(f"No look has been made yet: the runs of the first {looks.sizes[0]} seeds are not complete.")
+            sentences.append(
+                f"No look has been made yet: the runs of the first {looks.sizes[0]} seeds are not complete."
+            )
         return sentences
 
     def _too_few(self, n: int) -> bool:
@@ -180,7 +182,8 @@ class Sentences:
         subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 else subject
         omitted = ""
         if effect.left_out:
-            omitted = f" ({seeds_in_words(effect.left_out).capitalize()} omitted, as not all of the runs finished: conditional on that.)"
+            seeds = seeds_in_words(effect.left_out).capitalize()
+            omitted = f" ({seeds} omitted, as not all of the runs finished: conditional on that.)"
         if n == 0:
             return f"{subject}: no seed has all of its runs.{omitted}"
         seeds = count(n, "seed")
@@ -220,7 +223,7 @@ class Sentences:
         size = detectable(n, family or self.report.comparisons, alpha=alpha) * comparison.sd
         if not 0 < size < math.inf:
             return ""
-        return f"; one of {self._amount(size, unit=True)} is found with 80 %, a smaller one may exist"
+        return f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, a smaller one may exist"
 
     def _between(self, comparison: Comparison, conclusion: Conclusion, sign: int = 1) -> str:
         if comparison.sd == 0:

@@ -64,8 +64,8 @@ class Study:
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.
         margin: Largest difference that does not matter, in the unit of the metric; see `Report`.
-        looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no more
-            runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
+        looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no
+            more runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
             Without, all seeds are run, and adding seeds later is reported as another look.
 
     Raises:

@@ -53,7 +53,10 @@ def test_a_failed_run_is_in_the_test_and_the_means_are_conditional() -> None:
     assert row.comparison.n == 2
     assert row.p == by_enumeration([Fraction(-11, 2)] * 6 + [Fraction(2), Fraction(1)]) == row.adjusted
     (sentence,) = found.sentences()
-    assert "only this variant's in 6 pairs of 8, only the baseline's in 0, both in 0 (McNemar's exact test: p = 0.031)" in sentence
+    assert (
+        "only this variant's in 6 pairs of 8, only the baseline's in 0, both in 0 (McNemar's exact test: p = 0.031)"
+        in sentence
+    )
     assert AGAINST not in sentence
 
 
@@ -94,7 +97,9 @@ def collapsing(generator: np.random.Generator, seeds: int, gain: float, prevente
         runs.append(Result("baseline", seed, base + generator.normal()))
         collapsed = generator.random() < prevented
         value = base + gain + generator.normal()
-        runs.append(Result("- guard", seed, None if collapsed else value, error="RuntimeError: NaN" if collapsed else None))
+        runs.append(
+            Result("- guard", seed, None if collapsed else value, error="RuntimeError: NaN" if collapsed else None)
+        )
     return Report(runs, [Variant("baseline"), without("guard")], metric="score", mode="max")
 
 
@@ -137,7 +142,9 @@ def test_the_rank_test_keeps_its_level_with_failures() -> None:
             base = generator.normal()
             for name in ("baseline", "- a"):
                 failed = generator.random() < 0.3
-                runs.append(Result(name, seed, None if failed else base + generator.normal(), error="E: x" if failed else None))
+                runs.append(
+                    Result(name, seed, None if failed else base + generator.normal(), error="E: x" if failed else None)
+                )
         row = Report(runs, [Variant("baseline"), without("a")], metric="score", mode="max").rows[1]
         wrong += row.verdict != "undecided"
     assert wrong / studies <= 0.05 + 2 * (0.05 * 0.95 / studies) ** 0.5

@@ -127,7 +127,8 @@ def draws(generator: np.random.Generator, n: int, effects: Sequence[float], dist
     """Differences of variants that share a baseline, with a standard deviation of 1 and these means."""
     shape = (len(effects) + 1, n)
     runs = generator.normal(size=shape) if distribution == "normal" else generator.standard_t(3, shape) / math.sqrt(3)
-    return (runs[1:] - runs[:1]) / math.sqrt(2) + np.array(effects)[:, None]
+    differences: np.ndarray = (runs[1:] - runs[:1]) / math.sqrt(2) + np.array(effects)[:, None]
+    return differences
 
 
 def coverage(studies: int, n: int, effects: Sequence[float], distribution: str = "normal") -> float:
@@ -164,7 +165,7 @@ def test_intervals_hold_together_and_a_family_errs_seldom() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("effects", [[0.0] * 5, [2.0, 0, 0, 0, 0], [3.0] * 5, [0.0, 0.5, 2.0, 5.0, -50.0]])
+@pytest.mark.parametrize("effects", [[0.0] * 5, [0.0, 0.5, 2.0, 5.0, -50.0]])
 @pytest.mark.parametrize("n", [6, 8, 12])
 def test_intervals_hold_together_whatever_the_effects_are(n: int, effects: list[float]) -> None:
     studies = 2000 if n < 12 else 1000

@@ -48,7 +48,9 @@ def test_power_is_within_a_twentieth_of_a_long_simulation(n: int, effects: list[
 @pytest.mark.parametrize(("n", "comparisons"), [(8, 1), (8, 5), (12, 5)])
 def test_what_is_found_with_80_percent_is_found_so_often(n: int, comparisons: int) -> None:
     size = detectable(n, comparisons)
-    assert family_error(2000 if n < 12 else 800, n, [size] + [0.0] * (comparisons - 1))[1] == pytest.approx(0.8, abs=0.05)
+    assert family_error(2000 if n < 12 else 800, n, [size] + [0.0] * (comparisons - 1))[1] == pytest.approx(
+        0.8, abs=0.05
+    )
 
 
 @pytest.mark.slow

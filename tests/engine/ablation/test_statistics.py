@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from signalfire.ablation.joint import intervals, step_down
 from signalfire.ablation.results import Result, Variant
 from signalfire.ablation.statistics import compare, effects, exact, fewest_seeds, holm
 from tests.kit import campaign
@@ -224,7 +225,9 @@ def test_effects_are_those_of_least_squares() -> None:
         list(found["ema", "clip"].contrasts.values())
     )  # paired within the seed: what all of its runs share is gone
     assert found["ema", "clip"].name == "ema x clip"
-    assert [one.adjusted for one in found.values()] == holm([one.comparison.p for one in found.values()])
+    contrasts = [{seed: exact(one) for seed, one in effect.contrasts.items()} for effect in found.values()]
+    assert [one.adjusted for one in found.values()] == step_down(contrasts)
+    assert [(one.low, one.high) for one in found.values()] == intervals(contrasts)
 
 
 def test_effects_without_noise_are_what_was_put_in() -> None:

@@ -64,7 +64,10 @@ def test_what_fails_more_often_is_never_better(
     assert conclude_failures(total, False, Failures(ours, theirs, 0, 1.0), mode=mode).verdict == "undecided"
 
 
-@pytest.mark.parametrize(("margin", "error"), [(0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1 %", TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("margin", "error"),
+    [(0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1 %", TypeError), (True, TypeError)],
+)
 def test_a_margin_that_is_none_is_refused(margin: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"X\(margin="):
         check_margin("X", margin)
@@ -76,7 +79,9 @@ def test_equivalence_is_said_with_its_sign() -> None:
     found = report({"- a": NOTHING, "- b": WORSE, "- c": BETTER}, margin=0.03)
     assert [row.verdict for row in found.rows] == [None, "equivalent", "equivalent", "equivalent"]
     nothing, fell, rose = found.sentences()
-    assert nothing.startswith("Without a, accuracy is equivalent within 3.0 percentage points (change of 0.1 percentage points, ")
+    assert nothing.startswith(
+        "Without a, accuracy is equivalent within 3.0 percentage points (change of 0.1 percentage points, "
+    )
     assert nothing.endswith(", 8 seeds).")
     assert fell.endswith(": it fell, by less than matters.")
     assert rose.endswith(": it rose, by less than matters.")
@@ -85,7 +90,7 @@ def test_equivalence_is_said_with_its_sign() -> None:
     assert table.count("equivalent") >= 3
     close = report({"- a": NOTHING, "- b": WORSE}, margin=0.005)
     assert [row.verdict for row in close.rows[1:]] == ["undecided", "worse"]
-    assert "; it may differ by 0.5 percentage points or more; one of " in close.sentences()[0]
+    assert "; it may differ by 0.5 percentage points or more; a difference of " in close.sentences()[0]
     assert close.to_dict()["margin"] == 0.005
     assert close.to_dict()["rows"][2]["verdict"] == "worse"
 
