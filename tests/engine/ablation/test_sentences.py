@@ -192,3 +192,46 @@ def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
     (warning,) = found.warnings()
     assert warning.endswith("for 1e-07, no number of seeds is enough.")
     assert found.sentences()[0].endswith("accuracy changes: no number of seeds is enough.")
+
+
+FACTORIAL = [
+    Variant("baseline", level=(("ema", True), ("mixup", True))),
+    Variant("- ema", frozenset({"ema"}), level=(("ema", False), ("mixup", True))),
+    Variant("- mixup", frozenset({"mixup"}), level=(("ema", True), ("mixup", False))),
+    Variant("- ema - mixup", frozenset({"ema", "mixup"}), level=(("ema", False), ("mixup", False))),
+]
+
+
+def test_effects_and_interactions_have_sentences() -> None:
+    # ema is worth 4 points with mixup and 2 without it; mixup nothing on average: -1 alone, and +1 with ema.
+    changes: dict[str, Sequence[float | None]] = {
+        "- ema": [-4.1, -3.9, -4.2, -3.8, -4.0, -4.1, -3.9, -4.0],
+        "- mixup": [-1, -1.1, -0.9, -1, -1.2, -0.8, -1, -1],
+        "- ema - mixup": [-3.0, -3.1, -2.9, -3.0, -3.2, -2.8, -3.1, -2.9],
+    }
+    ema, mixup, both = report(changes, FACTORIAL).sentences()[3:]
+    assert ema.startswith(
+        "ema raises accuracy by 3.0 percentage points, averaged over the other factors (95 % interval 2."
+    )
+    assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
+    assert mixup.startswith("mixup has no significant effect on accuracy (")
+    assert mixup.endswith(" is found with a probability of 80 %, a smaller one may exist.")
+    assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
+    assert "contributes" not in both
+    worse = report(changes, FACTORIAL, mode="min").sentences()[3]
+    assert worse.endswith("): the composition is better without it.")
+    wide = report(changes, FACTORIAL, margin=0.05).sentences()[3:]
+    assert all(" by less than 5.0 percentage points (" in sentence for sentence in wide)
+
+
+def test_effects_of_too_few_seeds_and_of_failed_runs_are_said() -> None:
+    few = {"- ema": WORSE[:4], "- mixup": NOTHING[:4], "- ema - mixup": WORSE[:4]}
+    sentences = report(few, FACTORIAL).sentences()[3:]
+    assert (
+        sentences[0]
+        == "ema: 4 seeds are too few to say in which direction accuracy changes: at least 6 seeds are needed."
+    )
+    failed: dict[str, Sequence[float | None]] = {"- ema": WORSE, "- mixup": [None, *WORSE[1:]], "- ema - mixup": WORSE}
+    ema = report(failed, FACTORIAL).sentences()[3]
+    assert ema.endswith(" (Seed 0 omitted, as not all of the runs finished: conditional on that.)")
+    assert "contributes" not in ema
