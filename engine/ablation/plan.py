@@ -38,11 +38,13 @@ class Plan:
     Attributes:
         variants, seeds: The variants to compare, and the seeds.
         runs: One run of each variant for the first seed, then for the next: a study stopped half-way can still compare variants.
+        notes: Why stored runs are not used, such as other code of ``build``.
     """
 
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     runs: tuple[PlannedRun, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
@@ -71,7 +73,7 @@ class Plan:
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
             f"estimated time, run sequentially: {cost}"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         return preformatted(self)
