@@ -12,7 +12,7 @@ from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
-from .store import StoreError
+from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "Result",
     "Row",
     "StoreError",
+    "StoreWarning",
     "Study",
     "Swap",
     "Variant",

@@ -10,7 +10,7 @@ from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 
-__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap"]
+__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "factories_of", "variants_of"]
 
 Factory = Callable[[], Handler]
 Groups = Mapping[str, Iterable[str]]
@@ -177,6 +177,41 @@ class Swap(Design):
         pairs = [(name, alternative) for name, factories in self.factories.items() for alternative in factories]
         swaps = [Variant(f"{name} = {alternative}", swapped=((name, alternative),)) for name, alternative in pairs]
         return [Variant(BASELINE), *swaps]
+
+
+def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:
+    """The variants of all designs, each once."""
+    if not designs:
+        raise TypeError("expected at least one design, such as LeaveOneOut()")
+    found: dict[str, Variant] = {}
+    for design in designs:
+        if not isinstance(design, Design):
+            hint = f"{design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
+            raise TypeError(f"{design!r} is not a design; pass an instance, {hint}")
+        for variant in design.variants(candidates):
+            other = found.setdefault(variant.name, variant)
+            if (other.off, other.swapped) != (variant.off, variant.swapped):
+                raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
+    if BASELINE not in found:
+        raise ValueError(
+            f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
+        )
+    if len(found) == 1:
+        raise ValueError(
+            "the design has no variant to compare with the baseline. Handlers that affect the training: "
+            f"{', '.join(candidates) or 'none'}; name others with Study(handlers=[...])"
+        )
+    return list(found.values())
+
+
+def factories_of(designs: Sequence[Design]) -> dict[tuple[str, str], Factory]:
+    """The factories of all designs, by the names of the handler and of the alternative."""
+    return {
+        (name, alternative): factory
+        for design in designs
+        for name, factories in design.factories.items()
+        for alternative, factory in factories.items()
+    }
 
 
 def _names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:

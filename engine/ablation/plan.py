@@ -39,6 +39,7 @@ class Plan:
     Attributes:
         variants, seeds: The variants to compare, and the seeds.
         runs: One run of each variant for the first seed, then for the next: a study stopped half-way can still compare variants.
+        notes: Why stored runs are not used, such as other code of ``build``.
         metric: Name of the metric, for the sentence about its spread.
         spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
         looks: Planned numbers of seeds at each look; empty without.
@@ -47,6 +48,7 @@ class Plan:
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     runs: tuple[PlannedRun, ...]
+    notes: tuple[str, ...] = ()
     metric: str = ""
     spread: float | None = None
     looks: tuple[int, ...] = ()
@@ -114,7 +116,7 @@ class Plan:
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
             f"estimated time, run sequentially: {cost}"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         return preformatted(self)
