@@ -76,7 +76,7 @@ def step_down(family: Sequence[Differences]) -> list[float]:
     numbers = integers(family)
     observed = [abs(sum(row)) for row in numbers]
     squares = [sum(number * number for number in row) for row in numbers]
-    tested = [place for place, total in enumerate(observed) if total]
+    tested = [place for place, square in enumerate(squares) if square]
     order = sorted(tested, key=lambda place: Fraction(observed[place] ** 2, squares[place]), reverse=True)
     adjusted = [1.0] * len(numbers)
     if not order:
@@ -88,7 +88,7 @@ def step_down(family: Sequence[Differences]) -> list[float]:
         for other in range(rank, len(order)):
             # |sum| / sqrt(squares) of the other is at least as large as that observed: in integers, so that ties are ties.
             bound = -(-(observed[place] ** 2) * squares[order[other]] // squares[place])
-            reached |= sums.at_least(other, math.isqrt(bound - 1) + 1)
+            reached |= sums.at_least(other, math.isqrt(bound - 1) + 1 if bound else 0)
         largest = max(largest, float(np.count_nonzero(reached)) / sums.patterns)
         adjusted[place] = largest
     return adjusted

@@ -41,6 +41,7 @@ def by_enumeration(rows: Sequence[Differences], seeds: int) -> list[float]:
     return adjusted
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("seeds", range(2, 8))
 def test_step_down_is_its_definition_with_ties_and_missing_seeds(seeds: int) -> None:
     generator = random.Random(seeds)
