@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
+from .factors import Variants
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
@@ -41,6 +42,7 @@ __all__ = [
     "Study",
     "Swap",
     "Variant",
+    "Variants",
     "compare",
     "detectable",
     "divergence",

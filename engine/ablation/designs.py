@@ -190,7 +190,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
             raise TypeError(f"{design!r} is not a design; pass an instance, {hint}")
         for variant in design.variants(candidates):
             other = found.setdefault(variant.name, variant)
-            if (other.off, other.swapped) != (variant.off, variant.swapped):
+            if (other.off, other.swapped, other.arguments) != (variant.off, variant.swapped, variant.arguments):
                 raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
     if BASELINE not in found:
         raise ValueError(

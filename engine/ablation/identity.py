@@ -71,8 +71,14 @@ class Identity:
     def key(self, variant: Variant, seed: int) -> str:
         """The key of a run in the store."""
         swapped = [[*names, self._alternatives.get(names)] for names in sorted(variant.swapped)]
-        identity = [self.provenance.key, sorted(variant.off), swapped, seed]
+        identity: list[Any] = [self.provenance.key, sorted(variant.off), swapped, seed]
+        if variant.arguments:
+            identity.append([[name, self._argument(variant, name, value)] for name, value in sorted(variant.arguments)])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _argument(self, variant: Variant, name: str, value: object) -> str:
+        what = f"the argument {name!r} of {variant.name!r}"
+        return digest_code(value, what, config=self._config, is_stored=self._is_stored)
 
     def notes(
         self,

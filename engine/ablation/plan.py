@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
 from ..markup import preformatted
+from .formats import WIDTH
 from .results import Variant
 
 __all__ = ["Plan", "PlannedRun", "duration"]
@@ -106,7 +108,7 @@ class Plan:
             lines.append(
                 f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
             )
-        lines.append(f"at best: {self.prospects}")
+        lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
                 f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"

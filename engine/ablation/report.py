@@ -355,6 +355,7 @@ class Report:
                 "off": sorted(row.variant.off),
                 "swapped": [list(pair) for pair in row.variant.swapped],
                 "level": dict(row.variant.level),
+                "arguments": {name: repr(value) for name, value in row.variant.arguments},
             }
             one["comparison"] = (
                 None if row.comparison is None else asdict(row.comparison) | {"exact": row.comparison.exact}

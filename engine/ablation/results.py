@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Result", "Variant"]
 
@@ -17,13 +18,15 @@ class Variant:
         name: Name of the variant, such as "baseline", "- ema" or "mixup = cutmix".
         off: Names of the handlers that are switched off.
         swapped: Pairs (handler, alternative) of names: the alternative replaces the handler.
-        level: In factorial designs, pairs of a factor's name and whether it is on.
+        level: In factorial designs, pairs of a factor's name and whether it is on, or the name of its level.
+        arguments: Pairs of an argument of ``build`` and its value.
     """
 
     name: str
     off: frozenset[str] = frozenset()
     swapped: tuple[tuple[str, str], ...] = ()
-    level: tuple[tuple[str, bool], ...] = ()
+    level: tuple[tuple[str, bool | str], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

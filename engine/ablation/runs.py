@@ -55,7 +55,7 @@ __all__ = [
 T = TypeVar("T")
 
 Run = Callable[[Engine], object]
-Build = Callable[[int], Engine | tuple[Engine, Run]]
+Build = Callable[..., Engine | tuple[Engine, Run]]
 
 _DIED = "the process that made this run died: it was killed, perhaps for lack of memory, or crashed in native code"
 _run_lock = threading.Lock()  # runs of one process share its global generators, so they run one at a time

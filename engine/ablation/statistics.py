@@ -31,6 +31,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations, product
 
+from .factors import level_contrasts
 from .joint import EXACT_UP_TO, intervals, step_down
 from .results import Result, Variant
 
@@ -233,14 +234,16 @@ def effects(
 
     The main effect of a factor is the mean of the runs with it minus the mean of those without it. An interaction of two factors
     is half the change in the effect of one when the other is switched on, and likewise for more: with k factors in the design,
-    every effect is ``2**(1 - k) * sum(sign * value)`` over the 2**k runs of a seed, so that all have the same standard error. A
+    every effect is ``2**(1 - k) * sum(sign * value)`` over the 2**k runs of a seed, so that all have the same standard error. For
+    factors with named levels (`Variants`), the main effect of a level is its mean minus that of the baseline's level, and an
+    interaction is the difference of such differences. A
     seed counts only if all of its runs finished; the others are listed in ``left_out``.
 
     Args:
         results: Results of all variants and seeds.
         factors: Names of all factors of the design.
         order: Maximum number of factors in an interaction; 1 for main effects only.
-        variants: Cells of the design; ``Variant.level`` holds which factors are on.
+        variants: Cells of the design, the baseline first; ``Variant.level`` holds which factors are on, or their levels.
         level: Confidence level of the intervals.
 
     Raises:
@@ -251,8 +254,10 @@ def effects(
         raise ValueError(f"effects(factors={factors!r}): expected at least one name, each only once")
     if not 1 <= order <= len(factors):
         raise ValueError(f"effects(order={order!r}): expected 1 to {len(factors)}, the number of factors")
-    cells = _cells(factors, variants)
     values = _finished(results)
+    if any(not isinstance(on, bool) for variant in variants for _, on in variant.level):
+        return _effects_of_levels(results, values, factors, order, variants, level)
+    cells = _cells(factors, variants)
     seeds = sorted({result.seed for result in results if result.variant in cells.values()})
     complete = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
     left_out = tuple(seed for seed in seeds if seed not in complete)
@@ -269,6 +274,25 @@ def effects(
         of_seeds.append(dict(zip(complete, contrasts, strict=True)))
     names = [tuple(factors[index] for index in those) for those in of_factors]
     return make_effects(names, of_seeds, left_out, level)
+
+
+def _effects_of_levels(
+    results: Sequence[Result],
+    values: Mapping[tuple[str, int], Fraction],
+    factors: Sequence[str],
+    order: int,
+    variants: Sequence[Variant],
+    level: float,
+) -> list[Effect]:
+    if any([name for name, _ in variant.level] != factors for variant in variants):
+        raise ValueError(
+            f"effects(factors={list(factors)!r}): pass all factors of the design, and only variants of the design"
+        )
+    names = [variant.name for variant in variants]
+    seeds = sorted({result.seed for result in results if result.variant in names})
+    complete = [seed for seed in seeds if all((name, seed) in values for name in names)]
+    left_out = tuple(seed for seed in seeds if seed not in complete)
+    return make_effects(*level_contrasts(values, variants, complete, order), left_out, level)
 
 
 def make_effects(
@@ -303,7 +327,7 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
                 f"effects(factors={list(factors)!r}): the factors of variant {variant.name!r} are {sorted(on)}; "
                 "pass all factors of the design, and only variants of the design"
             )
-        combination = tuple(on[factor] for factor in factors)
+        combination = tuple(on[factor] is True for factor in factors)
         if combination in cells:
             raise ValueError(f"effects(variants=...): {cells[combination]!r} and {variant.name!r} are the same cell")
         cells[combination] = variant.name

@@ -18,6 +18,7 @@ from signalfire.randomness import unchanged_random_state
 
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, factories_of, variants_of
+from .factors import Variants, with_arguments
 from .identity import Identity
 from .lines import differences, no_metric, to_line, to_result
 from .looks import Looks
@@ -157,8 +158,9 @@ class Study:
         check_bool("plan", "retry_failed", retry_failed)
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
-        with self._composed(self.seeds[0]) as (engine, run):
-            self._look_at(engine)
+        usual = self._usual(designs)
+        with self._composed(self.seeds[0], usual) as (engine, run):
+            self._look_at(engine, usual)
             begins = beginnings_of(engine)
             reference = start(engine, run, "the composition as built")
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
@@ -169,7 +171,11 @@ class Study:
             problems = []
             for variant in variants:
                 try:
-                    enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
+                    if variant.arguments == usual.arguments:
+                        enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
+                    else:
+                        with self._composed(self.seeds[0], variant) as (other, its_run):
+                            enabled[variant.name] = try_out(other, its_run, variant, factories, reference, self.metric)
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
@@ -181,7 +187,8 @@ class Study:
         for variant in variants:
             for seed in self.seeds:
                 line = lines.get(self._key(variant, seed))
-                self._check_stored(line, variant, enabled[variant.name], begins if seed == self.seeds[0] else [])
+                comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
+                self._check_stored(line, variant, enabled[variant.name], begins if comparable else [])
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
@@ -287,15 +294,20 @@ class Study:
     # ---- planning -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _composed(self, seed: int) -> Iterator[tuple[Engine, Run]]:
+    def _composed(self, seed: int, variant: Variant) -> Iterator[tuple[Engine, Run]]:
         with unchanged_random_state(), one_thread():
-            yield compose(self.build, self.own_run, self.streams, self.files, seed)
+            yield compose(with_arguments(self.build, variant), self.own_run, self.streams, self.files, seed)
 
-    def _look_at(self, engine: Engine) -> None:
+    def _usual(self, designs: Sequence[Design]) -> Variant:
+        """The baseline's arguments of build."""
+        given = [design.variants([])[0] for design in designs if isinstance(design, Variants)]
+        return given[0] if given else Variant(BASELINE)
+
+    def _look_at(self, engine: Engine, usual: Variant) -> None:
         """Take the composition into the keys of the runs."""
         if len(self.seeds) > 1 and self._identity.needs_two:
             try:
-                with self._composed(self.seeds[1]) as (other, _):
+                with self._composed(self.seeds[1], usual) as (other, _):
                     self._identity.look_at(engine, other)
                 return
             except Exception:  # the runs of that seed will fail, and say why
@@ -402,7 +414,7 @@ class Study:
         nonce = secrets.token_hex(8)
         return [
             Task(
-                self.build,
+                with_arguments(self.build, run.variant),
                 self.own_run,
                 self.streams,
                 self.files,
@@ -438,7 +450,8 @@ class Study:
             try:
                 for place, outcome in made:
                     has_metric |= self.metric in outcome.metrics
-                    beginnings.compare(runs[place].seed, outcome.begins)
+                    if runs[place].variant.arguments == plan.variants[0].arguments:
+                        beginnings.compare(runs[place].seed, outcome.begins)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
                         raise KeyError(no_metric(self.metric, runs[place].variant.name, outcome.announced))
                     line = to_line(

@@ -173,7 +173,7 @@ def test_to_dict_is_json_and_holds_every_seed() -> None:
     assert found["rows"][1]["differences"] == {str(seed): one / 100 for seed, one in enumerate(WORSE)}
     assert found["rows"][1]["comparison"]["p"] == found["rows"][1]["adjusted"] == 2 / 256
     assert found["rows"][1]["comparison"]["exact"] is True
-    assert found["rows"][1]["variant"] == {"name": "- ema", "off": ["ema"], "swapped": [], "level": {}}
+    assert found["rows"][1]["variant"] == {"name": "- ema", "off": ["ema"], "swapped": [], "level": {}, "arguments": {}}
     assert found["seeds_needed"] == 6
     assert found["sentences"] == report({"- ema": WORSE}).sentences()
 

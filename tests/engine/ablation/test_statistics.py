@@ -200,7 +200,7 @@ def factorial(seeds: int = 6, noise: float = 0.3) -> list[Result]:
     for seed in range(seeds):
         of_seed = generator.gauss(0, 2)
         for variant in CELLS:
-            on = dict(variant.level)
+            on = {name: bool(level) for name, level in variant.level}
             value = 5 + of_seed + 1.0 * on["ema"] - 2.0 * on["mixup"] + 3.0 * (on["ema"] and on["clip"])
             results.append(Result(variant.name, seed, value + generator.gauss(0, noise)))
     return results
