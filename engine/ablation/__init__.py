@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
 from .factors import Variants
+from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINE",
     "Comparison",
+    "Cumulative",
     "Design",
     "Divergence",
     "Effect",
@@ -37,6 +39,7 @@ __all__ = [
     "Report",
     "Result",
     "Row",
+    "Shapley",
     "StoreError",
     "StoreWarning",
     "Study",

@@ -10,7 +10,7 @@ from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 
-__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "factories_of", "variants_of"]
+__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "check_names", "factories_of", "variants_of"]
 
 Factory = Callable[[], Handler]
 Groups = Mapping[str, Iterable[str]]
@@ -43,7 +43,7 @@ class _Switches(Design):
     """A design that switches handlers, or groups of handlers, on and off."""
 
     def __init__(self, handlers: Iterable[str] | None = None, *, groups: Groups | None = None) -> None:
-        self.handlers = None if handlers is None else _names(self, "handlers", handlers)
+        self.handlers = None if handlers is None else check_names(self, "handlers", handlers)
         self.groups = _groups(self, "groups", groups or {})
 
     def switches(self, candidates: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -117,7 +117,7 @@ class Factorial(Design):
         if isinstance(factors, Mapping):
             self.factors = _disjoint(self, _groups(self, "factors", factors))
         else:
-            self.factors = {name: frozenset([name]) for name in _names(self, "factors", factors)}
+            self.factors = {name: frozenset([name]) for name in check_names(self, "factors", factors)}
         if not self.factors:
             raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
@@ -214,7 +214,8 @@ def factories_of(designs: Sequence[Design]) -> dict[tuple[str, str], Factory]:
     }
 
 
-def _names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
+def check_names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple; an error if they are not names, or one is there twice."""
     kind = type(owner).__name__
     if isinstance(names, str):
         raise TypeError(f"{kind}({argument}={names!r}): expected a list of names, such as [{names!r}]")
@@ -231,7 +232,7 @@ def _groups(owner: object, argument: str, groups: Groups) -> dict[str, frozenset
     kind = type(owner).__name__
     if not isinstance(groups, Mapping):
         raise TypeError(f"{kind}({argument}={groups!r}): expected lists of handler names by group name")
-    made = {group: frozenset(_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
+    made = {group: frozenset(check_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
     for group, names in made.items():
         if not names:
             raise ValueError(f"{kind}({argument}={{{group!r}: []}}): the group is empty; list at least one handler")

@@ -29,11 +29,12 @@ from .formats import (
 )
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
+from .orders import Cumulative, Shapley
 from .plot import draw
 from .results import BASELINE, Result, Variant
 from .rows import Row, make_rows
 from .sentences import Sentences
-from .statistics import Comparison, Effect, effects, fewest_seeds
+from .statistics import Comparison, Effect, compare, contributions, effects, fewest_seeds
 from .verdicts import check_margin
 
 __all__ = ["Report"]
@@ -148,6 +149,34 @@ class Report:
         return effects(
             self._results, factors, min(order, max(1, len(factors))), variants=self._variants, level=self.level
         )
+
+    def contributions(self, design: Cumulative | Shapley) -> list[Effect]:
+        """What each handler adds, in the order of a `Cumulative` design or averaged over all orders (`Shapley`).
+
+        Only seeds of which all runs finished count. Positive values mean that the metric is larger with the handler.
+
+        Args:
+            design: The design that was run.
+
+        Raises:
+            ValueError: if variants of it were not run.
+        """
+        return contributions(self._results, design.weights(), self.level)
+
+    def sampling_intervals(self, design: Shapley) -> dict[str, tuple[float, float]]:
+        """How far sampled Shapley values may be from those of all orders, by handler; of no width where these are exact.
+
+        Student-t intervals over the sampled orders of what a handler adds, each order averaged with its reverse.
+        """
+        found = {}
+        for one in self.contributions(design):
+            found[one.name] = (one.comparison.mean, one.comparison.mean)
+            if not design.exact:
+                steps = {str(place): design.of_order(order)[one.name] for place, order in enumerate(design.orders)}
+                means = [step.comparison.mean for step in contributions(self._results, steps, self.level)]
+                both = compare([(a + b) / 2 for a, b in zip(means[::2], means[1::2], strict=True)], level=self.level)
+                found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
+        return found
 
     def warnings(self) -> list[str]:
         """What limits the conclusions: failed and missing runs, and too few seeds."""

@@ -35,7 +35,17 @@ from .factors import level_contrasts
 from .joint import EXACT_UP_TO, intervals, step_down
 from .results import Result, Variant
 
-__all__ = ["Comparison", "Effect", "compare", "effects", "exact", "fewest_seeds", "holm", "make_effects"]
+__all__ = [
+    "Comparison",
+    "Effect",
+    "compare",
+    "contributions",
+    "effects",
+    "exact",
+    "fewest_seeds",
+    "holm",
+    "make_effects",
+]
 
 LARGEST_DENOMINATOR = 10**6
 
@@ -274,6 +284,34 @@ def effects(
         of_seeds.append(dict(zip(complete, contrasts, strict=True)))
     names = [tuple(factors[index] for index in those) for those in of_factors]
     return make_effects(names, of_seeds, left_out, level)
+
+
+def contributions(
+    results: Sequence[Result], weights: Mapping[str, Mapping[str, Fraction]], level: float = 0.95
+) -> list[Effect]:
+    """Weighted sums over variants, paired within each seed, as effects of one family.
+
+    Args:
+        results: Results of the variants.
+        weights: Weight of each variant, by the name of the effect and that of the variant.
+        level: Confidence level of the intervals.
+
+    Raises:
+        ValueError: if a variant has no results.
+    """
+    values = _finished(results)
+    there = {result.variant for result in results}
+    needed = sorted({name for those in weights.values() for name in those})
+    if missing := [name for name in needed if name not in there]:
+        raise ValueError(f"contributions(): there are no runs of {', '.join(missing)}; pass the design that was run")
+    seeds = sorted({result.seed for result in results if result.variant in needed})
+    complete = [seed for seed in seeds if all((name, seed) in values for name in needed)]
+    contrasts = [
+        {seed: sum((weight * values[name, seed] for name, weight in those.items()), Fraction()) for seed in complete}
+        for those in weights.values()
+    ]
+    left_out = tuple(seed for seed in seeds if seed not in complete)
+    return make_effects([(name,) for name in weights], contrasts, left_out, level)
 
 
 def _effects_of_levels(
