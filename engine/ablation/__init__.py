@@ -16,13 +16,17 @@ from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
+    from .cost_ratios import Cost, cost_table, costs
+    from .pictures import plot_curves, plot_pareto
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
+    from .stored import read_reports
 
 __all__ = [
     "BASELINE",
     "Comparison",
+    "Cost",
     "Design",
     "Divergence",
     "Effect",
@@ -40,23 +44,34 @@ __all__ = [
     "Swap",
     "Variant",
     "compare",
+    "cost_table",
+    "costs",
     "divergence",
     "effects",
     "exact",
     "fewest_seeds",
     "holm",
+    "plot_curves",
+    "plot_pareto",
+    "read_reports",
 ]
 
 _LAZY = {
     "Comparison": "statistics",
+    "Cost": "cost_ratios",
     "Effect": "statistics",
     "Report": "report",
     "Row": "rows",
     "compare": "statistics",
+    "cost_table": "cost_ratios",
+    "costs": "cost_ratios",
     "effects": "statistics",
     "exact": "statistics",
     "fewest_seeds": "statistics",
     "holm": "statistics",
+    "plot_curves": "pictures",
+    "plot_pareto": "pictures",
+    "read_reports": "stored",
 }
 
 
