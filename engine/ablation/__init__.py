@@ -18,15 +18,19 @@ from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
+    from .cost_ratios import Cost, cost_table, costs
     from .joint import intervals, step_down
+    from .pictures import plot_curves, plot_pareto
     from .power import detectable, power
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
+    from .stored import read_reports
 
 __all__ = [
     "BASELINE",
     "Comparison",
+    "Cost",
     "Cumulative",
     "Design",
     "Divergence",
@@ -47,6 +51,8 @@ __all__ = [
     "Variant",
     "Variants",
     "compare",
+    "cost_table",
+    "costs",
     "detectable",
     "divergence",
     "effects",
@@ -54,17 +60,23 @@ __all__ = [
     "fewest_seeds",
     "holm",
     "intervals",
+    "plot_curves",
+    "plot_pareto",
     "power",
+    "read_reports",
     "step_down",
 ]
 
 _LAZY = {
     "Comparison": "statistics",
+    "Cost": "cost_ratios",
     "Effect": "statistics",
     "Report": "report",
     "Row": "rows",
     "compare": "statistics",
     "detectable": "power",
+    "cost_table": "cost_ratios",
+    "costs": "cost_ratios",
     "effects": "statistics",
     "exact": "statistics",
     "fewest_seeds": "statistics",
@@ -72,6 +84,9 @@ _LAZY = {
     "intervals": "joint",
     "power": "power",
     "step_down": "joint",
+    "plot_curves": "pictures",
+    "plot_pareto": "pictures",
+    "read_reports": "stored",
 }
 
 

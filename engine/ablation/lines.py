@@ -61,6 +61,7 @@ def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
         line["timing"]["seconds"],
         line["timing"]["memory"],
         error,
+        {name: [(epoch, float(value)) for epoch, value in curve] for name, curve in line.get("history", {}).items()},
     )
 
 

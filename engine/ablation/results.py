@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Result:
         seconds: Wall-clock time of the run.
         memory: Peak memory of the process, in bytes.
         error: Traceback if the run failed.
+        history: For each metric, pairs of an epoch and the value at its end; at most 200, evenly spread.
     """
 
     variant: str
@@ -52,3 +54,4 @@ class Result:
     seconds: float = 0.0
     memory: int = 0
     error: str | None = None
+    history: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)

@@ -321,7 +321,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
     try:
         for place, task in enumerate(tasks):
             futures[executor.submit(make, task)] = place
-        for future in as_completed(futures):
+        for future in _as_completed(futures):
             try:
                 yield futures[future], future.result()
             except (Exception, CancelledError) as error:
@@ -329,7 +329,26 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
                 raise
     finally:
         for future in futures:
-            future.cancel()
+            if not future.done():
+                future.cancel()
+
+
+_POLL = 0.05  # seconds; the wait doubles up to 20 times as many
+
+
+def _as_completed(futures: Iterable[Future[Outcome]]) -> Iterator[Future[Outcome]]:
+    """The futures in order of completion; jobs that are no `Future`, as schedulers of clusters return, are polled."""
+    waiting = list(futures)
+    if all(isinstance(future, Future) for future in waiting):
+        yield from as_completed(waiting)
+        return
+    pause = _POLL
+    while waiting:
+        done = [future for future in waiting if future.done()]
+        yield from done
+        waiting = [future for future in waiting if future not in done]
+        pause = _POLL if done else min(2 * pause, 20 * _POLL)
+        time.sleep(pause if waiting else 0)
 
 
 def pickled(task: Task) -> bytes:

@@ -199,9 +199,9 @@ class Study:
 
         Args:
             designs: One or more designs; variants with the same name must be identical.
-            workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, whose workers can
-                import ``build``; or 0 to make the runs in this process, as needed in a notebook. With worker processes, ``build``
-                and the factories of alternatives must be module-level functions.
+            workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, loky's or
+                submitit's, whose workers can import ``build``; or 0 to make the runs in this process, as needed in a notebook.
+                With worker processes, ``build`` and the factories of alternatives must be module-level functions.
             retry_failed: Whether to make failed runs again.
 
         Raises:
