@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -114,6 +115,20 @@ def unplanned(studies: int, plan: Sequence[int], comparisons: int) -> float:
         rows = draws(generator, plan[-1], [0.0] * comparisons, "normal")
         wrong += any(min(step_down(family(rows[:, :size].tolist()))) <= 0.05 for size in plan)
     return wrong / studies
+
+
+@pytest.mark.parametrize("comparisons", [1, 2, 7])
+def test_of_all_sign_patterns_of_a_study_at_most_5_percent_find_anything(comparisons: int) -> None:
+    rows = draws(np.random.default_rng(comparisons), 9, [0.0] * comparisons, "normal")
+    names = [str(place) for place in range(comparisons)]
+    found = [
+        bool(looked(rows * np.array([1, *signs]), [7, 9], names).decided)
+        for signs in itertools.product((1, -1), repeat=8)
+    ]
+    share = sum(found) / len(found)
+    assert share <= 0.05
+    # All of what may be spent: 12 of 256 patterns; less where the level is split over the looks.
+    assert share == 12 / 256 if comparisons <= 6 else share > 0.02
 
 
 def test_planned_looks_err_as_seldom_as_one_and_stop_early() -> None:
