@@ -481,7 +481,7 @@ def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(f"Study(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
     found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
     if not found:
-        raise ValueError("Study(seeds=[]): expected at least one seed; five comparisons need 8")
+        raise ValueError("Study(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
     if len(set(found)) < len(found) or max(found) >= 2**32:
         raise ValueError(f"Study(seeds={list(found)}): expected distinct ints less than 2**32")
     return found
