@@ -44,7 +44,7 @@ def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "4 variants x 2 seeds: 8 of 8 runs to make" in done.stdout
     assert re.search(r"^- ema +2/2 ", done.stdout, re.MULTILINE)
-    assert "Without gradient_clipping, val_loss" in done.stdout
+    assert "Without gradient_clipping, 2 seeds are too few" in done.stdout
     table = done.stdout[done.stdout.index("variant              runs") :]
     again = finished(*COMMAND, "train.py:build", *OPTIONS, "--store", "s.jsonl", cwd=folder)
     assert "0 of 8 runs to make" in again.stdout
@@ -156,7 +156,7 @@ def test_a_study_with_chosen_seeds_and_handlers_in_this_process(
         assert main(["report", str(store), "--format", style]) == 0
         assert capsys.readouterr().out.startswith(begin)
     assert main(["report", str(store), "--output", str(tmp_path / "r.txt")]) == 0
-    assert "Without ema, val_loss" in (tmp_path / "r.txt").read_text()
+    assert "Without ema, 2 seeds are too few" in (tmp_path / "r.txt").read_text()
 
 
 def test_a_store_with_two_studies_is_reported_one_after_the_other(
