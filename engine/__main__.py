@@ -1,9 +1,14 @@
-"""The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project."""
+"""The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project.
+
+``... study train:build --metric accuracy`` measures what each handler contributes, and ``... report store.jsonl`` says it again.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+from .commands import study as studies
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,7 +22,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     new = commands.add_parser("new", help="write a small project of your own")
     new.add_argument("folder", help="its folder, such as my_project")
+    study = commands.add_parser(
+        "study", help="what does each handler contribute? train without each one, over several seeds"
+    )
+    report = commands.add_parser("report", help="the report on the runs that a study has stored")
+    studies.add_study(study)
+    studies.add_report(report)
     given = parser.parse_args(arguments)
+    if given.command in ("study", "report"):
+        return studies.study(given) if given.command == "study" else studies.report(given)
     if given.command == "new":
         from .commands.new import new_project
 

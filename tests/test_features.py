@@ -704,8 +704,36 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "engine/ablation/test_sentences.py": ["test_too_few_seeds_are_said_with_how_many_it_takes"],
         "engine/ablation/test_plot.py": ["test_the_picture_shows_each_seed"],
     },
+    "X7 planned looks, power, margins and equivalence": {
+        "engine/ablation/test_looks.py": [
+            "test_planned_looks_err_as_seldom_as_one_and_stop_early",
+            "test_over_1000_studies_the_error_of_the_family_is_kept",
+            "test_five_large_effects_take_at_most_60_percent_of_the_runs_of_the_last_look",
+            "test_a_look_at_which_nothing_can_be_found_is_refused",
+            "test_a_study_makes_no_more_runs_of_what_a_look_has_decided",
+        ],
+        "engine/ablation/test_power.py": [
+            "test_power_is_that_of_a_simulation",
+            "test_the_step_down_test_finds_more_than_holm",
+            "test_a_plan_says_what_its_seeds_can_show",
+        ],
+        "engine/ablation/test_verdicts.py": [
+            "test_no_verdict_contradicts_its_interval",
+            "test_in_10000_reports_no_verdict_contradicts_its_interval",
+            "test_equivalence_is_said_with_its_sign",
+        ],
+        "engine/ablation/test_joint.py": [
+            "test_intervals_hold_together_and_a_family_errs_seldom",
+            "test_step_down_is_its_definition_with_ties_and_missing_seeds",
+        ],
+        "engine/ablation/test_failures.py": [
+            "test_nothing_advises_against_a_handler_that_prevents_collapses",
+            "test_of_200_studies_none_advises_against_a_handler_that_prevents_collapses",
+        ],
+    },
     "X3 where two runs part": {
         "engine/ablation/test_divergence.py": [
+            "test_averages_and_the_metrics_measured_with_them_part_the_runs",
             "test_runs_that_are_built_alike_never_part",
             "test_clipping_parts_the_gradients_when_they_are_ready",
             "test_an_extra_draw_parts_the_random_states",

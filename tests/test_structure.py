@@ -29,7 +29,7 @@ ROOMS = {
     "engine/checkpoints": {"engine", "engine/distributed"},
     "engine/ablation": {"engine", "engine/data", "engine/findings"},
     "engine/findings": {"engine", "engine/data", "engine/distributed"},
-    "engine/commands": {"engine", "handlers"},
+    "engine/commands": {"engine", "engine/ablation", "handlers"},
     "engine/tuning": {"engine", "engine/data", "engine/findings"},
     "engine/weights": {"engine", "engine/checkpoints", "engine/distributed"},
     "engine": {"engine/data", "engine/distributed", "engine/findings"},

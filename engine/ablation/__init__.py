@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
+from .factors import Variants
+from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
-from .store import StoreError
+from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
+    from .cost_ratios import Cost, cost_table, costs
+    from .joint import intervals, step_down
+    from .pictures import plot_curves, plot_pareto
+    from .power import detectable, power
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
+    from .stored import read_reports
 
 __all__ = [
     "BASELINE",
     "Comparison",
+    "Cost",
+    "Cumulative",
     "Design",
     "Divergence",
     "Effect",
@@ -34,28 +43,50 @@ __all__ = [
     "Report",
     "Result",
     "Row",
+    "Shapley",
     "StoreError",
+    "StoreWarning",
     "Study",
     "Swap",
     "Variant",
+    "Variants",
     "compare",
+    "cost_table",
+    "costs",
+    "detectable",
     "divergence",
     "effects",
     "exact",
     "fewest_seeds",
     "holm",
+    "intervals",
+    "plot_curves",
+    "plot_pareto",
+    "power",
+    "read_reports",
+    "step_down",
 ]
 
 _LAZY = {
     "Comparison": "statistics",
+    "Cost": "cost_ratios",
     "Effect": "statistics",
     "Report": "report",
     "Row": "rows",
     "compare": "statistics",
+    "detectable": "power",
+    "cost_table": "cost_ratios",
+    "costs": "cost_ratios",
     "effects": "statistics",
     "exact": "statistics",
     "fewest_seeds": "statistics",
     "holm": "statistics",
+    "intervals": "joint",
+    "power": "power",
+    "step_down": "joint",
+    "plot_curves": "pictures",
+    "plot_pareto": "pictures",
+    "read_reports": "stored",
 }
 
 

@@ -10,7 +10,7 @@ from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 
-__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap"]
+__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "check_names", "factories_of", "variants_of"]
 
 Factory = Callable[[], Handler]
 Groups = Mapping[str, Iterable[str]]
@@ -43,7 +43,7 @@ class _Switches(Design):
     """A design that switches handlers, or groups of handlers, on and off."""
 
     def __init__(self, handlers: Iterable[str] | None = None, *, groups: Groups | None = None) -> None:
-        self.handlers = None if handlers is None else _names(self, "handlers", handlers)
+        self.handlers = None if handlers is None else check_names(self, "handlers", handlers)
         self.groups = _groups(self, "groups", groups or {})
 
     def switches(self, candidates: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -117,7 +117,7 @@ class Factorial(Design):
         if isinstance(factors, Mapping):
             self.factors = _disjoint(self, _groups(self, "factors", factors))
         else:
-            self.factors = {name: frozenset([name]) for name in _names(self, "factors", factors)}
+            self.factors = {name: frozenset([name]) for name in check_names(self, "factors", factors)}
         if not self.factors:
             raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
@@ -179,7 +179,43 @@ class Swap(Design):
         return [Variant(BASELINE), *swaps]
 
 
-def _names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
+def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:
+    """The variants of all designs, each once."""
+    if not designs:
+        raise TypeError("expected at least one design, such as LeaveOneOut()")
+    found: dict[str, Variant] = {}
+    for design in designs:
+        if not isinstance(design, Design):
+            hint = f"{design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
+            raise TypeError(f"{design!r} is not a design; pass an instance, {hint}")
+        for variant in design.variants(candidates):
+            other = found.setdefault(variant.name, variant)
+            if (other.off, other.swapped, other.arguments) != (variant.off, variant.swapped, variant.arguments):
+                raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
+    if BASELINE not in found:
+        raise ValueError(
+            f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
+        )
+    if len(found) == 1:
+        raise ValueError(
+            "the design has no variant to compare with the baseline. Handlers that affect the training: "
+            f"{', '.join(candidates) or 'none'}; name others with Study(handlers=[...])"
+        )
+    return list(found.values())
+
+
+def factories_of(designs: Sequence[Design]) -> dict[tuple[str, str], Factory]:
+    """The factories of all designs, by the names of the handler and of the alternative."""
+    return {
+        (name, alternative): factory
+        for design in designs
+        for name, factories in design.factories.items()
+        for alternative, factory in factories.items()
+    }
+
+
+def check_names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple; an error if they are not names, or one is there twice."""
     kind = type(owner).__name__
     if isinstance(names, str):
         raise TypeError(f"{kind}({argument}={names!r}): expected a list of names, such as [{names!r}]")
@@ -196,7 +232,7 @@ def _groups(owner: object, argument: str, groups: Groups) -> dict[str, frozenset
     kind = type(owner).__name__
     if not isinstance(groups, Mapping):
         raise TypeError(f"{kind}({argument}={groups!r}): expected lists of handler names by group name")
-    made = {group: frozenset(_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
+    made = {group: frozenset(check_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
     for group, names in made.items():
         if not names:
             raise ValueError(f"{kind}({argument}={{{group!r}: []}}): the group is empty; list at least one handler")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ Build = Callable[[], Any]
 Run = Callable[[Engine], object]
 Position = tuple[float, ...]
 
-KINDS = ("parameters", "gradients", "optimizer", "random", "batch", "loss")
-_WATCHED = ("parameters", "gradients", "optimizer", "random")
+KINDS = ("parameters", "gradients", "optimizer", "random", "handlers", "metrics", "files", "batch", "loss")
+_WATCHED = ("parameters", "gradients", "optimizer", "random", "handlers", "metrics", "files")
+_SLOW = ("handlers", "metrics")  # compared at the end of iterations, epochs and runs only
 
 _SETUP = (Events.MODEL_SETUP, Events.OPTIMIZER_SETUP, Events.STARTED, Events.CHECKPOINT_LOADED)
 _BEFORE = (Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)
@@ -49,7 +52,7 @@ class Divergence:
         event: Name of the event, such as "GRADIENTS_READY"; "COMPLETED" if one run ends and the other continues.
         epoch: Epoch of the event.
         iteration: Iteration of the event.
-        kind: What differs: "parameters", "gradients", "optimizer", "random", "batch", "loss", or the "length" of the runs.
+        kind: What differs: one of the kinds that `divergence` watches, or the "length" of the runs.
         name: Name of the parameter, or of whatever else differs.
         difference: Largest absolute difference between the two values; NaN if only one is NaN; None if there is no number.
         others: Number of other values that differ at the same event.
@@ -71,6 +74,9 @@ class Divergence:
             "gradients": f"the gradient of {self.name}",
             "optimizer": f"the optimizer's {self.name}",
             "random": f"the random state of {self.name}",
+            "handlers": f"the state of handler {self.name}",
+            "metrics": f"the metric {self.name}",
+            "files": f"the file {self.name}",
             "length": self.name,
         }.get(self.kind, f"the {self.kind} ({self.name})")
         size = "" if self.difference is None else f" by up to {self.difference:.3g}"
@@ -88,6 +94,7 @@ def divergence(
     run: Run | None = None,
     watch: Sequence[str] = _WATCHED,
     rtol: float = 0,
+    files: tuple[str | PathLike[str], str | PathLike[str]] | None = None,
 ) -> Divergence | None:
     """Run two engines in lockstep and return the first event after which their states differ; None if they never do.
 
@@ -96,23 +103,29 @@ def divergence(
     the event that is found. Both start from the caller's random states and keep separate ones; the caller's are restored at the
     end. Events that only one run emits, and those of micro-batches, are skipped.
 
-    State that a handler keeps for itself, such as averages, is not compared; a difference in it shows once it affects the loop.
+    By default everything is compared that two runs with the same results have in common: the training state at each event; what
+    handlers keep, such as averages, and the metrics, those of evaluations included, at the end of each iteration, epoch and run;
+    and, if two folders are given, the files in them at the end. Handlers and metrics that only one run has are no difference, so
+    that a handler may be in one run only; nor are metrics of time, which their handlers announce as not saved. None means that
+    nothing of what is watched differs, bit for bit.
 
     Args:
         build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead.
         build_b: Builds the second. The two may share no mutable object except DataLoaders without persistent workers.
         run: Trains an engine if the builds return no function: ``lambda engine: engine.run(loader, max_epochs=1)``.
         watch: What to compare; the first of these that differs is reported: "parameters" (with buffers), "gradients", "optimizer"
-            (its state and options), "random" (the global generators); also "batch" and "loss".
+            (its state and options), "random" (the global generators), "handlers" (the state of each, such as averages),
+            "metrics", "files"; also "batch" and "loss".
         rtol: Tolerance for tensors, relative to the largest magnitude in either; 0 requires bitwise equality. Random states
             must always be equal.
+        files: Two folders, into which each run writes its own files: handlers that write files then stay enabled, and the files
+            are compared byte for byte once both runs have ended. Without, such handlers are disabled and no file is compared.
 
     Raises:
         TypeError, ValueError: for a build that returns no engine, a distributed run, or engines that share parameters.
         Exception: any error of one of the two runs, with a note that names the run.
 
-    Handlers that write files (`Handler.writes`) are disabled, so that the runs do not write the same files. Handlers that need
-    the main thread, such as Preemption, raise an error: detach them.
+    Handlers that need the main thread, such as Preemption, raise an error: detach them.
 
     Example:
         >>> from functools import partial
@@ -131,9 +144,10 @@ def divergence(
     """
     watch = (watch,) if isinstance(watch, str) else tuple(watch)
     _check_arguments(build_a, build_b, watch, rtol)
+    folders = _check_files(files, watch)
     state = random_state()
-    a = _Side("a", build_a, run, state)
-    b = _Side("b", build_b, run, state, other=a)
+    a = _Side("a", build_a, run, state, dry=folders is None)
+    b = _Side("b", build_b, run, state, other=a, dry=folders is None)
     sides = (a, b)
     try:
         for side in sides:
@@ -149,7 +163,7 @@ def divergence(
             if behind.event is Events.GET_BATCH_COMPLETED and ahead.event is Events.COMPLETED:
                 return _one_ended(ahead, behind)
             behind.advance()
-        return None
+        return None if folders is None else _files_compared(a, *folders)
     finally:
         for side in sides:
             side.stop()
@@ -168,6 +182,19 @@ def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rto
             raise TypeError(f"divergence({name}={build!r}): expected a function that returns a new engine")
 
 
+def _check_files(files: Any, watch: tuple[str, ...]) -> tuple[Path, Path] | None:
+    if files is None:
+        return None
+    if not isinstance(files, tuple | list) or len(files) != 2:
+        raise TypeError(f"divergence(files={files!r}): expected two folders, one for each run")
+    first, second = (Path(one) for one in files)
+    if first.resolve() == second.resolve():
+        raise ValueError(f"divergence(files={files!r}): each run needs a folder of its own")
+    if "files" not in watch:
+        raise ValueError(f"divergence(files={files!r}, watch={watch!r}): add 'files' to watch, or leave files out")
+    return first, second
+
+
 class _Stop(BaseException):
     """Ends a run early; not an `Exception`, so that ``except Exception`` does not catch it."""
 
@@ -182,9 +209,16 @@ class _Side:
     """
 
     def __init__(
-        self, name: str, build: Build, run: Run | None, state: dict[str, Any], other: _Side | None = None
+        self,
+        name: str,
+        build: Build,
+        run: Run | None,
+        state: dict[str, Any],
+        other: _Side | None = None,
+        dry: bool = True,
     ) -> None:
         self.name = name
+        self.dry = dry
         self.build = build
         self.run = run
         self.other = other
@@ -253,7 +287,7 @@ class _Side:
             raise ValueError("divergence() compares runs of a single process; detach the handler that distributes them")
         if self.other is not None and self.other.engine is not None:
             _check_separate(self.other.engine, engine)
-        engine.dry_run = True
+        engine.dry_run = self.dry
         for event in _EVENTS:
             engine.connect(event, self._pause_at(event), phase=Phase.PERSIST, rank=_LAST)
         self.engine = engine
@@ -314,9 +348,12 @@ def _compared(a: _Side, b: _Side, watch: Sequence[str], rtol: float) -> Divergen
     assert b.engine is not None
     found: tuple[str, str, float | None, str] | None = None
     count = 0
+    ending = a.event in _AFTER or a.event is Events.COMPLETED
     for kind in watch:
+        if kind == "files" or (kind in _SLOW and not ending):
+            continue
         ours, theirs = dict(_values(a, kind)), dict(_values(b, kind))
-        for name in ours | theirs:
+        for name in ours | theirs if kind not in _SLOW else [name for name in ours if name in theirs]:
             different = _difference(ours.get(name), theirs.get(name), 0 if kind == "random" else rtol)
             if different is not None:
                 count += 1
@@ -359,10 +396,50 @@ def _values(side: _Side, kind: str) -> Iterator[tuple[str, Any]]:
         for kind in ("cuda", "xpu"):
             yield from ((f"{kind}:{place}", state) for place, state in enumerate(side.state.get(kind, ())))
         yield from (("mps", state) for state in (side.state.get("mps"),) if state is not None)
+    elif kind == "handlers":
+        for handler in engine.handlers.values():
+            if handler.enabled and not handler.writes:
+                yield from _leaves(handler.state_dict(), handler.name)
+    elif kind == "metrics":
+        metrics = engine.state.metrics
+        yield from ((name, value) for name, value in metrics.items() if name not in metrics.unsaved)
     elif kind == "batch":
         yield from ((f"tensor {place}", tensor) for place, tensor in enumerate(tensors_in(engine.state.batch)))
     elif (loss := engine.state.update.backward_loss) is not None:
         yield f"of update {engine.state.update.name!r}", loss
+
+
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The values in a nested state, by the way to each."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _leaves(value, f"{name}: {key}" if ":" not in name else f"{name}.{key}")
+    elif isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            yield from _leaves(value, f"{name}[{place}]")
+    else:
+        yield name, state
+
+
+def _files_compared(a: _Side, first: Path, second: Path) -> Divergence | None:
+    """The first file, by name, that differs."""
+    assert a.engine is not None
+    ours, theirs = (
+        {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
+        for folder in (first, second)
+    )
+    different = []
+    for name in sorted(ours | theirs):
+        if name not in ours or name not in theirs:
+            different.append((name, f"only run {'b' if name not in ours else 'a'!r} has one"))
+        elif ours[name].read_bytes() != theirs[name].read_bytes():
+            different.append((name, f"{ours[name].stat().st_size} and {theirs[name].stat().st_size} bytes"))
+    if not different:
+        return None
+    state = a.engine.state
+    name, detail = different[0]
+    others = len(different) - 1
+    return Divergence(Events.COMPLETED.name, state.epoch, state.iteration, "files", name, None, others, detail)
 
 
 def _optimizers(engine: Engine) -> Iterator[tuple[str, Any]]:

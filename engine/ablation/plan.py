@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
 from ..markup import preformatted
+from .formats import WIDTH
 from .results import Variant
 
 __all__ = ["Plan", "PlannedRun", "duration"]
@@ -38,11 +41,19 @@ class Plan:
     Attributes:
         variants, seeds: The variants to compare, and the seeds.
         runs: One run of each variant for the first seed, then for the next: a study stopped half-way can still compare variants.
+        notes: Why stored runs are not used, such as other code of ``build``.
+        metric: Name of the metric, for the sentence about its spread.
+        spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
+        looks: Planned numbers of seeds at each look; empty without.
     """
 
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     runs: tuple[PlannedRun, ...]
+    notes: tuple[str, ...] = ()
+    metric: str = ""
+    spread: float | None = None
+    looks: tuple[int, ...] = ()
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
@@ -55,6 +66,37 @@ class Plan:
         costs = [run.seconds for run in self.to_make if run.seconds is not None]
         return sum(costs) if len(costs) == len(self.to_make) else None
 
+    def power(self, d_z: float, *, real: int = 1, alpha: float = 0.05) -> float:
+        """The probability that the study finds a difference, by simulation (:func:`signalfire.ablation.power.power`).
+
+        Args:
+            d_z: Size of the real differences, in standard deviations of the paired differences.
+            real: Number of variants with a real difference.
+            alpha: Significance level for the adjusted p-value.
+        """
+        from .power import power
+
+        return power(len(self.seeds), len(self.variants) - 1, d_z, real=real, alpha=alpha)
+
+    @property
+    def prospects(self) -> str:
+        """What the number of seeds can show at best, and which difference it finds with a probability of 80 %."""
+        from .joint import smallest_p
+        from .power import detectable
+
+        n, comparisons = len(self.seeds), len(self.variants) - 1
+        at_best = f"the smallest p of {n} seed{'s' if n > 1 else ''} is {smallest_p(n):.2g}"
+        size = detectable(n, comparisons) if comparisons else math.inf
+        if smallest_p(n) > 0.05:
+            return f"{at_best}: no direction of any difference can be shown; that takes at least 6 seeds"
+        if math.isinf(size):
+            return at_best
+        amount = "" if self.spread is None or not self.spread else f" ({size * self.spread:.2g} in {self.metric})"
+        return (
+            f"{at_best}; a difference of {size:.1f} standard deviations of the paired differences{amount} is found with 80 %, "
+            f"among {comparisons} comparison{'s' if comparisons > 1 else ''}"
+        )
+
     def __str__(self) -> str:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
         lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
@@ -66,12 +108,17 @@ class Plan:
             lines.append(
                 f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
             )
+        lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
+        if self.looks:
+            lines.append(
+                f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"
+            )
         cost = "unknown" if self.seconds is None else duration(self.seconds)
         lines.append(
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
             f"estimated time, run sequentially: {cost}"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         return preformatted(self)

@@ -7,7 +7,8 @@ import textwrap
 from os import PathLike
 
 from .formats import p_text
-from .rows import Findings
+from .rows import Findings, Row
+from .statistics import Comparison
 
 __all__ = ["draw"]
 
@@ -38,12 +39,13 @@ def draw(report: Findings, path: str | PathLike[str]) -> None:
                     row.differences[seed], height, "o", color="#0072B2", alpha=0.6, markersize=5, markeredgewidth=0
                 )
         if comparison.n:
-            if not math.isnan(comparison.low):
-                ends = [comparison.low, comparison.high]
-                axes.plot(ends, [place - 0.15] * 2, color="black", linewidth=1.8, solid_capstyle="butt", zorder=3)
+            ends = _ends(row, comparison)
+            if all(map(math.isfinite, ends)):
+                color = "black" if row.failures is None else "0.6"
+                axes.plot(ends, [place - 0.15] * 2, color=color, linewidth=1.8, solid_capstyle="butt", zorder=3)
             axes.plot(comparison.mean, place - 0.15, "D", color="black", markersize=5.5, zorder=4)
         name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
-        pairs = f"{comparison.n}/{row.planned} pairs"
+        pairs = f"{comparison.n}/{row.planned} pairs{' that finished' if row.failures else ''}"
         shown = "" if comparison.n < 2 else f", p {p_text(row.adjusted, '= ')}"
         labels.append(f"{name}\n{pairs}{shown}")
     axes.set_yticks(range(len(compared)), labels)
@@ -53,11 +55,18 @@ def draw(report: Findings, path: str | PathLike[str]) -> None:
     side = "right" if report.mode == "max" else "left"
     axes.set_xlabel(f"difference in {report.metric} to {report.baseline} (better to the {side})".replace("$", r"\$"))
     axes.set_title(
-        f"dots: seeds; diamond and line: mean and {100 * report.level:g} % interval; "
-        f"p: sign-flip test{', Holm-adjusted' if report.comparisons > 1 else ''}",
+        f"dots: seeds; diamond and line: mean and {'simultaneous ' if report.comparisons > 1 else ''}"
+        f"{100 * report.level:g} % interval; p: sign-flip test{', adjusted' if report.comparisons > 1 else ''}",
         fontsize="small",
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.06)
     figure.savefig(path, dpi=150)
+
+
+def _ends(row: Row, comparison: Comparison) -> tuple[float, float]:
+    """The simultaneous interval; that of the finished pairs alone, in grey, if runs failed."""
+    if comparison.sd == 0 or row.conclusion is None:
+        return math.nan, math.nan
+    return (row.conclusion.low, row.conclusion.high) if row.failures is None else (comparison.low, comparison.high)

@@ -20,17 +20,22 @@ from .formats import (
     escaped_latex,
     escaped_markdown,
     latex_number,
+    listed,
     number_text,
     p_text,
     short_text,
     size_text,
     without_nan,
 )
+from .joint import EXACT_UP_TO, FLIPS
+from .looks import Looks
+from .orders import Cumulative, Shapley
 from .plot import draw
 from .results import BASELINE, Result, Variant
-from .rows import make_rows
+from .rows import Row, make_rows
 from .sentences import Sentences
-from .statistics import EXACT_UP_TO, FLIPS, Comparison, Effect, effects, fewest_seeds
+from .statistics import Comparison, Effect, compare, contributions, effects, fewest_seeds
+from .verdicts import check_margin
 
 __all__ = ["Report"]
 
@@ -39,9 +44,9 @@ class Report:
     """The results of a study: each variant compared with the baseline over the seeds that both finished.
 
     ``print(report)`` shows the table, :meth:`sentences` puts it into words, and :meth:`markdown`, :meth:`csv`, :meth:`latex`,
-    :meth:`to_dict` and :meth:`plot` export it. The statistics are those of :mod:`signalfire.ablation.statistics`: Student-t
-    intervals, not adjusted for multiple comparisons; exact sign-flip tests; and Holm's correction over all variants except the
-    baseline, including those of which no pair of runs finished.
+    :meth:`to_dict` and :meth:`plot` export it. Tests are exact sign-flip tests, adjusted over all variants except the baseline by
+    the step-down test over joint sign flips; the intervals hold for all of them together (:mod:`signalfire.ablation.joint`). A
+    failed run counts as worse than any finished one (:mod:`signalfire.ablation.failures`).
 
     Args:
         results: Results of the runs, including failed ones; at most one per variant and seed.
@@ -50,14 +55,19 @@ class Report:
         mode: "min" if smaller is better, "max" if larger is better.
         baseline: Name of the variant with which the others are compared.
         level: Confidence level of the intervals; a difference is significant if its adjusted p is at most 1 - level.
-        seeds: The planned seeds; by default all seeds in the results.
+        seeds: The planned seeds in their order; by default all seeds in the results, sorted.
+        margin: Largest difference that does not matter, in the unit of the metric. A variant is then equivalent if its interval
+            is inside the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
+        looks: Plan of looks that the study follows.
+        seen: Numbers of seeds after which the runs were looked at, as far as the store knows.
         percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
             of its name and all of its values are between 0 and 1.
 
     Attributes:
         rows: One row per variant, the baseline first.
         digits: Number of decimals shown; None for three significant digits.
-        needed: Minimum number of seeds for any difference to be significant (:func:`fewest_seeds`); None if no number suffices.
+        needed: Minimum number of seeds for any difference to be significant; None if no number suffices. With fewer, the report
+            states no direction.
 
     Raises:
         ValueError: an argument is invalid, a result has an unknown variant or seed, or two results have the same ones.
@@ -67,7 +77,7 @@ class Report:
         >>> results = [Result("baseline", seed, (90 + seed) / 100) for seed in range(6)]
         >>> results += [Result("- ema", seed, (88 + seed + seed % 2) / 100) for seed in range(6)]
         >>> print(*Report(results, variants, metric="accuracy", mode="max").sentences())
-        Without ema, accuracy fell by 1.5 percentage points (95 % interval 0.9 to 2.1, p = 0.031, 6 seeds): it contributes.
+        Without ema, accuracy fell by 1.5 percentage points (95 % interval 1.0 to 2.0, p = 0.031, 6 seeds): it contributes.
     """
 
     def __init__(
@@ -81,25 +91,39 @@ class Report:
         level: float = 0.95,
         seeds: Sequence[int] | None = None,
         percent: bool | None = None,
+        margin: float | None = None,
+        looks: Looks | None = None,
+        seen: Sequence[int] = (),
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"Report(mode={mode!r}): expected 'min' or 'max'")
         if not 0 < level < 1:
             raise ValueError(f"Report(level={level!r}): expected a number between 0 and 1, such as 0.95")
         self.metric, self.mode, self.baseline, self.level = metric, mode, baseline, level
-        self.seeds = tuple(sorted({result.seed for result in results} if seeds is None else set(seeds)))
-        self.rows = make_rows(results, variants, metric=metric, baseline=baseline, seeds=self.seeds, level=level)
+        self.margin, self.looks, self.seen = check_margin("Report", margin), looks, tuple(seen)
+        self.seeds = tuple(sorted({result.seed for result in results}) if seeds is None else dict.fromkeys(seeds))
+        self.rows = make_rows(
+            results,
+            variants,
+            metric=metric,
+            mode=mode,
+            baseline=baseline,
+            seeds=self.seeds,
+            level=level,
+            margin=self.margin,
+            looks=looks,
+        )
         self._results, self._variants = list(results), list(variants)
         values = [value for row in self.rows for value in row.values.values()]
         if percent is None:
             percent = "accuracy" in metric.lower() and all(0 <= value <= 1 for value in values)
         self.percent = percent
         try:
-            self.needed: int | None = fewest_seeds(max(1, self.comparisons), self.alpha)
+            self.needed: int | None = fewest_seeds(1, self.alpha)
         except ValueError:
             self.needed = None
         compared = [row.comparison for row in self.rows if row.comparison is not None]
-        half_widths = [(one.high - one.low) / 2 for one in compared]
+        half_widths = [(one.high - one.low) / 2 for one in compared]  # Student's, which are finite
         self.digits = decimals([row.sd for row in self.rows] + half_widths, values)
 
     @property
@@ -109,7 +133,7 @@ class Report:
 
     @property
     def comparisons(self) -> int:
-        """Number of variants compared with the baseline: the family size of Holm's correction."""
+        """Number of variants compared with the baseline: the size of the family."""
         return len(self.rows) - 1
 
     def effects(self, order: int = 2) -> list[Effect]:
@@ -126,13 +150,45 @@ class Report:
             self._results, factors, min(order, max(1, len(factors))), variants=self._variants, level=self.level
         )
 
+    def contributions(self, design: Cumulative | Shapley) -> list[Effect]:
+        """What each handler adds, in the order of a `Cumulative` design or averaged over all orders (`Shapley`).
+
+        Only seeds of which all runs finished count. Positive values mean that the metric is larger with the handler.
+
+        Args:
+            design: The design that was run.
+
+        Raises:
+            ValueError: if variants of it were not run.
+        """
+        return contributions(self._results, design.weights(), self.level)
+
+    def sampling_intervals(self, design: Shapley) -> dict[str, tuple[float, float]]:
+        """How far sampled Shapley values may be from those of all orders, by handler; of no width where these are exact.
+
+        Student-t intervals over the sampled orders of what a handler adds, each order averaged with its reverse.
+        """
+        found = {}
+        for one in self.contributions(design):
+            found[one.name] = (one.comparison.mean, one.comparison.mean)
+            if not design.exact:
+                steps = {str(place): design.of_order(order)[one.name] for place, order in enumerate(design.orders)}
+                means = [step.comparison.mean for step in contributions(self._results, steps, self.level)]
+                both = compare([(a + b) / 2 for a, b in zip(means[::2], means[1::2], strict=True)], level=self.level)
+                found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
+        return found
+
     def warnings(self) -> list[str]:
         """What limits the conclusions: failed and missing runs, and too few seeds."""
         return Sentences(self).warnings()
 
     def sentences(self) -> list[str]:
-        """The findings in words: a sentence for each variant except the baseline, with its failed and missing runs."""
-        return Sentences(self).findings()
+        """The findings in words: a sentence for each variant except the baseline, with its failed and missing runs.
+
+        For a factorial design, also a sentence for each main effect and interaction of two factors.
+        """
+        sentences = Sentences(self)
+        return sentences.findings() + sentences.of_effects(self._effects())
 
     def __str__(self) -> str:
         blocks = [aligned(self._table())]
@@ -140,7 +196,8 @@ class Report:
         if factorial := self._effects_table():
             blocks.append(aligned(factorial))
             notes.append(
-                f"Effects: contrasts within each seed; adjusted: Holm over {count(len(factorial) - 1, 'effect')}."
+                "Effects: contrasts within each seed; intervals and adjusted p: jointly over "
+                f"{count(len(factorial) - 1, 'effect')}."
             )
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
         if warnings := self.warnings():
@@ -160,31 +217,65 @@ class Report:
         if sampled:
             test += f" up to {EXACT_UP_TO} pairs, {FLIPS:,} random sign patterns above"
         to, family = f'to "{self.baseline}"', count(self.comparisons, "comparison")
-        return [
-            f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {100 * self.level:g} % Student-t "
-            f"interval (not adjusted). p: {test}; adjusted: Holm over {family}. d_z: mean difference divided by its standard "
-            "deviation. Seconds and steps: mean per run; memory: maximum peak.",
+        interval, adjusted = f"simultaneous {100 * self.level:g} % interval", "step-down over joint sign flips of"
+        if self.looks is not None:
+            interval, adjusted = (
+                f"{interval} for all looks",
+                f"looks at {listed([str(n) for n in self.looks.sizes])} seeds,",
+            )
+        notes = [
+            f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {interval}. p: {test}; adjusted: "
+            f"{adjusted} {family}. d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; "
+            "memory: maximum peak.",
         ]
+        if self.margin is not None:
+            notes.append(f"Verdict: equivalent if the interval is inside +-{self.margin:g}, else by its side of 0.")
+        if any(row.failures for row in self.rows):
+            notes.append(
+                "*: runs failed. p is that of signed ranks over all pairs, a failed run below any finished one; the difference "
+                "and its unadjusted Student-t interval are those of pairs that finished, conditional on that."
+            )
+        return notes
 
     def _table(self) -> list[list[str]]:
         """The header and one line per row."""
         header = ["variant", "runs", self.metric, "sd", "diff", f"{100 * self.level:g} % interval", "p", "p adj", "d_z"]
+        header += ["verdict"] if self.margin is not None else []
         lines = [[*header, "seconds", "steps", "memory"]]
         for row in self.rows:
             line = [row.variant.name, f"{row.finished}/{row.planned}"]
             line += [number_text(row.mean, self.digits), number_text(row.sd, self.digits)]
-            line += self._compared(row.comparison, row.adjusted)
+            line += self._of_row(row)
+            line += [row.verdict or "-"] if self.margin is not None else []
             line += [short_text(row.seconds), short_text(row.steps, whole=True), size_text(row.memory)]
             lines.append(line)
         return lines
 
-    def _compared(self, comparison: Comparison | None, adjusted: float | None) -> list[str]:
-        if comparison is None or comparison.n == 0:
+    def _of_row(self, row: Row) -> list[str]:
+        if row.comparison is None or row.conclusion is None:
+            return ["-"] * 5
+        if row.failures is None:
+            ends = (row.conclusion.low, row.conclusion.high)
+            return self._compared(row.comparison, ends, row.p, row.adjusted)
+        ends = (row.comparison.low, row.comparison.high)
+        difference, interval, _, _, effect = self._compared(row.comparison, ends, None, None)
+        marked = [cell if cell == "-" else f"{cell}*" for cell in (difference, interval)]
+        return [*marked, p_text(row.p), self._adjusted(row.adjusted), effect]
+
+    def _adjusted(self, p: float | None) -> str:
+        if self.looks is None or p is None:
+            return p_text(p)
+        return f"{'<=' if p <= self.alpha else '>'}{self.alpha:g}"
+
+    def _compared(
+        self, comparison: Comparison, ends: tuple[float, float], p: float | None, adjusted: float | None
+    ) -> list[str]:
+        if comparison.n == 0:
             return ["-"] * 5
         interval = "-"
-        if not math.isnan(comparison.low):
-            interval = f"[{number_text(comparison.low, self.digits)}, {number_text(comparison.high, self.digits)}]"
-        tests = ["-", "-"] if comparison.n < 2 else [p_text(comparison.p), p_text(adjusted)]
+        if comparison.sd > 0 and not all(map(math.isinf, ends)):
+            interval = f"[{number_text(ends[0], self.digits)}, {number_text(ends[1], self.digits)}]"
+        tests = ["-", "-"] if comparison.n < 2 else [p_text(p), self._adjusted(adjusted)]
         effect = "-" if comparison.effect is None else f"{comparison.effect:.2f}"
         return [
             number_text(comparison.mean, self.digits),
@@ -193,16 +284,20 @@ class Report:
             effect if len(effect) < 7 else f"{float(effect):.1e}",
         ]
 
-    def _effects_table(self) -> list[list[str]]:
+    def _effects(self) -> list[Effect]:
         if not all(variant.level for variant in self._variants):
             return []
         try:
-            found = self.effects()
+            return self.effects()
         except ValueError:  # a fraction of a factorial design: variants are compared, but effects cannot be estimated
+            return []
+
+    def _effects_table(self) -> list[list[str]]:
+        if not (found := self._effects()):
             return []
         lines = [["effect", "seeds", "estimate", f"{100 * self.level:g} % interval", "p", "p adj", "d_z"]]
         for one in found:
-            of_it = self._compared(one.comparison, one.adjusted)
+            of_it = self._compared(one.comparison, (one.low, one.high), one.comparison.p, one.adjusted)
             lines.append([one.name, f"{one.comparison.n}/{len(self.seeds)}", *of_it])
         return lines
 
@@ -220,7 +315,10 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def csv(self) -> str:
-        """All rows at full precision, with an empty cell where there is no number; seeds in a list are separated by spaces."""
+        """All rows at full precision, with an empty cell where there is no number; seeds in a list are separated by spaces.
+
+        The columns low and high are the simultaneous interval.
+        """
         columns = [
             "variant",
             "finished",
@@ -234,15 +332,22 @@ class Report:
             "p",
             "p_adjusted",
             "d_z",
+            "verdict",
+            "failed_pairs_variant",
+            "failed_pairs_baseline",
+            "failed_pairs_both",
         ]
         columns += ["seconds", "steps", "memory", "failed_seeds", "missing_seeds", "seeds_without_pair"]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
         for row in self.rows:
-            one = row.comparison
+            one, end, failures = row.comparison, row.conclusion, row.failures
             line: list[Any] = [row.variant.name, row.finished, row.planned, row.mean, row.sd]
-            line += [one.n, one.mean, one.low, one.high, one.p, row.adjusted, one.effect] if one else [None] * 7
+            line += [one.n, one.mean] if one else [None] * 2
+            line += [end.low, end.high, row.p, row.adjusted] if end else [None] * 4
+            line += [one.effect if one else None, row.verdict]
+            line += [failures.variant, failures.baseline, failures.both] if failures else [0 if one else None] * 3
             line += [row.seconds, row.steps, row.memory or None]
             line += [" ".join(map(str, seeds)) for seeds in (row.failed, row.missing, row.without_pair)]
             writer.writerow([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in line])
@@ -269,6 +374,7 @@ class Report:
         rows = []
         for row in self.rows:
             one = {name: value for name, value in asdict(row).items() if name not in ("variant", "comparison")}
+            one |= {"verdict": row.verdict}
             one["values"] = {str(seed): value for seed, value in row.values.items()}
             one["differences"] = {str(seed): value for seed, value in row.differences.items()}
             one["failed"] = {str(seed): reason for seed, reason in row.failed.items()}
@@ -278,13 +384,24 @@ class Report:
                 "off": sorted(row.variant.off),
                 "swapped": [list(pair) for pair in row.variant.swapped],
                 "level": dict(row.variant.level),
+                "arguments": {name: repr(value) for name, value in row.variant.arguments},
             }
             one["comparison"] = (
                 None if row.comparison is None else asdict(row.comparison) | {"exact": row.comparison.exact}
             )
             rows.append(one)
-        found = {"metric": self.metric, "mode": self.mode, "baseline": self.baseline, "level": self.level}
+        found: dict[str, Any] = {
+            "metric": self.metric,
+            "mode": self.mode,
+            "baseline": self.baseline,
+            "level": self.level,
+        }
         found |= {"seeds": list(self.seeds), "comparisons": self.comparisons, "seeds_needed": self.needed, "rows": rows}
+        found |= {
+            "margin": self.margin,
+            "looks": None if self.looks is None else list(self.looks.sizes),
+            "seen": list(self.seen),
+        }
         content: dict[str, Any] = without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})
         return content
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Result", "Variant"]
 
@@ -17,13 +19,15 @@ class Variant:
         name: Name of the variant, such as "baseline", "- ema" or "mixup = cutmix".
         off: Names of the handlers that are switched off.
         swapped: Pairs (handler, alternative) of names: the alternative replaces the handler.
-        level: In factorial designs, pairs of a factor's name and whether it is on.
+        level: In factorial designs, pairs of a factor's name and whether it is on, or the name of its level.
+        arguments: Pairs of an argument of ``build`` and its value.
     """
 
     name: str
     off: frozenset[str] = frozenset()
     swapped: tuple[tuple[str, str], ...] = ()
-    level: tuple[tuple[str, bool], ...] = ()
+    level: tuple[tuple[str, bool | str], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Result:
         seconds: Wall-clock time of the run.
         memory: Peak memory of the process, in bytes.
         error: Traceback if the run failed.
+        history: For each metric, pairs of an epoch and the value at its end; at most 200, evenly spread.
     """
 
     variant: str
@@ -49,3 +54,4 @@ class Result:
     seconds: float = 0.0
     memory: int = 0
     error: str | None = None
+    history: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)

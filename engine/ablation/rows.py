@@ -7,12 +7,17 @@ import re
 import statistics as plain
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Protocol
 
-from .results import Result, Variant
-from .statistics import Comparison, compare, exact, holm
+from .failures import Failures, failures_of, signed_ranks
+from .joint import intervals, step_down
+from .looks import Looks, Sequential
+from .results import BASELINE, Result, Variant
+from .statistics import Comparison, compare, exact
+from .verdicts import Conclusion, Verdict, conclude, conclude_failures
 
-__all__ = ["Findings", "Row", "make_rows"]
+__all__ = ["Findings", "Row", "make_rows", "sequence", "spread"]
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 
@@ -30,8 +35,15 @@ class Row:
         differences: Difference to the baseline, by seed, where both runs finished.
         mean: Mean of the metric over the finished runs; NaN without any.
         sd: Standard deviation of the metric over the seeds; NaN for fewer than two.
-        comparison: Statistics of the differences; None for the baseline itself.
-        adjusted: p-value after Holm's correction over all variants except the baseline; None for the baseline itself.
+        comparison: Statistics of the differences; None for the baseline itself. If any run of a pair failed, they are conditional
+            on finishing, and neither p nor the verdict rests on them.
+        failures: In how many pairs which run failed; None if none did.
+        p: p-value of the sign-flip test of the differences, or, if any run of a pair failed, of the signed ranks of all pairs;
+            None for the baseline itself.
+        adjusted: p-value of the step-down test over all variants except the baseline, likewise. With planned looks it is alpha
+            for a variant that a look found to differ, and 1 for the others.
+        conclusion: The verdict and its simultaneous interval; None for the baseline itself.
+        look: With planned looks, the number of seeds at the look that decided, or else at the last one; None without.
         seconds: Mean duration of the finished runs; NaN without any.
         steps: Mean number of optimizer steps of the finished runs; NaN without any.
         memory: Maximum peak memory of the finished runs, in bytes; 0 if unknown.
@@ -46,10 +58,19 @@ class Row:
     mean: float
     sd: float
     comparison: Comparison | None
+    failures: Failures | None
+    p: float | None
     adjusted: float | None
+    conclusion: Conclusion | None
+    look: int | None
     seconds: float
     steps: float
     memory: int
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether the variant is "equivalent" to the baseline, "better", "worse", or it is "undecided"."""
+        return None if self.conclusion is None else self.conclusion.verdict
 
     @property
     def finished(self) -> int:
@@ -74,6 +95,9 @@ class Findings(Protocol):
     percent: bool
     needed: int | None
     digits: int | None
+    margin: float | None
+    looks: Looks | None
+    seen: tuple[int, ...]
 
     @property
     def alpha(self) -> float: ...
@@ -82,52 +106,202 @@ class Findings(Protocol):
     def comparisons(self) -> int: ...
 
 
+class _Runs:
+    """The runs of a study, as values by variant and seed: None for a failed run.
+
+    Raises:
+        ValueError: if a result has an unknown variant or seed, or a duplicate.
+    """
+
+    def __init__(
+        self, results: Sequence[Result], variants: Sequence[Variant], baseline: str, seeds: Sequence[int]
+    ) -> None:
+        self.found = _by_run(results, variants, baseline, seeds)
+        self.baseline = baseline
+        self.names = tuple(variant.name for variant in variants if variant.name != baseline)
+
+    def outcomes(self, name: str, seeds: Sequence[int]) -> dict[int, Fraction | None]:
+        """The value of each run of a variant, None for a failed one."""
+        runs = ((seed, self.found.get((name, seed))) for seed in seeds)
+        return {seed: _number(run) for seed, run in runs if run is not None}
+
+    def differences(self, name: str, seeds: Sequence[int]) -> dict[int, Fraction]:
+        """The difference of each pair of finished runs."""
+        baseline = self.outcomes(self.baseline, seeds)
+        return {
+            seed: value - other
+            for seed, value in self.outcomes(name, seeds).items()
+            if value is not None and (other := baseline.get(seed)) is not None
+        }
+
+    def failures(self, name: str, seeds: Sequence[int]) -> Failures | None:
+        return failures_of(self.outcomes(name, seeds), self.outcomes(self.baseline, seeds))
+
+    def scores(self, name: str, seeds: Sequence[int], mode: Literal["min", "max"]) -> dict[int, Fraction]:
+        """What is tested: the differences, or the signed ranks of all pairs if a run of one failed."""
+        if self.failures(name, seeds) is None:
+            return self.differences(name, seeds)
+        return signed_ranks(self.outcomes(name, seeds), self.outcomes(self.baseline, seeds), mode)
+
+
+@dataclass(frozen=True)
+class _Tested:
+    """What the family's tests say of one variant.
+
+    Attributes:
+        seeds: The seeds that count.
+        rejected: Whether the variant is found to differ.
+        adjusted: Its adjusted p-value.
+        interval: Its simultaneous interval.
+        look: As in `Row`.
+    """
+
+    seeds: Sequence[int]
+    rejected: bool
+    adjusted: float
+    interval: tuple[float, float]
+    look: int | None
+
+
 def make_rows(
     results: Sequence[Result],
     variants: Sequence[Variant],
     *,
     metric: str,
+    mode: Literal["min", "max"],
     baseline: str,
     seeds: Sequence[int],
     level: float,
+    margin: float | None = None,
+    looks: Looks | None = None,
 ) -> list[Row]:
     """One row per variant, the baseline first; the arguments are those of `Report`."""
-    found = _by_run(results, variants, baseline, seeds)
+    runs = _Runs(results, variants, baseline, seeds)
+    if looks is None:
+        tested = _tested(runs, seeds, mode, level)
+    else:
+        tested = _tested_at_looks(runs, _sequence(runs, seeds, mode, looks), seeds, mode, looks)
+    own = {baseline: seeds[: max((len(one.seeds) for one in tested.values()), default=len(seeds))]}
+    own |= {name: one.seeds for name, one in tested.items()}
     ordered = sorted(variants, key=lambda variant: variant.name != baseline)  # the others keep their order
-    values = {variant.name: _values(variant.name, found, seeds) for variant in ordered}
-    differences = {
-        variant.name: {
-            seed: exact(value) - exact(values[baseline][seed])
-            for seed, value in values[variant.name].items()
-            if seed in values[baseline]
-        }
-        for variant in ordered[1:]
+    return [
+        _row(variant, runs, own[variant.name], tested.get(variant.name), metric, mode, level, margin)
+        for variant in ordered
+    ]
+
+
+def sequence(
+    results: Sequence[Result],
+    variants: Sequence[Variant],
+    *,
+    mode: Literal["min", "max"],
+    baseline: str,
+    seeds: Sequence[int],
+    looks: Looks,
+) -> Sequential:
+    """The looks of which all runs are there; the arguments are those of `Report`."""
+    return _sequence(_Runs(results, variants, baseline, seeds), seeds, mode, looks)
+
+
+def spread(results: Sequence[Result], baseline: str = BASELINE) -> float | None:
+    """The standard deviation of the paired differences, as the median over the variants; None with fewer than two pairs each."""
+    names = dict.fromkeys(result.variant for result in results)
+    values: dict[str, dict[int, Fraction | None]] = {name: {} for name in names}
+    for result in results:
+        values[result.variant][result.seed] = _number(result)
+    found = []
+    for name in names:
+        pairs = [(value, values.get(baseline, {}).get(seed)) for seed, value in values[name].items()]
+        differences = [value - other for value, other in pairs if value is not None and other is not None]
+        if name != baseline and len(differences) > 1:
+            found.append(float(plain.stdev(differences)))
+    return plain.median(found) if found else None
+
+
+def _sequence(runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], looks: Looks) -> Sequential:
+    found = Sequential(looks, runs.names)
+    while (size := found.next) is not None:
+        there = seeds[:size]
+        if any((name, seed) not in runs.found for name in (runs.baseline, *found.undecided) for seed in there):
+            break
+        found.look({name: runs.scores(name, there, mode) for name in found.undecided}, there)
+    return found
+
+
+def _tested(runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], level: float) -> dict[str, _Tested]:
+    adjusted = step_down([runs.scores(name, seeds, mode) for name in runs.names])
+    between = intervals([runs.differences(name, seeds) for name in runs.names], level)
+    alpha = round(1 - level, 12)
+    return {
+        name: _Tested(seeds, p <= alpha, p, interval, None)
+        for name, p, interval in zip(runs.names, adjusted, between, strict=True)
     }
-    compared = {name: compare(list(those.values()), level=level) for name, those in differences.items()}
-    adjusted = dict(zip(compared, holm([comparison.p for comparison in compared.values()]), strict=True))
-    rows = []
-    for variant in ordered:
-        runs = [(seed, found.get((variant.name, seed))) for seed in seeds]
-        own = values[variant.name]
-        finished = [run for seed, run in runs if run is not None and seed in own]
-        rows.append(
-            Row(
-                variant=variant,
-                values=own,
-                planned=len(runs),
-                failed={seed: _reason(run, metric) for seed, run in runs if run is not None and seed not in own},
-                missing=tuple(seed for seed, run in runs if run is None),
-                differences={seed: float(one) for seed, one in differences.get(variant.name, {}).items()},
-                mean=plain.fmean(own.values()) if own else math.nan,
-                sd=plain.stdev(own.values()) if len(own) > 1 else math.nan,
-                comparison=compared.get(variant.name),
-                adjusted=adjusted.get(variant.name),
-                seconds=plain.fmean(run.seconds for run in finished) if finished else math.nan,
-                steps=plain.fmean(run.steps for run in finished) if finished else math.nan,
-                memory=max((run.memory for run in finished), default=0),
+
+
+def _tested_at_looks(
+    runs: _Runs, found: Sequential, seeds: Sequence[int], mode: Literal["min", "max"], looks: Looks
+) -> dict[str, _Tested]:
+    """The tests at the look that decided on each variant, or at the last one; with intervals that hold at all looks together."""
+    tested = {}
+    left = list(runs.names)
+    for size in found.made or looks.sizes[:1]:
+        there = seeds[:size]
+        between = intervals([runs.differences(name, there) for name in left], 1 - looks.added(size))
+        for name, interval in zip(left, between, strict=True):
+            rejected = found.decided.get(name) == size
+            tested[name] = _Tested(
+                there, rejected, looks.alpha if rejected else 1.0, interval, size if found.made else None
             )
-        )
-    return rows
+        left = [name for name in left if not tested[name].rejected]
+    return tested
+
+
+def _row(
+    variant: Variant,
+    runs: _Runs,
+    seeds: Sequence[int],
+    tested: _Tested | None,
+    metric: str,
+    mode: Literal["min", "max"],
+    level: float,
+    margin: float | None,
+) -> Row:
+    name = variant.name
+    there = [(seed, run) for seed in seeds if (run := runs.found.get((name, seed))) is not None]
+    numbers = {seed: _number(run) for seed, run in there}
+    values = {seed: float(number) for seed, number in numbers.items() if number is not None}
+    finished = [run for seed, run in there if seed in values]
+    differences = {} if tested is None else runs.differences(name, seeds)
+    comparison = None if tested is None else compare(list(differences.values()), level=level)
+    failures = None if tested is None else runs.failures(name, seeds)
+    p, conclusion = None, None
+    if tested is not None and comparison is not None:
+        if failures is None:
+            p = comparison.p
+            conclusion = conclude(tested.interval, comparison.mean, tested.rejected, mode=mode, margin=margin)
+        else:
+            ranks = runs.scores(name, seeds, mode)
+            p = step_down([ranks])[0]
+            conclusion = conclude_failures(float(sum(ranks.values())), tested.rejected, failures, mode=mode)
+    return Row(
+        variant=variant,
+        values=values,
+        planned=len(seeds),
+        failed={seed: _reason(run, metric) for seed, run in there if seed not in values},
+        missing=tuple(seed for seed in seeds if (name, seed) not in runs.found),
+        differences={seed: float(one) for seed, one in differences.items()},
+        mean=plain.fmean(values.values()) if values else math.nan,
+        sd=plain.stdev(values.values()) if len(values) > 1 else math.nan,
+        comparison=comparison,
+        failures=failures,
+        p=p,
+        adjusted=None if tested is None else tested.adjusted,
+        conclusion=conclusion,
+        look=None if tested is None else tested.look,
+        seconds=plain.fmean(run.seconds for run in finished) if finished else math.nan,
+        steps=plain.fmean(run.steps for run in finished) if finished else math.nan,
+        memory=max((run.memory for run in finished), default=0),
+    )
 
 
 def _by_run(
@@ -152,14 +326,9 @@ def _by_run(
     return found
 
 
-def _values(name: str, found: Mapping[tuple[str, int], Result], seeds: Sequence[int]) -> dict[int, float]:
-    """The metric of each finished run of a variant, by seed."""
-    values = {}
-    for seed in seeds:
-        result = found.get((name, seed))
-        if result and result.error is None and result.value is not None and math.isfinite(result.value):
-            values[seed] = float(result.value)
-    return values
+def _number(run: Result) -> Fraction | None:
+    """The metric of a run; None if the run failed."""
+    return exact(run.value) if run.error is None and run.value is not None and math.isfinite(run.value) else None
 
 
 def _reason(result: Result, metric: str) -> str:

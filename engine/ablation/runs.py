@@ -33,17 +33,29 @@ from typing import Literal, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
-from signalfire import Engine, Events, Handler, seed_everything
+from signalfire import Engine, Events, Handler, Phase, seed_everything
 from signalfire.batches import tensors_in
 from signalfire.randomness import unchanged_random_state
 from signalfire.state import as_number
 
-__all__ = ["Build", "Outcome", "Run", "Task", "compose", "digest", "exchange", "make", "outcomes"]
+__all__ = [
+    "Build",
+    "Outcome",
+    "Run",
+    "Task",
+    "beginnings_of",
+    "compose",
+    "digest",
+    "exchange",
+    "make",
+    "one_thread",
+    "outcomes",
+]
 
 T = TypeVar("T")
 
 Run = Callable[[Engine], object]
-Build = Callable[[int], Engine | tuple[Engine, Run]]
+Build = Callable[..., Engine | tuple[Engine, Run]]
 
 _DIED = "the process that made this run died: it was killed, perhaps for lack of memory, or crashed in native code"
 _run_lock = threading.Lock()  # runs of one process share its global generators, so they run one at a time
@@ -82,6 +94,7 @@ class Outcome:
         announced: Names of all metrics that were set or announced.
         steps, seconds, memory: As in `Result`.
         begins: Digests of the weights that build returned and of the data that the run began with, where they can be known.
+        history: For each metric, pairs of an epoch and the value at its end; see `Result`.
     """
 
     error: str | None = None
@@ -92,6 +105,7 @@ class Outcome:
     seconds: float = 0.0
     memory: int = 0
     begins: tuple[str, ...] = ()
+    history: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 def compose(
@@ -150,15 +164,15 @@ def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handl
 
 def make(task: Task) -> Outcome:
     """Make a run in this process; an error it raises becomes part of the outcome."""
-    with _run_lock, unchanged_random_state(), _one_thread():
+    with _run_lock, unchanged_random_state(), one_thread():
         memory = _Memory()
         engine: Engine | None = None
         began: float | None = None
         error: str | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
-            begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
-            engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
+            begins = beginnings_of(engine)
+            history = _History(engine)
             for name in task.off:
                 engine.handlers[name].enabled = False
             for name, factory in task.swaps:
@@ -184,7 +198,39 @@ def make(task: Task) -> Outcome:
             seconds,
             memory.peak(),
             tuple(begins[:2]),
+            history.curves,
         )
+
+
+def beginnings_of(engine: Engine) -> list[str]:
+    """A list of the digest of the weights; once the engine has started, that of the data is appended."""
+    begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
+    engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
+    return begins
+
+
+class _History:
+    """The scalar metrics at the ends of epochs; of long runs every second one is dropped, as often as it takes."""
+
+    most = 200
+
+    def __init__(self, engine: Engine) -> None:
+        self.curves: dict[str, list[list[float]]] = {}
+        self._every = 1
+        self._serials: dict[str, int] = {}
+        engine.connect(Events.EPOCH_COMPLETED, self._note, phase=Phase.PERSIST)
+
+    def _note(self, engine: Engine) -> None:
+        metrics, epoch = engine.state.metrics, engine.state.epoch
+        new = metrics.numbers_since(self._serials)
+        self._serials.update(metrics.serials)
+        for name, value in sorted(new.items()):
+            if epoch % self._every == 0 or epoch == engine.state.max_epochs:
+                self.curves.setdefault(name, []).append([epoch, value])
+        if any(len(curve) > self.most for curve in self.curves.values()):
+            self._every *= 2
+            for name, curve in self.curves.items():
+                self.curves[name] = [point for point in curve if point[0] % self._every == 0]
 
 
 _MOST = 2**16  # elements of a tensor that are compared
@@ -221,7 +267,7 @@ def _check_not_resumed(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Use one thread, because the results of floating-point sums depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -275,7 +321,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
     try:
         for place, task in enumerate(tasks):
             futures[executor.submit(make, task)] = place
-        for future in as_completed(futures):
+        for future in _as_completed(futures):
             try:
                 yield futures[future], future.result()
             except (Exception, CancelledError) as error:
@@ -283,7 +329,26 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
                 raise
     finally:
         for future in futures:
-            future.cancel()
+            if not future.done():
+                future.cancel()
+
+
+_POLL = 0.05  # seconds; the wait doubles up to 20 times as many
+
+
+def _as_completed(futures: Iterable[Future[Outcome]]) -> Iterator[Future[Outcome]]:
+    """The futures in order of completion; jobs that are no `Future`, as schedulers of clusters return, are polled."""
+    waiting = list(futures)
+    if all(isinstance(future, Future) for future in waiting):
+        yield from as_completed(waiting)
+        return
+    pause = _POLL
+    while waiting:
+        done = [future for future in waiting if future.done()]
+        yield from done
+        waiting = [future for future in waiting if future not in done]
+        pause = _POLL if done else min(2 * pause, 20 * _POLL)
+        time.sleep(pause if waiting else 0)
 
 
 def pickled(task: Task) -> bytes:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from .failures import Failures
 from .formats import count, listed, number_text, seeds_in_words
+from .joint import smallest_p
+from .power import detectable
 from .results import Variant
 from .rows import Findings, Row
-from .statistics import Comparison
+from .statistics import Comparison, Effect
+from .verdicts import Conclusion, conclude
 
 __all__ = ["Sentences"]
 
@@ -32,7 +37,8 @@ class Sentences:
                 sentences.append(f'"{row.variant.name}": no run of {seeds_in_words(row.missing)}')
             if row.without_pair:
                 sentences.append(
-                    f'"{row.variant.name}": {seeds_in_words(row.without_pair)} omitted, because the baseline has no such run'
+                    f'"{row.variant.name}": {seeds_in_words(row.without_pair)} omitted from the differences, because the '
+                    "baseline has no such run"
                 )
         few: dict[int, list[str]] = {}
         for row in self.report.rows:
@@ -42,8 +48,33 @@ class Sentences:
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {min(1.0, 2.0 ** (1 - n)):.2g}, "
-                f"which Holm multiplies by up to {self.report.comparisons}; for {self.report.alpha:g}, {self._needed()}."
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {smallest_p(n):.2g}, so that no "
+                f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
+            )
+        return sentences + self._looks()
+
+    def _looks(self) -> list[str]:
+        looks = self.report.looks
+        seen = [size for size in self.report.seen if not self._too_few(size)]  # those that could find anything
+        if looks is None:
+            if len(seen) < 2:
+                return []
+            return [
+                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan: adding seeds "
+                "until something is found finds differences that do not exist in more than "
+                f"{100 * self.report.alpha:g} % of studies. "
+                "Plan the looks: Study(looks=[...])."
+            ]
+        sentences = []
+        if other := [str(size) for size in seen if size not in looks.sizes]:
+            sentences.append(
+                f"Some runs were made for looks at {listed(other)} seeds, which the plan of looks does not have: "
+                "its error holds only for a plan that is made before the first run."
+            )
+        made = [row.look for row in self.report.rows if row.comparison is not None]
+        if None in made:
+            sentences.append(
+                f"No look has been made yet: the runs of the first {looks.sizes[0]} seeds are not complete."
             )
         return sentences
 
@@ -61,7 +92,7 @@ class Sentences:
         """The findings in words: a sentence for each variant except the baseline, with its failed and missing runs."""
         sentences = []
         for row in self.report.rows:
-            finding = [self._finding(row, row.comparison)] if row.comparison else []
+            finding = [self._finding(row, row.comparison, row.conclusion)] if row.comparison and row.conclusion else []
             unfinished = self._unfinished(row)
             if row.comparison is None and unfinished:
                 finding = [f'Not all runs of "{row.variant.name}", with which the others are compared, finished.']
@@ -82,53 +113,149 @@ class Sentences:
         if row.without_pair:
             verb, them = ("is", "it") if len(row.without_pair) == 1 else ("are", "them")
             sentences.append(
-                f"{seeds_in_words(row.without_pair).capitalize()} {verb} omitted, because the baseline did not finish {them}."
+                f"{seeds_in_words(row.without_pair).capitalize()} {verb} omitted from the differences, because the baseline did "
+                f"not finish {them}."
             )
         return sentences
 
-    def _finding(self, row: Row, comparison: Comparison) -> str:
-        what, n = self._what(row.variant), comparison.n
+    def _finding(self, row: Row, comparison: Comparison, conclusion: Conclusion) -> str:
+        what, metric, n = self._what(row.variant), self.report.metric, comparison.n
+        if row.failures is not None:
+            return f"{what}, {self._with_failures(row, comparison, row.failures, conclusion)}"
         seeds = count(n, "seed")
         if n == 0:
-            return f"{what}, {self.report.metric} cannot be compared: no seed finished both in this variant and in the baseline."
+            return f"{what}, {metric} cannot be compared: no seed finished both in this variant and in the baseline."
         if comparison.sd == 0 and comparison.mean == 0:
-            return f"{what}, {self.report.metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."
-        moved = "fell" if comparison.mean < 0 else "rose"
-        size = self._amount(abs(comparison.mean), unit=True)
-        if row.adjusted is not None and row.adjusted <= self.report.alpha:
-            sign = -1 if comparison.mean < 0 else 1
-            low, high = sorted((sign * comparison.low, sign * comparison.high))
-            between = self._between(comparison, low, high)
-            return (
-                f"{what}, {self.report.metric} {moved} by {size} ({between}, {self._p(row)}, {seeds}): "
-                f"{self._conclusion(row.variant, comparison.mean)}."
-            )
+            return f"{what}, {metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."
         if self._too_few(n):
-            between = (
-                f"{self._between(comparison, comparison.low, comparison.high, of=' of the change')}, " if n > 1 else ""
-            )
             are = "is" if n == 1 else "are"
-            return (
-                f"{what}, {self.report.metric} {moved} by {size} ({between}{seeds}), but {seeds} {are} too few for "
-                f"{count(self.report.comparisons, 'comparison')}: {self._needed()}."
-            )
-        between = self._between(comparison, comparison.low, comparison.high)
-        return (
-            f"{what}, {self.report.metric} shows no significant difference with {seeds} "
-            f"(change of {self._amount(comparison.mean, unit=True)}, {between}, {self._p(row)})."
-        )
+            return f"{what}, {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}."
+        facts = f"{self._between(comparison, conclusion)}, {self._p(row)}"
+        change = f"change of {self._amount(comparison.mean, unit=True)}, {facts}"
+        if conclusion.verdict == "equivalent":
+            sign = {1: ": it rose, by less than matters", -1: ": it fell, by less than matters", 0: ""}[conclusion.sign]
+            return f"{what}, {metric} is equivalent within {self._margin()} ({change}, {seeds}){sign}."
+        if conclusion.verdict == "undecided":
+            margin = "" if self.report.margin is None else f"; it may differ by {self._margin()} or more"
+            found = self._would_have_found(n, comparison)
+            return f"{what}, {metric} shows no significant difference with {seeds} ({change}){margin}{found}."
+        moved = "fell" if conclusion.sign < 0 else "rose"
+        size = self._amount(abs(comparison.mean), unit=True)
+        facts = f"{self._between(comparison, conclusion, conclusion.sign)}, {self._p(row)}"
+        return f"{what}, {metric} {moved} by {size} ({facts}, {seeds}): {self._conclusion(row.variant, conclusion)}."
 
-    def _between(self, comparison: Comparison, low: float, high: float, of: str = "") -> str:
-        if math.isnan(comparison.low):
+    def _with_failures(self, row: Row, comparison: Comparison, failures: Failures, conclusion: Conclusion) -> str:
+        pairs = comparison.n + failures.variant + failures.baseline + failures.both
+        sentences = [
+            f"runs failed: only this variant's in {count(failures.variant, 'pair')} of {pairs}, only the baseline's in "
+            f"{failures.baseline}, both in {failures.both} (McNemar's exact test: p = {failures.p:.2g})."
+        ]
+        ranked = f"With all pairs ranked, a failed run below any finished one, {self.report.metric}"
+        facts = f"({self._p(row)}, {count(pairs, 'seed')})"
+        if self._too_few(pairs):
+            sentences.append(f"That is too few pairs to say more: {self._needed()}.")
+        elif conclusion.verdict == "undecided":
+            more = failures.variant - failures.baseline
+            why = ", and what fails more often is not recommended" if more else ""
+            sentences.append(f"{ranked} shows no difference to act on {facts}{why}.")
+        else:
+            sentences.append(f"{ranked} is {conclusion.verdict} {facts}: {self._conclusion(row.variant, conclusion)}.")
+        if comparison.n and not self._too_few(comparison.n):
+            between = self._student(comparison)
+            sentences.append(
+                f"Only where both runs finished, it changed by {self._amount(comparison.mean, unit=True)} ({between}, "
+                f"{count(comparison.n, 'pair')}; conditional on finishing, so not an effect of the variant)."
+            )
+        return " ".join(sentences)
+
+    def of_effects(self, found: Sequence[Effect]) -> list[str]:
+        """A sentence for each main effect and interaction of a factorial design.
+
+        Args:
+            found: The effects of one family.
+        """
+        return [self._of_effect(one, len(found)) for one in found]
+
+    def _of_effect(self, effect: Effect, family: int) -> str:
+        one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
+        subject = effect.name if len(effect.factors) == 1 else f"the interaction {effect.name}"
+        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 else subject
+        omitted = ""
+        if effect.left_out:
+            seeds = seeds_in_words(effect.left_out).capitalize()
+            omitted = f" ({seeds} omitted, as not all of the runs finished: conditional on that.)"
+        if n == 0:
+            return f"{subject}: no seed has all of its runs.{omitted}"
+        seeds = count(n, "seed")
+        if one.sd == 0 and one.mean == 0:
+            return f"{subject} changed {metric} with no seed ({seeds}).{omitted}"
+        if self._too_few(n):
+            are = "is" if n == 1 else "are"
+            return f"{subject}: {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}.{omitted}"
+        conclusion = conclude(
+            (effect.low, effect.high),
+            one.mean,
+            effect.adjusted <= self.report.alpha,
+            mode=self.report.mode,
+            margin=self.report.margin,
+        )
+        p = self._p_text(effect.adjusted, family, exact=one.exact)
+        change = f"{self._amount(one.mean, unit=True)}, {self._between(one, conclusion)}, {p}, {seeds}"
+        if conclusion.verdict == "equivalent":
+            return f"{subject} changes {metric} by less than {self._margin()} ({change}).{omitted}"
+        if conclusion.verdict == "undecided":
+            found = self._would_have_found(n, one, family)
+            return f"{subject} has no significant effect on {metric} ({change}){found}.{omitted}"
+        verb = "raises" if conclusion.sign > 0 else "lowers"
+        better = "" if len(effect.factors) > 1 or effect.left_out else f": {self._side(conclusion.verdict == 'better')}"
+        size = self._amount(abs(one.mean), unit=True)
+        facts = f"{self._between(one, conclusion, conclusion.sign)}, {p}, {seeds}"
+        over = "" if len(effect.factors) > 1 else ", averaged over the other factors"
+        return f"{subject} {verb} {metric} by {size}{over} ({facts}){better}.{omitted}"
+
+    def _side(self, better: bool) -> str:
+        return "it contributes" if better else "the composition is better without it"
+
+    def _would_have_found(self, n: int, comparison: Comparison, family: int | None = None) -> str:
+        """What could have been found: that nothing was found does not mean that nothing is there."""
+        looks = self.report.looks
+        alpha = self.report.alpha if looks is None or n not in looks.sizes else round(looks.added(n), 12)
+        size = detectable(n, family or self.report.comparisons, alpha=alpha) * comparison.sd
+        if not 0 < size < math.inf:
+            return ""
+        return f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, a smaller one may exist"
+
+    def _between(self, comparison: Comparison, conclusion: Conclusion, sign: int = 1) -> str:
+        if comparison.sd == 0:
             return "the same with every seed, so there is no interval"
-        return f"{100 * self.report.level:g} % interval{of} {self._amount(low)} to {self._amount(high)}"
+        if math.isinf(conclusion.low) and math.isinf(conclusion.high):
+            return "too few seeds for an interval"
+        low, high = sorted((sign * conclusion.low, sign * conclusion.high))
+        text = f"{100 * self.report.level:g} % interval {self._amount(low)} to {self._amount(high)}"
+        return f"{text}, cut at 0 by a later step of the test" if conclusion.cut else text
+
+    def _student(self, comparison: Comparison) -> str:
+        if math.isnan(comparison.low):
+            return "the same with every seed"
+        low, high = self._amount(comparison.low), self._amount(comparison.high)
+        return f"{100 * self.report.level:g} % interval {low} to {high}"
 
     def _p(self, row: Row) -> str:
+        if self.report.looks is not None:
+            where = f"the look at {row.look} seeds" if row.look else "no look yet"
+            is_found = row.adjusted is not None and row.adjusted <= self.report.alpha
+            return f"p {'<=' if is_found else '>'} {self.report.alpha:g} over all looks, {where}"
         p = row.adjusted if row.adjusted is not None else 1.0
+        return self._p_text(p, self.report.comparisons, exact=row.comparison is None or row.comparison.exact)
+
+    def _p_text(self, p: float, family: int, *, exact: bool) -> str:
         text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-        if self.report.comparisons > 1:
+        if family > 1:
             text += " adjusted"
-        return text if row.comparison is None or row.comparison.exact else text + ", from random signs"
+        return text if exact else text + ", from random signs"
+
+    def _margin(self) -> str:
+        return f"{self._amount(self.report.margin or 0.0, unit=True)}"
 
     def _amount(self, number: float, *, unit: bool = False) -> str:
         if not self.report.percent:
@@ -150,9 +277,9 @@ class Sentences:
         what = " and ".join(changes) if changes else f'with "{variant.name}"'
         return what[0].upper() + what[1:]
 
-    def _conclusion(self, variant: Variant, mean: float) -> str:
+    def _conclusion(self, variant: Variant, conclusion: Conclusion) -> str:
         lacks, adds, swapped = self._parts(variant)
-        better = (mean > 0) == (self.report.mode == "max")
+        better = conclusion.verdict == "better"
         if bool(lacks) + bool(adds) + bool(swapped) != 1:
             return f"it is {'better' if better else 'worse'} than the baseline"
         if swapped:

@@ -1,23 +1,36 @@
-"""Stores the runs of studies on disk: one line of JSON per run, appended when the run finishes."""
+"""Stores the runs of studies on disk: one line of JSON per run with its checksum, appended when the run finishes."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from signalfire.blame import warn
 
 try:
     import fcntl
 except ImportError:  # Windows: only studies of the same process exclude each other
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Store", "StoreError"]
+__all__ = ["FORMAT", "Store", "StoreError", "StoreWarning"]
+
+FORMAT = 2
+"""The format of the lines; those of format 1 have neither checksum nor provenance, and are never used again."""
 
 _NEEDED = ("configuration", "key", "off", "seed", "swapped")
+_OURS = (b'"configuration"', b'"metrics"', b'"swapped"', b'"sum": "')
+_SUM = b', "sum": "%s"}'
+_NUMBERS = ("metrics", "steps", "handlers")
+"""What two lines of one run agree on, bit for bit."""
+
 _written: set[str] = set()  # stores that studies of this process are writing
 
 
@@ -25,8 +38,24 @@ class StoreError(RuntimeError):
     """Raised for a store that cannot be read, or that another study is writing."""
 
 
+class StoreWarning(UserWarning):
+    """The warning about damaged lines of a store, whose runs are made again."""
+
+
+@dataclass
+class _Content:
+    """The lines of a store: of runs, by key; of format 1; and what no line of a study is any more, by number."""
+
+    runs: dict[str, bytes] = field(default_factory=dict)
+    old: list[bytes] = field(default_factory=list)
+    damaged: dict[int, bytes] = field(default_factory=dict)
+
+
 class Store:
     """A file with one line of JSON per finished run; each line is on disk before the next is written.
+
+    Each line carries a checksum. A damaged line is reported with a `StoreWarning` and its run is made again; two lines of one run
+    with different numbers are an error. Lines of the format of version 0.1 are kept, but their runs are not used.
 
     The process may be killed at any moment: a truncated last line is ignored and then removed, and its run is made again. When a
     study finishes, its store is rewritten atomically in a fixed order, so its content does not depend on the order in which
@@ -50,32 +79,67 @@ class Store:
         if self.path is not None and self.path.is_dir():
             raise IsADirectoryError(f"Study(store={str(path)!r}): this is a folder; use a file in it")
         self._memory: list[bytes] = []
+        self._reported: set[bytes] = set()
         self._file: int | None = None
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """The lines by key; if a key occurs more than once, its last line.
+        """The runs by key; if a run failed and was made again, its last line.
 
         Raises:
-            StoreError: for a line that is not a run of a study, except a truncated last line.
+            StoreError: for a line that is not a run of a study, except a truncated last line; and for two lines of one run with
+                different numbers.
         """
-        return {key: json.loads(line) for key, line in self._lines().items()}
+        content = self._content()
+        for number, line in content.damaged.items():
+            if line not in self._reported:
+                self._reported.add(line)
+                warn(
+                    StoreWarning(
+                        f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not fit "
+                        f"({_excerpt(line)}); its run is made again, and the line is removed"
+                    )
+                )
+        return {key: json.loads(line) for key, line in content.runs.items()}
 
-    def _lines(self) -> dict[str, bytes]:
+    def old(self) -> list[dict[str, Any]]:
+        """The lines of format 1, which say neither with which code they were made nor whether they are damaged."""
+        return [json.loads(line) for line in self._content().old]
+
+    def _content(self) -> _Content:
         lines, _ = self._split()
-        found: dict[str, bytes] = {}
+        found = _Content()
+        numbers: dict[str, int] = {}
         for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
+            record = _unsealed(line)
+            if record is not None:
                 key = record["key"]
-                if not isinstance(key, str) or not all(name in record for name in _NEEDED):
-                    raise KeyError
-            except (ValueError, KeyError, TypeError):
+                if key in numbers:
+                    self._check_equal(json.loads(found.runs.pop(key)), record, numbers[key], number)
+                found.runs[key], numbers[key] = line, number
+            elif _is_old(line):
+                found.old.append(line)
+            elif any(mark in line for mark in _OURS):
+                found.damaged[number] = line
+            else:
                 raise StoreError(
                     f"line {number} of the store {str(self.path)!r} is not a run of a study: {line[:60]!r}; remove the line"
-                ) from None
-            found.pop(key, None)
-            found[key] = line
+                )
         return found
+
+    def _check_equal(self, first: Mapping[str, Any], second: Mapping[str, Any], one: int, other: int) -> None:
+        """Raise an error for two finished runs of one key that came to different numbers."""
+        if first.get("error") is not None or first == second:
+            return
+        differing = [name for name in _NUMBERS if first.get(name) != second.get(name)]
+        if second.get("error") is not None:
+            differing = ["error"]
+        if differing:
+            run = f"the run of {second.get('variant', 'one variant')!r} with seed {second['seed']}"
+            values = [", ".join(f"{name} {line.get(name)}" for name in differing)[:400] for line in (first, second)]
+            raise StoreError(
+                f"lines {one} and {other} of the store {str(self.path)!r} are both {run}, with different numbers: {values[0]}; "
+                f"{values[1]}. One training gave two results: remove one line, and see study.verify()"
+            )
 
     def _split(self) -> tuple[list[bytes], int]:
         """The complete lines and their size in bytes, without a truncated last line."""
@@ -86,10 +150,9 @@ class Store:
         except FileNotFoundError:
             return [], 0
         *lines, rest = content.split(b"\n")
-        if rest:  # a line and its newline are written together: without the newline, the line may be truncated
-            with contextlib.suppress(ValueError):
-                json.loads(rest)
-                return [*lines, rest], len(content)
+        # A line and its newline are written together: without the newline, the line may be truncated.
+        if rest and (_unsealed(rest) is not None or _is_old(rest)):
+            return [*lines, rest], len(content)
         return lines, len(content) - len(rest)
 
     @contextlib.contextmanager
@@ -162,17 +225,18 @@ class Store:
         os.fsync(self._file)
 
     def settle(self) -> None:
-        """Rewrite the file atomically, with its lines in a fixed order and without superseded ones."""
-        ordered = [line for _, line in sorted(self._lines().items(), key=_sort_key)]
+        """Rewrite the file atomically, with its lines in a fixed order, without superseded and damaged ones."""
+        content = self._content()
+        ordered = sorted([*content.runs.values(), *content.old], key=_sort_key)
         if self.path is None:
             self._memory = ordered
             return
-        content = b"".join(line + b"\n" for line in ordered)
-        if content == self.path.read_bytes():
+        settled = b"".join(line + b"\n" for line in ordered)
+        if settled == self.path.read_bytes():
             return
         new = self.path.with_name(f".{self.path.name}.new")
         with open(new, "wb") as file:
-            file.write(content)
+            file.write(settled)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(new, os.stat(self.path).st_mode)
@@ -184,22 +248,60 @@ class Store:
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """A line of the store: JSON with sorted keys, and non-finite numbers as strings."""
-    return json.dumps(_finite(line), sort_keys=True, allow_nan=False).encode()
+    """A line of the store: JSON with sorted keys, non-finite numbers as strings, and a checksum of it all as the last entry."""
+    content = json.dumps(_finite({**line, "format": FORMAT}), sort_keys=True, allow_nan=False).encode()
+    return content[:-1] + _SUM % _sum(content)
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest()[:32].encode()
+
+
+_LENGTH = len(_SUM % _sum(b""))
+
+
+def _unsealed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line whose checksum fits."""
+    content = line[:-_LENGTH] + b"}"
+    if line[-_LENGTH:] != _SUM % _sum(content):
+        return None
+    record = json.loads(content)
+    return record if isinstance(record, dict) and all(name in record for name in _NEEDED) else None
+
+
+def _is_old(line: bytes) -> bool:
+    """Whether this is a line of format 1."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(record, dict) or "format" in record or "sum" in record:
+        return False
+    return all(name in record for name in _NEEDED) and isinstance(record["key"], str)
+
+
+def _excerpt(line: bytes) -> str:
+    """What a damaged line still says of its run."""
+    variant, seed = (re.search(pattern, line) for pattern in (rb'"variant": "([^"]*)"', rb'"seed": (\d+)'))
+    if variant is None or seed is None:
+        return f"{line[:60]!r}..."
+    return f"variant {variant[1].decode(errors='replace')!r}, seed {seed[1].decode()}"
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # "nan", "inf" or "-inf", which float() accepts
     return value
 
 
-def _sort_key(item: tuple[str, bytes]) -> tuple[Any, ...]:
-    line = json.loads(item[1])
+def _sort_key(encoded: bytes) -> tuple[Any, ...]:
+    line = json.loads(encoded)
     swapped = sorted(line["swapped"].items())
-    return line["configuration"], line["seed"], len(line["off"]) + len(swapped), line["off"], swapped, item[0]
+    return line["configuration"], line["seed"], len(line["off"]) + len(swapped), line["off"], swapped, line["key"]
 
 
 def _sync_folder(folder: Path) -> None:

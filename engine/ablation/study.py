@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +17,23 @@ from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
 from .beginnings import Beginnings, report_equal_runs
-from .designs import Design
+from .designs import Design, factories_of, variants_of
+from .factors import Variants, with_arguments
+from .identity import Identity
+from .lines import differences, no_metric, to_line, to_result
+from .looks import Looks
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
-from .runs import Build, Outcome, Run, Task, compose, outcomes
-from .store import Store
+from .rows import sequence, spread
+from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
+from .store import Store, StoreError
 from .trial import candidates, close_match, start, try_out
+from .verdicts import check_margin
 
 if TYPE_CHECKING:
     from .report import Report
 
 __all__ = ["Study"]
-
-_VERSION = 1  # of the lines in the store
 
 
 class Study:
@@ -48,21 +49,29 @@ class Study:
         metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
         mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
             `run` find.
-        seeds: Distinct ints of 0 or more.
+        seeds: Distinct ints of 0 or more; by default 0 to 7, or as many as the last of the looks.
         store: File for the finished runs, such as "runs/ablation.jsonl"; studies may share it. None keeps them in memory.
         handlers: Names of the handlers that designs switch if they do not name their own. By default all enabled handlers that
             affect the training: with receivers in the phases CHANGE, FINALIZE or CONTROL, or an override. Handlers that write or
             show something, set up the model (devices, precision, processes), or announce metrics are omitted.
         run: Runs the engine if ``build`` returns only an engine.
-        config: Plain values by name, such as ``{"width": 64}``, that distinguish these runs from others in the store. The name
-            of ``build`` and the plain arguments of a ``functools.partial`` are included automatically. The code of ``build`` is
-            not: if you change it, use another ``config`` or another store.
+        config: Plain values by name, such as ``{"width": 64}``, that distinguish these runs from others in the store. What the
+            runs are made of is included automatically, and needs no mention: the code of ``build``, ``run`` and all that they
+            use outside of installed packages, their arguments and closures, the handlers with their arguments, the structure
+            of the model, and the versions of Python, torch and this package. If any of it changes, the runs are made again;
+            comments and docstrings do not count. Name here what that does not show, such as the version of data in a file.
         streams: Value for ``engine.streams``; None leaves it as built.
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.
+        margin: Largest difference that does not matter, in the unit of the metric; see `Report`.
+        looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no
+            more runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
+            Without, all seeds are run, and adding seeds later is reported as another look.
 
     Raises:
-        ValueError: from `plan` and `run`, for an invalid variant, or stored runs that had other handlers.
+        TypeError: for an argument of the wrong type; and if the runs are stored, no ``config`` is given, and ``build`` uses
+            something whose content cannot be digested, such as an open file.
+        ValueError: from `plan` and `run`, for an invalid variant, or stored runs that began with other weights or data.
         StoreError: if another study is writing the store.
 
     Example:
@@ -81,6 +90,7 @@ class Study:
         variant              finished  failed  to make  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
+        at best: the smallest p of 3 seeds is 0.25: no direction of any difference can be shown; that takes at least 6 seeds
         2 variants x 3 seeds: 6 of 6 runs to make, estimated time, run sequentially: unknown
     """
 
@@ -90,13 +100,15 @@ class Study:
         *,
         metric: str,
         mode: Literal["min", "max"] | None = None,
-        seeds: Iterable[int] = range(8),
+        seeds: Iterable[int] | None = None,
         store: str | os.PathLike[str] | None = None,
         handlers: Iterable[str] | None = None,
         run: Run | None = None,
         config: Mapping[str, Any] | None = None,
         streams: Literal["shared", "separate"] | None = "separate",
         files: bool = False,
+        margin: float | None = None,
+        looks: Sequence[int] | None = None,
     ) -> None:
         if isinstance(build, Engine) or not callable(build):
             raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
@@ -109,7 +121,14 @@ class Study:
         if mode is not None:
             check_choice(self, "mode", mode, ("min", "max"))
         self.mode: Literal["min", "max"] | None = mode
-        self.seeds = _seeds(seeds)
+        self.looks = None if looks is None else Looks(looks)
+        last = 8 if self.looks is None else self.looks.sizes[-1]
+        self.seeds = _seeds(range(last) if seeds is None else seeds)
+        if self.looks is not None and len(self.seeds) != last:
+            raise ValueError(
+                f"Study(looks={list(self.looks.sizes)}): the last look takes {last} seeds, and seeds= has {len(self.seeds)}"
+            )
+        self.margin = check_margin("Study", margin)
         self.store = Store(store)
         if isinstance(handlers, str):
             raise TypeError(f"Study(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
@@ -120,18 +139,13 @@ class Study:
         self.streams: Literal["shared", "separate"] | None = streams
         self.files = check_bool(self, "files", files)
         self.config = dict(config or {})
-        try:
-            identity = [_VERSION, _identity(build), self.config, streams]
-            self._configuration = hashlib.sha256(
-                json.dumps(identity, sort_keys=True, allow_nan=False).encode()
-            ).hexdigest()
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"Study(config={config!r}): expected plain values by name ({error})") from None
+        self._identity = Identity(build, run, self.config, streams, is_stored=store is not None)
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
         """The runs that `run` would make, and their estimated duration. Nothing is trained.
 
-        The composition is built once, and each variant is run up to STARTED, without files, to detect invalid ones.
+        The composition is built for the first seed, where each variant is run up to STARTED, without files, to detect invalid
+        ones; and once for the second seed, to know what depends on the seed.
 
         Args:
             designs: As for `run`.
@@ -142,18 +156,26 @@ class Study:
                 requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
         """
         check_bool("plan", "retry_failed", retry_failed)
-        with self._composed() as (engine, run):
+        factories = factories_of(designs)
+        self._identity.look_at_alternatives(factories)
+        usual = self._usual(designs)
+        with self._composed(self.seeds[0], usual) as (engine, run):
+            self._look_at(engine, usual)
+            begins = beginnings_of(engine)
             reference = start(engine, run, "the composition as built")
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
             if self.mode is None:
                 raise self._no_direction(reference)
-            variants = _variants(designs, candidates(engine, reference, self.handlers))
-            factories = _factories(designs)
+            variants = variants_of(designs, candidates(engine, reference, self.handlers))
             enabled = {}
             problems = []
             for variant in variants:
                 try:
-                    enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
+                    if variant.arguments == usual.arguments:
+                        enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
+                    else:
+                        with self._composed(self.seeds[0], variant) as (other, its_run):
+                            enabled[variant.name] = try_out(other, its_run, variant, factories, reference, self.metric)
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
@@ -164,7 +186,9 @@ class Study:
         lines = self.store.read()
         for variant in variants:
             for seed in self.seeds:
-                self._check_handlers(lines.get(self._key(variant, seed)), variant, enabled[variant.name])
+                line = lines.get(self._key(variant, seed))
+                comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
+                self._check_stored(line, variant, enabled[variant.name], begins if comparable else [])
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
@@ -175,23 +199,56 @@ class Study:
 
         Args:
             designs: One or more designs; variants with the same name must be identical.
-            workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, whose workers can
-                import ``build``; or 0 to make the runs in this process, as needed in a notebook. With worker processes, ``build``
-                and the factories of alternatives must be module-level functions.
+            workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, loky's or
+                submitit's, whose workers can import ``build``; or 0 to make the runs in this process, as needed in a notebook.
+                With worker processes, ``build`` and the factories of alternatives must be module-level functions.
             retry_failed: Whether to make failed runs again.
 
         Raises:
             KeyError: if a run ends without the metric, no handler announced it, and no other run has it.
         """
-        if not callable(getattr(workers, "submit", None)):
-            workers = check_int("run", "workers", workers, least=0)
+        workers = _workers("run", workers)
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
-                self._make(plan, _factories(designs), workers)
+                self._make_looks(plan, factories_of(designs), workers)
             finally:
                 self.store.settle()
         return self.report(*designs, plan=plan)
+
+    def verify(self, k: int, *designs: Design, workers: int | Executor = 0) -> tuple[PlannedRun, ...]:
+        """Make stored runs again and compare them with the store, bit for bit; the store stays as it is.
+
+        Args:
+            k: Number of runs to make again, spread evenly over the finished ones.
+            designs: As for `run`.
+            workers: As for `run`.
+
+        Returns:
+            The runs that were made again, all of them as in the store.
+
+        Raises:
+            StoreError: if a run comes to other numbers; both are named.
+            ValueError: if the store has no finished run of these designs.
+        """
+        check_int("verify", "k", k)
+        plan = self.plan(*designs)
+        lines = self.store.read()
+        stored = [run for run in plan.runs if run.status == "finished"]
+        if not stored:
+            raise ValueError("verify(): the store has no finished run of these designs; call run() first")
+        count = min(k, len(stored))
+        chosen = [stored[round(i * (len(stored) - 1) / max(1, count - 1))] for i in range(count)]
+        problems = []
+        for place, outcome in outcomes(self._tasks(chosen, factories_of(designs)), _workers("verify", workers)):
+            if found := differences(lines[chosen[place].key], outcome):
+                problems.append(f"- {chosen[place].variant.name!r} with seed {chosen[place].seed}: {found}")
+        if problems:
+            raise StoreError(
+                f"{len(problems)} of {count} runs came to other results than in the store:\n"
+                + "\n".join(sorted(problems))
+            )
+        return tuple(chosen)
 
     def report(self, *designs: Design, plan: Plan | None = None) -> Report:
         """The report on the runs in the store; makes no runs.
@@ -207,7 +264,16 @@ class Study:
             raise self._no_direction(())
         results = self.results(plan)
         report_equal_runs(results)
-        return Report(results, plan.variants, metric=self.metric, mode=self.mode, seeds=plan.seeds)
+        return Report(
+            results,
+            plan.variants,
+            metric=self.metric,
+            mode=self.mode,
+            seeds=plan.seeds,
+            margin=self.margin,
+            looks=self.looks,
+            seen=self._seen(plan),
+        )
 
     def results(self, plan: Plan) -> list[Result]:
         """The stored results of a plan, variant by variant."""
@@ -216,28 +282,62 @@ class Study:
         for variant in plan.variants:
             for run in plan.runs:
                 if run.variant is variant and (line := lines.get(run.key)) is not None:
-                    found.append(self._result(variant, line))
+                    found.append(to_result(variant.name, line, self.metric))
         return found
+
+    def _seen(self, plan: Plan) -> list[int]:
+        """The numbers of seeds for which the stored runs were made: a look each."""
+        lines = self.store.read()
+        found = (lines.get(run.key, {}).get("look") for run in plan.runs)
+        return sorted({look for look in found if look is not None})
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _composed(self) -> Iterator[tuple[Engine, Run]]:
-        with unchanged_random_state():
-            yield compose(self.build, self.own_run, self.streams, self.files, self.seeds[0])
+    def _composed(self, seed: int, variant: Variant) -> Iterator[tuple[Engine, Run]]:
+        with unchanged_random_state(), one_thread():
+            yield compose(with_arguments(self.build, variant), self.own_run, self.streams, self.files, seed)
+
+    def _usual(self, designs: Sequence[Design]) -> Variant:
+        """The baseline's arguments of build."""
+        given = [design.variants([])[0] for design in designs if isinstance(design, Variants)]
+        return given[0] if given else Variant(BASELINE)
+
+    def _look_at(self, engine: Engine, usual: Variant) -> None:
+        """Take the composition into the keys of the runs."""
+        if len(self.seeds) > 1 and self._identity.needs_two:
+            try:
+                with self._composed(self.seeds[1], usual) as (other, _):
+                    self._identity.look_at(engine, other)
+                return
+            except Exception:  # the runs of that seed will fail, and say why
+                pass
+        self._identity.look_at(engine)
 
     def _key(self, variant: Variant, seed: int) -> str:
-        identity = [self._configuration, sorted(variant.off), sorted(variant.swapped), seed]
-        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        return self._identity.key(variant, seed)
 
-    def _check_handlers(self, line: Mapping[str, Any] | None, variant: Variant, enabled: list[str]) -> None:
-        if line is None or line["error"] is not None or line["handlers"] == enabled:
+    def _check_stored(
+        self, line: Mapping[str, Any] | None, variant: Variant, enabled: list[str], begins: Sequence[str]
+    ) -> None:
+        """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now."""
+        if line is None or line["error"] is not None:
             return
-        differing = sorted({*line["handlers"]} ^ {*enabled})
-        raise ValueError(
-            f"the stored run of {variant.name!r} with seed {line['seed']} was made with other handlers than build attaches now: "
-            f"they differ in {', '.join(differing)}; set config= to distinguish the two compositions, or use another store"
-        )
+        what = ""
+        if line["handlers"] != enabled:
+            differing = sorted({*line["handlers"]} ^ {*enabled})
+            what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
+        else:
+            names = [
+                name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
+            ]
+            if names:
+                what = f"began with other {' and other '.join(names)} than a run would begin with now"
+        if what:
+            raise ValueError(
+                f"the stored run of {variant.name!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use "
+                "another store"
+            )
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         took: dict[str, list[float]] = {}
@@ -245,7 +345,7 @@ class Study:
         for variant in variants:
             for seed in self.seeds:
                 line = lines.get(self._key(variant, seed))
-                result = None if line is None else self._result(variant, line)
+                result = None if line is None else to_result(variant.name, line, self.metric)
                 statuses[variant.name, seed] = (
                     "missing" if result is None else "finished" if result.value is not None else "failed"
                 )
@@ -254,7 +354,7 @@ class Study:
         every = [
             line["timing"]["seconds"]
             for line in lines.values()
-            if line["configuration"] == self._configuration and line["error"] is None
+            if line["configuration"] == self._identity.provenance.key and line["error"] is None
         ]
         runs = []
         for seed in self.seeds:
@@ -271,18 +371,50 @@ class Study:
                         sum(known) / len(known) if known else None,
                     )
                 )
-        return Plan(tuple(variants), self.seeds, tuple(runs))
+        results = [
+            to_result(variant.name, line, self.metric)
+            for variant in variants
+            for seed in self.seeds
+            if (line := lines.get(self._key(variant, seed))) is not None
+        ]
+        sizes = () if self.looks is None else self.looks.sizes
+        notes = self._identity.notes(variants, self.seeds, lines, self.store.old())
+        return Plan(tuple(variants), self.seeds, tuple(runs), notes, self.metric, spread(results), sizes)
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def _make(
+    def _make_looks(
         self, plan: Plan, factories: Mapping[tuple[str, str], Callable[[], Handler]], workers: int | Executor
     ) -> None:
-        runs = plan.to_make
+        """Make the runs of all looks, or of as many as it takes to decide on all variants."""
+        if self.looks is None:
+            self._make(plan, plan.to_make, len(self.seeds), factories, workers)
+            return
+        assert self.mode is not None
+        left = list(plan.to_make)
+        while left:
+            made = sequence(
+                self.results(plan),
+                plan.variants,
+                mode=self.mode,
+                baseline=BASELINE,
+                seeds=self.seeds,
+                looks=self.looks,
+            )
+            if made.next is None:
+                return
+            names = {BASELINE, *made.undecided}
+            runs = [run for run in left if run.seed in self.seeds[: made.next] and run.variant.name in names]
+            self._make(plan, runs, made.next, factories, workers)
+            left = [run for run in left if run not in runs] if runs else []
+
+    def _tasks(
+        self, runs: Sequence[PlannedRun], factories: Mapping[tuple[str, str], Callable[[], Handler]]
+    ) -> list[Task]:
         nonce = secrets.token_hex(8)
-        tasks = [
+        return [
             Task(
-                self.build,
+                with_arguments(self.build, run.variant),
                 self.own_run,
                 self.streams,
                 self.files,
@@ -293,13 +425,23 @@ class Study:
             )
             for run in runs
         ]
+
+    def _make(
+        self,
+        plan: Plan,
+        runs: Sequence[PlannedRun],
+        look: int,
+        factories: Mapping[tuple[str, str], Callable[[], Handler]],
+        workers: int | Executor,
+    ) -> None:
+        tasks = self._tasks(runs, factories)
         has_metric = any(run.status == "finished" for run in plan.runs)
         beginnings = Beginnings()
         made = outcomes(tasks, workers)
         # No bar without a terminal, where it would fill the log. Stored runs count as done, but not towards the speed.
         with tqdm(
-            total=len(plan.runs),
-            initial=len(plan.runs) - len(runs),
+            total=len(plan.runs) - len(plan.to_make) + len(runs),
+            initial=len(plan.runs) - len(plan.to_make),
             desc="study",
             unit="run",
             disable=None,
@@ -308,45 +450,23 @@ class Study:
             try:
                 for place, outcome in made:
                     has_metric |= self.metric in outcome.metrics
-                    beginnings.compare(runs[place].seed, outcome.begins)
+                    if runs[place].variant.arguments == plan.variants[0].arguments:
+                        beginnings.compare(runs[place].seed, outcome.begins)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
-                        raise KeyError(self._no_metric(runs[place].variant.name, outcome.announced))
-                    self.store.append(self._line(runs[place], outcome))
+                        raise KeyError(no_metric(self.metric, runs[place].variant.name, outcome.announced))
+                    line = to_line(
+                        runs[place],
+                        outcome,
+                        self._identity.provenance,
+                        config=self.config,
+                        metric=self.metric,
+                        mode=self.mode,
+                    )
+                    self.store.append({**line, "look": look})
                     bar.update()
             finally:
                 if (close := getattr(made, "close", None)) is not None:
                     close()
-
-    def _line(self, run: PlannedRun, outcome: Outcome) -> dict[str, Any]:
-        return {
-            "config": self.config,
-            "configuration": self._configuration,
-            "error": outcome.error,
-            "handlers": list(outcome.handlers),
-            "key": run.key,
-            "metrics": outcome.metrics,
-            "off": sorted(run.variant.off),
-            "seed": run.seed,
-            "steps": outcome.steps,
-            "swapped": dict(run.variant.swapped),
-            "timing": {"memory": outcome.memory, "seconds": outcome.seconds},
-        }
-
-    def _result(self, variant: Variant, line: Mapping[str, Any]) -> Result:
-        metrics = {name: float(value) for name, value in line["metrics"].items()}
-        error = line["error"]
-        if error is None and self.metric not in metrics:
-            error = f"KeyError: {self._no_metric(variant.name, metrics)}"
-        return Result(
-            variant.name,
-            line["seed"],
-            None if error is not None else metrics[self.metric],
-            metrics,
-            line["steps"],
-            line["timing"]["seconds"],
-            line["timing"]["memory"],
-            error,
-        )
 
     def _no_direction(self, there: Iterable[str]) -> ValueError:
         names = sorted(there)
@@ -355,67 +475,20 @@ class Study:
             f"Announced metrics: {', '.join(names) or 'none'}{close_match(self.metric, names)}"
         )
 
-    def _no_metric(self, variant: str, there: Iterable[str]) -> str:
-        names = sorted(there)
-        return (
-            f"the run of {variant!r} ended without the metric {self.metric!r}, or it is not a scalar. "
-            f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{close_match(self.metric, names)}"
-        )
-
 
 def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
     if isinstance(seeds, int) or not isinstance(seeds, Iterable):
         raise TypeError(f"Study(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
     found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
     if not found:
-        raise ValueError("Study(seeds=[]): expected at least one seed; five comparisons need 8")
+        raise ValueError("Study(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
     if len(set(found)) < len(found) or max(found) >= 2**32:
         raise ValueError(f"Study(seeds={list(found)}): expected distinct ints less than 2**32")
     return found
 
 
-def _identity(build: object) -> Any:
-    """The name of a function; for a partial, also its arguments that are plain values."""
-    if isinstance(build, functools.partial):
-        arguments = [*enumerate(build.args), *build.keywords.items()]
-        plain = {
-            str(key): value for key, value in arguments if value is None or isinstance(value, str | int | float | bool)
-        }
-        return [_identity(build.func), plain]
-    return getattr(build, "__qualname__", type(build).__qualname__)
-
-
-def _variants(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:
-    if not designs:
-        raise TypeError("expected at least one design, such as LeaveOneOut()")
-    found: dict[str, Variant] = {}
-    for design in designs:
-        if not isinstance(design, Design):
-            hint = f"{design.__name__}()" if isinstance(design, type) else "such as LeaveOneOut()"
-            raise TypeError(f"{design!r} is not a design; pass an instance, {hint}")
-        for variant in design.variants(candidates):
-            other = found.setdefault(variant.name, variant)
-            if (other.off, other.swapped) != (variant.off, variant.swapped):
-                raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
-    if BASELINE not in found:
-        raise ValueError(
-            f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
-        )
-    if len(found) == 1:
-        raise ValueError(
-            "the design has no variant to compare with the baseline. Handlers that affect the training: "
-            f"{', '.join(candidates) or 'none'}; name others with Study(handlers=[...])"
-        )
-    return list(found.values())
-
-
-def _factories(designs: Sequence[Design]) -> dict[tuple[str, str], Callable[[], Handler]]:
-    return {
-        (name, alternative): factory
-        for design in designs
-        for name, factories in design.factories.items()
-        for alternative, factory in factories.items()
-    }
+def _workers(method: str, workers: int | Executor) -> int | Executor:
+    return workers if callable(getattr(workers, "submit", None)) else check_int(method, "workers", workers, least=0)
 
 
 def _message(error: Exception) -> str:

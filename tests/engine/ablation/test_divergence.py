@@ -20,11 +20,14 @@ from signalfire.ablation.divergence import Divergence, divergence
 from signalfire.handlers import (
     EMA,
     Accuracy,
+    Average,
     Checkpoint,
+    CSVLogger,
     Cutout,
     EarlyStopping,
     GradientAccumulation,
     GradientClipping,
+    History,
     LabelSmoothing,
     LRScheduling,
     Metrics,
@@ -33,6 +36,7 @@ from signalfire.handlers import (
     Preemption,
     Seeding,
     SharpnessAwareMinimization,
+    Throughput,
     Validation,
 )
 from signalfire.randomness import random_state
@@ -412,3 +416,77 @@ def test_what_is_looked_at_is_what_all_receivers_have_made_of_the_event() -> Non
                 p.grad.mul_(2)
 
     assert place(found(Late()))[0] == "GRADIENTS_READY"
+
+
+# ---- what handlers keep, metrics and files -----------------------------------------------------------------------------
+
+
+def evaluated(decay: float | None) -> Build:
+    """A training whose evaluations use the averages, if there are any."""
+
+    def build() -> Engine:
+        engine = make_engine()
+        evaluator = Engine(Update.supervised(cross_entropy), model=engine.model)
+        evaluator.attach(Metrics(loss=Average()))
+        engine.attach(Validation(evaluator, DataLoader(make_dataset(), 6), every="3it", prefix="val_"))
+        if decay is not None:
+            engine.attach(EMA(decay))
+        return engine
+
+    return build
+
+
+def test_averages_and_the_metrics_measured_with_them_part_the_runs() -> None:
+    averages = divergence(evaluated(0.9), evaluated(0.5), run=train)
+    assert place(averages)[1:3] == (2, "handlers")
+    assert averages is not None
+    assert averages.name.startswith("ema: ")
+    assert "the state of handler ema: " in str(averages)
+    metrics = divergence(evaluated(0.9), evaluated(None), run=train)
+    assert place(metrics) == ("ITERATION_COMPLETED", 3, "metrics", "val_loss")
+    assert "the metric val_loss differs by up to " in str(metrics)
+    training = ("parameters", "gradients", "optimizer", "random")
+    assert divergence(evaluated(0.9), evaluated(0.5), run=train, watch=training) is None
+    assert divergence(evaluated(0.9), evaluated(0.9), run=train) is None
+
+
+def test_metrics_of_time_do_not_part_the_runs() -> None:
+    def timed() -> Engine:
+        return make_engine(Throughput(), History())
+
+    assert divergence(timed, timed, run=train) is None
+
+
+def test_files_are_compared_where_each_run_has_its_folder(tmp_path: Path) -> None:
+    def logged(folder: str, text: str) -> Build:
+        (tmp_path / folder).mkdir(exist_ok=True)
+
+        def build() -> Engine:
+            engine = make_engine(Metrics(accuracy=Accuracy()), CSVLogger(tmp_path / folder / "log.csv"))
+            (tmp_path / folder / "note.txt").write_text(text)
+            return engine
+
+        return build
+
+    folders = (tmp_path / "a", tmp_path / "b")
+    assert divergence(logged("a", "x"), logged("b", "x"), run=train, files=folders) is None
+    assert (tmp_path / "a" / "log.csv").read_bytes() == (tmp_path / "b" / "log.csv").read_bytes() != b""
+    parted = divergence(logged("a", "x"), logged("b", "y!"), run=train, files=folders)
+    assert place(parted)[0::2] == ("COMPLETED", "files")
+    assert str(parted).endswith("the file note.txt differs (1 and 2 bytes).")
+    (tmp_path / "b" / "more.txt").touch()
+    parted = divergence(logged("a", "x"), logged("b", "x"), run=train, files=folders)
+    assert str(parted).endswith("the file more.txt differs (only run 'b' has one).")
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "error", "message"),
+    [
+        ("a", {}, TypeError, r"divergence\(files='a'\): expected two folders"),
+        (("a", "./a"), {}, ValueError, "each run needs a folder of its own"),
+        (("a", "b"), {"watch": "loss"}, ValueError, "add 'files' to watch, or leave files out"),
+    ],
+)
+def test_folders_that_cannot_be_compared_are_refused(files: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        divergence(make_engine, make_engine, run=train, files=files, **options)

@@ -59,11 +59,11 @@ def test_a_failed_baseline_takes_the_pair_away_and_this_is_said() -> None:
     assert found.rows[1].without_pair == (4,)
     assert found.rows[1].comparison is not None
     assert found.rows[1].comparison.n == 7
-    assert '"- ema": seed 4 omitted, because the baseline has no such run' in found.warnings()
+    assert '"- ema": seed 4 omitted from the differences, because the baseline has no such run' in found.warnings()
     assert '"baseline", seed 4: failed: ValueError: boom' in found.warnings()
     baseline, ema = found.sentences()
     assert "1 of its 8 runs failed (seed 4: ValueError: boom)." in baseline
-    assert ema.endswith("Seed 4 is omitted, because the baseline did not finish it.")
+    assert ema.endswith("Seed 4 is omitted from the differences, because the baseline did not finish it.")
 
 
 def test_a_report_without_any_result_is_one_of_missing_runs() -> None:
@@ -95,7 +95,7 @@ def test_the_terminal_table() -> None:
         "variant runs accuracy sd diff 95 % interval p p adj d_z seconds steps memory",
         "-" * len(found.splitlines()[1]),
         "baseline 8/8 0.916 0.014 - - - - - 12.3 1200 412 MB",
-        "- ema 8/8 0.900 0.016 -0.016 [-0.022, -0.010] 0.008 0.008 -2.18 123 1200 -",
+        "- ema 8/8 0.900 0.016 -0.016 [-0.023, -0.010] 0.008 0.008 -2.18 123 1200 -",
     ]
     assert len({len(line) for line in found.splitlines()[:2]}) == 1
     assert "larger is better" in found
@@ -129,7 +129,7 @@ def test_every_table_fits_120_columns_and_says_all_names_and_counts(
     json.dumps(found.to_dict(), allow_nan=False)
     read = list(csv.reader(io.StringIO(found.csv())))
     assert [line[0] for line in read[1:]] == ["baseline", *names]
-    assert {len(line) for line in read} == {18}
+    assert {len(line) for line in read} == {22}
     cells = {len(re.findall(r"(?<!\\)\|", line)) for line in found.markdown().splitlines() if line.startswith("|")}
     assert cells == {13}
     body = found.latex().split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
@@ -139,9 +139,10 @@ def test_every_table_fits_120_columns_and_says_all_names_and_counts(
 def test_csv_holds_every_digit() -> None:
     found = report({"- ema": WORSE})
     lines = list(csv.DictReader(io.StringIO(found.csv())))
-    comparison = found.rows[1].comparison
-    assert comparison is not None
-    assert float(lines[1]["low"]) == comparison.low
+    conclusion = found.rows[1].conclusion
+    assert conclusion is not None
+    assert float(lines[1]["low"]) == conclusion.low
+    assert (lines[0]["verdict"], lines[1]["verdict"], lines[1]["failed_pairs_variant"]) == ("", "worse", "0")
     assert float(lines[1]["p_adjusted"]) == found.rows[1].adjusted
     assert lines[0]["difference"] == lines[0]["p"] == ""
 
@@ -151,7 +152,7 @@ def test_latex_is_escaped_and_uses_booktabs() -> None:
     text = report({name: WORSE}, [Variant("baseline"), Variant(name)], metric="top_1").latex()
     escaped = (
         r"50\% \& \$a\_b\$ \#1 \{x\} \textasciitilde{} \textasciicircum{} \textbackslash{} $<$z$>$ & 8/8 & 0.900 & "
-        r"0.016 & $-$0.016 & [$-$0.022, $-$0.010] & 0.008 & 0.008 & $-$2.18 & 0.0 & 0 & -- \\"
+        r"0.016 & $-$0.016 & [$-$0.023, $-$0.010] & 0.008 & 0.008 & $-$2.18 & 0.0 & 0 & -- \\"
     )
     assert escaped in text.splitlines()
     assert (
@@ -172,7 +173,7 @@ def test_to_dict_is_json_and_holds_every_seed() -> None:
     assert found["rows"][1]["differences"] == {str(seed): one / 100 for seed, one in enumerate(WORSE)}
     assert found["rows"][1]["comparison"]["p"] == found["rows"][1]["adjusted"] == 2 / 256
     assert found["rows"][1]["comparison"]["exact"] is True
-    assert found["rows"][1]["variant"] == {"name": "- ema", "off": ["ema"], "swapped": [], "level": {}}
+    assert found["rows"][1]["variant"] == {"name": "- ema", "off": ["ema"], "swapped": [], "level": {}, "arguments": {}}
     assert found["seeds_needed"] == 6
     assert found["sentences"] == report({"- ema": WORSE}).sentences()
 
@@ -192,7 +193,7 @@ def test_a_factorial_design_shows_its_effects() -> None:
     assert [one.name for one in found.effects(1)] == ["ema", "mixup"]
     table = str(found).split("\n\n")[1]
     assert [line.split("  ")[0] for line in table.splitlines()[2:]] == ["ema", "mixup", "ema x mixup"]
-    assert "Holm over 3 effects" in str(found)
+    assert "jointly over 3 effects" in str(found)
     assert "| ema x mixup | 8/8 |" in found.markdown()
     part = report({"- ema": WORSE}, FACTORIAL[:2])
     assert "estimate" not in str(part)

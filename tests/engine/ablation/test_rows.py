@@ -7,10 +7,11 @@ import random
 
 import pytest
 
+from signalfire.ablation.joint import step_down
 from signalfire.ablation.report import Report
 from signalfire.ablation.results import Result, Variant
 from signalfire.ablation.rows import make_rows
-from signalfire.ablation.statistics import compare, exact, holm
+from signalfire.ablation.statistics import compare, exact
 from tests.engine.ablation.reports import BASE, BETTER, NOTHING, WORSE, report, results, without
 
 
@@ -34,7 +35,8 @@ def test_differences_are_paired_by_seed_and_p_is_adjusted_over_all_variants() ->
     found = report({"- ema": WORSE, "- mixup": NOTHING, "- clip": BETTER})
     compared = [compare([exact(one / 100) for one in changes]) for changes in (WORSE, NOTHING, BETTER)]
     assert [row.comparison for row in found.rows[1:]] == compared
-    assert [row.adjusted for row in found.rows[1:]] == holm([one.p for one in compared])
+    rows = [{seed: exact(one / 100) for seed, one in enumerate(changes)} for changes in (WORSE, NOTHING, BETTER)]
+    assert [row.adjusted for row in found.rows[1:]] == step_down(rows)
     assert found.comparisons == 3
     runs = [Result(row.variant.name, seed, value) for row in found.rows for seed, value in row.values.items()]
     random.Random(0).shuffle(runs)
@@ -45,8 +47,13 @@ def test_differences_are_paired_by_seed_and_p_is_adjusted_over_all_variants() ->
 def test_a_variant_without_any_pair_belongs_to_the_family() -> None:
     found = report({"- ema": WORSE[:6], "- mixup": [None] * 6})
     assert found.comparisons == 2
-    assert found.rows[1].adjusted == 2 * 2 / 64
-    assert found.rows[2].adjusted == 1.0
+    assert [row.adjusted for row in found.rows[1:]] == [2 / 64, 2 / 64], (
+        "failing whenever the baseline finishes is worse"
+    )
+    assert [row.verdict for row in found.rows[1:]] == ["worse", "worse"]
+    runs = [Result("baseline", seed, value) for seed, value in found.rows[0].values.items()]
+    none = Report(runs, [Variant("baseline"), without("ema")], metric="accuracy", mode="max")
+    assert (none.rows[1].adjusted, none.rows[1].verdict) == (1.0, "undecided")
 
 
 def test_seeds_that_were_planned_and_never_run_are_missing() -> None:
@@ -93,7 +100,9 @@ def test_results_that_belong_nowhere_or_twice_are_refused() -> None:
 def test_any_variant_may_be_the_baseline_and_the_others_keep_their_order() -> None:
     names = ["a", "b", "c", "d"]
     runs = [Result(name, seed, place / 10 + seed) for place, name in enumerate(names) for seed in (0, 1)]
-    rows = make_rows(runs, [Variant(name) for name in names], metric="loss", baseline="c", seeds=(0, 1), level=0.95)
+    rows = make_rows(
+        runs, [Variant(name) for name in names], metric="loss", mode="min", baseline="c", seeds=(0, 1), level=0.95
+    )
     assert [row.variant.name for row in rows] == ["c", "a", "b", "d"]
     assert [dict(row.differences) for row in rows] == [{}, {0: -0.2, 1: -0.2}, {0: -0.1, 1: -0.1}, {0: 0.1, 1: 0.1}]
 

@@ -15,21 +15,22 @@ from tests.engine.ablation.reports import BASE, BETTER, NOTHING, WORSE, report, 
 def test_sentences_of_leaving_one_out() -> None:
     found = report({"- ema": WORSE, "- mixup": BETTER, "- clip": NOTHING, "- noise": [0] * 8, "- sched": [-2] * 8})
     assert found.sentences() == [
-        "Without ema, accuracy fell by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
+        "Without ema, accuracy fell by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
         "it contributes.",
-        "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 1.0 to 2.2, p = 0.039 adjusted, 8 seeds): "
+        "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
         "the composition is better without it.",
         "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
-        "-1.0 to 1.3, p = 1 adjusted).",
+        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is found with a probability of 80 %, a smaller one "
+        "may exist.",
         "Without noise, accuracy was exactly the same with all 8 seeds.",
         "Without sched, accuracy fell by 2.0 percentage points (the same with every seed, so there is no interval, "
-        "p = 0.039 adjusted, 8 seeds): it contributes.",
+        "p = 0.0078 adjusted, 8 seeds): it contributes.",
     ]
 
 
 def test_sentences_know_which_direction_is_better() -> None:
     found = report({"- ema": BETTER, "- mixup": WORSE}, metric="loss", mode="min")
-    assert "loss rose by 0.016 (95 % interval 0.010 to 0.022" in found.sentences()[0]
+    assert "loss rose by 0.016 (95 % interval 0.010 to 0.024" in found.sentences()[0]
     assert found.sentences()[0].endswith("it contributes.")
     assert found.sentences()[1].endswith("the composition is better without it.")
 
@@ -76,32 +77,45 @@ def test_sentences_say_what_a_variant_changes(
 
 def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
-    assert found.needed == 8
+    assert found.needed == 6
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, which Holm multiplies by up to 5; for 0.05, at least "
-        "8 seeds are needed."
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so that no direction is stated; for 0.05, at least "
+        "6 seeds are needed."
     ]
-    for sentence in found.sentences():
-        assert sentence.endswith("but 5 seeds are too few for 5 comparisons: at least 8 seeds are needed.")
+    for name, sentence in zip("abcde", found.sentences(), strict=True):
+        assert sentence == (
+            f"Without {name}, 5 seeds are too few to say in which direction accuracy changes: at least 6 seeds are needed."
+        )
     assert report({"- a": WORSE[:5]}).needed == 6
     assert report({"- a": WORSE[:6]}).warnings() == []
-    assert "at least 8 seeds" in " ".join(str(found).split())
+    assert "at least 6 seeds" in " ".join(str(found).split())
     assert report({"- a": WORSE[:5]}, level=0.9).needed == 5
 
 
 def test_what_is_significant_only_before_the_adjustment_is_not_called_a_difference() -> None:
-    almost = [-1, -2, -1, -3, -2, -1, -1, 0.5]
-    found = report({"- a": almost} | {f"- {name}": NOTHING for name in "bcde"})
+    almost = [-1, -2, -1, -3, -2, -1, -1, 1]
+    others = {
+        "- b": [1, 1, -2, 0, 2, 1, 1, 0],
+        "- c": [1, 0, 2, -1, 2, -1, 0, -1],
+        "- d": [-2, 2, 0, 2, 3, 2, -1, 0],
+        "- e": [-2, 3, -2, 3, 0, 1, 2, -2],
+    }
+    found = report({"- a": almost} | others)
     row = found.rows[1]
     assert row.comparison is not None
     assert row.adjusted is not None
     assert row.comparison.p < 0.05 < row.adjusted
-    assert row.comparison.high < 0  # nor does the interval decide, which is not adjusted
+    assert row.comparison.high < 0  # Student's interval, which is not adjusted
+    assert row.conclusion is not None
+    assert row.conclusion.high >= 0
     assert found.sentences()[0].startswith("Without a, accuracy shows no significant difference with 8 seeds")
 
 
 def test_only_the_variants_with_too_few_pairs_are_named() -> None:
-    found = report({"- a": [*WORSE[:5], None], "- b": WORSE[:6]}, seeds=range(6), level=0.9)
+    base: list[float | None] = [number / 100 for number in BASE[:6]]
+    runs = results("baseline", base) + results("- a", [0.8] * 5) + results("- b", [0.8] * 6)
+    variants = [Variant("baseline"), without("a"), without("b")]
+    found = Report(runs, variants, metric="accuracy", mode="max", seeds=range(6))
     assert found.needed == 6
     (few,) = [line for line in found.warnings() if line.startswith("Too few")]
     assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
@@ -110,10 +124,11 @@ def test_only_the_variants_with_too_few_pairs_are_named() -> None:
 def test_one_pair_or_none_is_reported_as_such() -> None:
     found = report({"- a": [-1, None], "- b": [None, None]})
     one, none = found.sentences()
-    assert one.startswith("Without a, accuracy fell by 1.00 percentage points (1 seed), but 1 seed is too few")
-    assert none.startswith(
-        "Without b, accuracy cannot be compared: no seed finished both in this variant and in the baseline."
+    assert one.startswith(
+        "Without a, runs failed: only this variant's in 1 pair of 2, only the baseline's in 0, both in 0 (Mc"
     )
+    assert "That is too few pairs to say more: at least 6 seeds are needed." in one
+    assert "fell" not in one + none
     assert "2 of its 2 runs failed" in none
     assert "0/2" in str(found)
     assert [line.split(":")[0] for line in found.warnings()] == [
@@ -133,7 +148,7 @@ def test_percentage_points_are_for_accuracies_up_to_one_or_on_request() -> None:
     runs = results("baseline", [float(number) for number in BASE])
     runs += results("- a", [float(number + one) for number, one in zip(BASE, WORSE, strict=True)])
     in_percent = Report(runs, [Variant("baseline"), without("a")], metric="accuracy", mode="max")
-    assert "fell by 1.6 (95 % interval 1.0 to 2.2" in in_percent.sentences()[0]
+    assert "fell by 1.6 (95 % interval 1.0 to 2.3" in in_percent.sentences()[0]
 
 
 def test_several_handlers_that_are_replaced_are_all_named() -> None:
@@ -161,12 +176,14 @@ def test_runs_that_the_baseline_lacks_are_counted_in_every_sentence() -> None:
         "2 of its 9 runs failed (seed 0: ValueError: boom; seed 1: ValueError: boom). "
         "1 of its 9 runs is missing (seed 8)."
     )
-    left_out = "Seeds 0 and 1 are omitted, because the baseline did not finish them."
+    left_out = "Seeds 0 and 1 are omitted from the differences, because the baseline did not finish them."
     assert ema.endswith(f"1 of its 9 runs is missing (seed 8). {left_out}")
     assert mixup.endswith(
         f"1 of its 9 runs failed (seed 7: ValueError: boom). 1 of its 9 runs is missing (seed 8). {left_out}"
     )
-    assert '"- ema": seeds 0 and 1 omitted, because the baseline has no such run' in found.warnings()
+    assert (
+        '"- ema": seeds 0 and 1 omitted from the differences, because the baseline has no such run' in found.warnings()
+    )
 
 
 def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
@@ -174,4 +191,47 @@ def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
     assert found.needed is None
     (warning,) = found.warnings()
     assert warning.endswith("for 1e-07, no number of seeds is enough.")
-    assert found.sentences()[0].endswith("but 8 seeds are too few for 1 comparison: no number of seeds is enough.")
+    assert found.sentences()[0].endswith("accuracy changes: no number of seeds is enough.")
+
+
+FACTORIAL = [
+    Variant("baseline", level=(("ema", True), ("mixup", True))),
+    Variant("- ema", frozenset({"ema"}), level=(("ema", False), ("mixup", True))),
+    Variant("- mixup", frozenset({"mixup"}), level=(("ema", True), ("mixup", False))),
+    Variant("- ema - mixup", frozenset({"ema", "mixup"}), level=(("ema", False), ("mixup", False))),
+]
+
+
+def test_effects_and_interactions_have_sentences() -> None:
+    # ema is worth 4 points with mixup and 2 without it; mixup nothing on average: -1 alone, and +1 with ema.
+    changes: dict[str, Sequence[float | None]] = {
+        "- ema": [-4.1, -3.9, -4.2, -3.8, -4.0, -4.1, -3.9, -4.0],
+        "- mixup": [-1, -1.1, -0.9, -1, -1.2, -0.8, -1, -1],
+        "- ema - mixup": [-3.0, -3.1, -2.9, -3.0, -3.2, -2.8, -3.1, -2.9],
+    }
+    ema, mixup, both = report(changes, FACTORIAL).sentences()[3:]
+    assert ema.startswith(
+        "ema raises accuracy by 3.0 percentage points, averaged over the other factors (95 % interval 2."
+    )
+    assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
+    assert mixup.startswith("mixup has no significant effect on accuracy (")
+    assert mixup.endswith(" is found with a probability of 80 %, a smaller one may exist.")
+    assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
+    assert "contributes" not in both
+    worse = report(changes, FACTORIAL, mode="min").sentences()[3]
+    assert worse.endswith("): the composition is better without it.")
+    wide = report(changes, FACTORIAL, margin=0.05).sentences()[3:]
+    assert all(" by less than 5.0 percentage points (" in sentence for sentence in wide)
+
+
+def test_effects_of_too_few_seeds_and_of_failed_runs_are_said() -> None:
+    few = {"- ema": WORSE[:4], "- mixup": NOTHING[:4], "- ema - mixup": WORSE[:4]}
+    sentences = report(few, FACTORIAL).sentences()[3:]
+    assert (
+        sentences[0]
+        == "ema: 4 seeds are too few to say in which direction accuracy changes: at least 6 seeds are needed."
+    )
+    failed: dict[str, Sequence[float | None]] = {"- ema": WORSE, "- mixup": [None, *WORSE[1:]], "- ema - mixup": WORSE}
+    ema = report(failed, FACTORIAL).sentences()[3]
+    assert ema.endswith(" (Seed 0 omitted, as not all of the runs finished: conditional on that.)")
+    assert "contributes" not in ema

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from signalfire.ablation.joint import intervals, step_down
 from signalfire.ablation.results import Result, Variant
 from signalfire.ablation.statistics import compare, effects, exact, fewest_seeds, holm
 from tests.kit import campaign
@@ -199,7 +200,7 @@ def factorial(seeds: int = 6, noise: float = 0.3) -> list[Result]:
     for seed in range(seeds):
         of_seed = generator.gauss(0, 2)
         for variant in CELLS:
-            on = dict(variant.level)
+            on = {name: bool(level) for name, level in variant.level}
             value = 5 + of_seed + 1.0 * on["ema"] - 2.0 * on["mixup"] + 3.0 * (on["ema"] and on["clip"])
             results.append(Result(variant.name, seed, value + generator.gauss(0, noise)))
     return results
@@ -224,7 +225,9 @@ def test_effects_are_those_of_least_squares() -> None:
         list(found["ema", "clip"].contrasts.values())
     )  # paired within the seed: what all of its runs share is gone
     assert found["ema", "clip"].name == "ema x clip"
-    assert [one.adjusted for one in found.values()] == holm([one.comparison.p for one in found.values()])
+    contrasts = [{seed: exact(one) for seed, one in effect.contrasts.items()} for effect in found.values()]
+    assert [one.adjusted for one in found.values()] == step_down(contrasts)
+    assert [(one.low, one.high) for one in found.values()] == intervals(contrasts)
 
 
 def test_effects_without_noise_are_what_was_put_in() -> None:

@@ -1,17 +1,20 @@
-"""The store: each line survives, a line that was cut off does no harm, and two studies do not write at once."""
+"""The store: each line survives, one that was cut off or damaged does no harm, and two studies do not write at once."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from signalfire.ablation import StoreError
+from signalfire.ablation import LeaveOneOut, StoreError, StoreWarning
 from signalfire.ablation.store import Store
+from tests.engine.ablation.builds import make_study
 from tests.kit import python
 
 
@@ -87,6 +90,110 @@ def test_lines_of_others_keep_their_bytes(tmp_path: Path) -> None:
         store.append(line("a"))
         store.settle()
     assert foreign in path.read_bytes()
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The store of a small study."""
+    path = tmp_path_factory.mktemp("whole") / "store.jsonl"
+    make_study(store=path).run(LeaveOneOut(["ema"]), workers=0)
+    return path.read_bytes()
+
+
+def numbers_of(path: Path) -> dict[str, Any]:
+    return {key: {**one, "timing": None} for key, one in Store(path).read().items()}
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_a_flipped_bit_never_gives_other_numbers(count: int, whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    path.write_bytes(whole)
+    right = numbers_of(path)
+    draws = random.Random(count)
+    lost = named = 0
+    for _ in range(count):
+        damaged = bytearray(whole)
+        damaged[draws.randrange(len(whole))] ^= 1 << draws.randrange(8)
+        path.write_bytes(damaged)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = numbers_of(path)
+        assert all(right[key] == one for key, one in found.items())
+        assert 2 <= len(found) < len(right)
+        lost += 1
+        named += bool(caught)
+        assert all(isinstance(one.message, StoreWarning) for one in caught)
+    assert lost == count
+    assert named >= 0.99 * count  # the newline at the very end makes its line one that was cut off
+
+
+def test_a_damaged_line_is_named_and_its_run_is_made_again(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    place = whole.index(b'"metrics": {"val_loss": ', whole.index(b"\n")) + 30  # a digit of the second line's number
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    variant = json.loads(whole.splitlines()[1])["variant"]
+    study = make_study(store=path)
+    with pytest.warns(
+        StoreWarning, match=rf"line 2 of the store .* is damaged: .*\(variant '{variant}', seed 0\); its run"
+    ):
+        plan = study.plan(LeaveOneOut(["ema"]))
+    assert [(run.variant.name, run.seed) for run in plan.to_make] == [(variant, 0)]
+    study.run(LeaveOneOut(["ema"]), workers=0)
+    apart_from_timings = [{**json.loads(one), "timing": None, "sum": None} for one in path.read_bytes().splitlines()]
+    assert apart_from_timings == [{**json.loads(one), "timing": None, "sum": None} for one in whole.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["metrics", "steps", "handlers", "error"])
+def test_two_lines_of_one_run_with_different_numbers_are_an_error_that_names_both(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    first = line("a", metrics={"loss": 0.5}, steps=3, handlers=["ema"], error=None, variant="- ema", timing=1)
+    other = {"metrics": {"loss": 0.25}, "steps": 4, "handlers": [], "error": "ValueError"}[name]
+    store = Store(path)
+    with store.writing():
+        store.append(first)
+        store.append(line("b", 1))
+        store.append(first | {"timing": 2})  # made twice, with one result
+        assert list(store.read()) == ["b", "a"]
+        store.append(first | {name: other})
+    with pytest.raises(StoreError) as caught:
+        store.read()
+    said = str(caught.value)
+    assert "lines 3 and 4 of the store" in said
+    assert "the run of '- ema' with seed 0, with different numbers" in said
+    assert str(first[name]) in said
+    assert str(other) in said
+
+
+def test_a_failed_run_is_followed_by_its_second_attempt(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store.jsonl")
+    with store.writing():
+        store.append(line("a", metrics={}, error="ValueError"))
+        store.append(line("a", metrics={"loss": 0.5}, error=None))
+        assert store.read()["a"]["metrics"] == {"loss": 0.5}
+        store.settle()
+    assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 1
+
+
+def test_lines_of_version_0_1_are_kept_and_not_used(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    newer = ("begins", "format", "history", "metric", "mode", "provenance", "sum", "variant")
+    old = [{name: value for name, value in json.loads(one).items() if name not in newer} for one in whole.splitlines()]
+    lines = [json.dumps(one, sort_keys=True).encode() for one in old]
+    path.write_bytes(b"".join(one + b"\n" for one in lines))
+    study = make_study(store=path)
+    plan = study.plan(LeaveOneOut(["ema"]))
+    assert len(plan.to_make) == 4
+    assert (
+        "4 stored runs of these variants and seeds were written by version 0.1, which recorded neither code nor"
+        in str(plan)
+    )
+    study.run(LeaveOneOut(["ema"]), workers=0)
+    after = path.read_bytes().splitlines()
+    assert len(after) == 8
+    assert set(lines) < set(after)
 
 
 @pytest.mark.parametrize("bad", [b"{'a': 1}\n", b'{"key": "a"}\n', b"[]\n", b"\n"])

@@ -1,0 +1,132 @@
+"""Which stored runs are those of a study: their keys, and why other stored runs are not used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from signalfire import Engine, Handler
+
+from .provenance import Provenance, combined, composition, digest_code
+from .results import Variant
+
+__all__ = ["Identity"]
+
+Factories = Mapping[tuple[str, str], Callable[[], Handler]]
+
+
+class Identity:
+    """What the runs of a study are made of; the key of a run follows from it.
+
+    The functions are digested when the study is made: later, runs may have changed what they refer to.
+
+    Args:
+        build, run, config, streams: Arguments of the study.
+        is_stored: Whether the runs outlive the study.
+    """
+
+    def __init__(
+        self, build: object, run: object, config: Mapping[str, Any], streams: str | None, *, is_stored: bool
+    ) -> None:
+        self._config, self._is_stored = config, is_stored
+        self._build = digest_code(build, "build", config=config, is_stored=is_stored)
+        self._run = digest_code(run, "run", config=config, is_stored=is_stored)
+        try:
+            encoded = json.dumps(config, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Study(config={config!r}): expected plain values by name ({error})") from None
+        self._plain = hashlib.sha256(encoded.encode()).hexdigest()
+        self._streams = str(streams)
+        self._alternatives: dict[tuple[str, str], str] = {}
+        self._depends_on_seed: set[str] | None = None
+        self.provenance = Provenance(self._build, self._run, self._plain, "", self._streams)
+
+    @property
+    def needs_two(self) -> bool:
+        """Whether a second composition, of another seed, is still needed to know what depends on the seed."""
+        return self._depends_on_seed is None
+
+    def look_at(self, first: Engine, second: Engine | None = None) -> None:
+        """Take the composition into account, without what differs between two seeds."""
+        parts = composition(first)
+        if second is not None:
+            others = composition(second)
+            self._depends_on_seed = {name for name in {*parts, *others} if parts.get(name) != others.get(name)}
+        self.provenance = Provenance(
+            self._build, self._run, self._plain, combined(parts, self._depends_on_seed or ()), self._streams
+        )
+
+    def look_at_alternatives(self, factories: Factories) -> None:
+        """Digest the factories of alternatives."""
+        self._alternatives = {
+            names: digest_code(
+                factory, f"the alternative {names[1]!r} to {names[0]!r}", config=self._config, is_stored=self._is_stored
+            )
+            for names, factory in factories.items()
+        }
+
+    def key(self, variant: Variant, seed: int) -> str:
+        """The key of a run in the store."""
+        swapped = [[*names, self._alternatives.get(names)] for names in sorted(variant.swapped)]
+        identity: list[Any] = [self.provenance.key, sorted(variant.off), swapped, seed]
+        if variant.arguments:
+            identity.append([[name, self._argument(variant, name, value)] for name, value in sorted(variant.arguments)])
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _argument(self, variant: Variant, name: str, value: object) -> str:
+        what = f"the argument {name!r} of {variant.name!r}"
+        return digest_code(value, what, config=self._config, is_stored=self._is_stored)
+
+    def notes(
+        self,
+        variants: Sequence[Variant],
+        seeds: Sequence[int],
+        lines: Mapping[str, Mapping[str, Any]],
+        old: Iterable[Mapping[str, Any]],
+    ) -> tuple[str, ...]:
+        """Why stored runs of these variants and seeds are not used."""
+        planned = {_place(sorted(one.off), dict(one.swapped), seed) for one in variants for seed in seeds}
+        own = {self.key(variant, seed) for variant in variants for seed in seeds}
+        reasons: Counter[tuple[str, ...]] = Counter()
+        for key, line in lines.items():
+            if key in own or _place(line["off"], line["swapped"], line["seed"]) not in planned:
+                continue
+            parts = tuple(self.provenance.differing(line.get("provenance", {}))) or ("alternative",)
+            if "config" not in parts:  # another config= is meant to be another study
+                reasons[parts] += 1
+        notes = [
+            f"{count} stored run{'s' if count > 1 else ''} of these variants and seeds {_was(count)} made with another "
+            f"{' and another '.join(_WORDS.get(part, part) for part in parts)}, and {_is(count)} not used"
+            for parts, count in sorted(reasons.items())
+        ]
+        if count := sum(_place(line["off"], line["swapped"], line["seed"]) in planned for line in old):
+            notes.append(
+                f"{count} stored run{'s' if count > 1 else ''} of these variants and seeds {_was(count)} written by version 0.1, "
+                f"which recorded neither code nor arguments, and {_is(count)} not used"
+            )
+        return tuple(notes)
+
+
+_WORDS = {
+    "build": "build (its code, or what it uses)",
+    "run": "run (its code, or what it uses)",
+    "composition": "composition (handlers, updates or modules)",
+    "python": "version of Python",
+    "torch": "version of torch",
+    "signalfire": "version of Signalfire",
+}
+
+
+def _was(count: int) -> str:
+    return "were" if count > 1 else "was"
+
+
+def _is(count: int) -> str:
+    return "are" if count > 1 else "is"
+
+
+def _place(off: Sequence[str], swapped: Mapping[str, str], seed: int) -> tuple[Any, ...]:
+    return tuple(off), tuple(sorted(swapped.items())), seed

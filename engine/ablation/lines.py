@@ -1,0 +1,89 @@
+"""The line of a run in the store, and the result that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from signalfire.state import did_you_mean
+
+from .plan import PlannedRun
+from .provenance import Provenance
+from .results import Result
+from .runs import Outcome
+
+__all__ = ["differences", "no_metric", "to_line", "to_result"]
+
+
+def to_line(
+    run: PlannedRun,
+    outcome: Outcome,
+    provenance: Provenance,
+    *,
+    config: Mapping[str, Any],
+    metric: str,
+    mode: str | None,
+) -> dict[str, Any]:
+    """The line of a run; of two runs that are equal, only ``timing`` differs."""
+    return {
+        "begins": list(outcome.begins),
+        "config": config,
+        "configuration": provenance.key,
+        "error": outcome.error,
+        "handlers": list(outcome.handlers),
+        "history": outcome.history,
+        "key": run.key,
+        "metric": metric,
+        "metrics": outcome.metrics,
+        "mode": mode,
+        "off": sorted(run.variant.off),
+        "provenance": provenance.parts(),
+        "seed": run.seed,
+        "steps": outcome.steps,
+        "swapped": dict(run.variant.swapped),
+        "timing": {"memory": outcome.memory, "seconds": outcome.seconds},
+        "variant": run.variant.name,
+    }
+
+
+def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
+    """The result of a stored run, as one of this variant; without the metric, it is a failed one."""
+    metrics = {name: float(value) for name, value in line["metrics"].items()}
+    error = line["error"]
+    if error is None and metric not in metrics:
+        error = f"KeyError: {no_metric(metric, variant, metrics)}"
+    return Result(
+        variant,
+        line["seed"],
+        None if error is not None else metrics[metric],
+        metrics,
+        line["steps"],
+        line["timing"]["seconds"],
+        line["timing"]["memory"],
+        error,
+        {name: [(epoch, float(value)) for epoch, value in curve] for name, curve in line.get("history", {}).items()},
+    )
+
+
+def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
+    """In what a run that was made again differs from its line, bit for bit; empty if it does not."""
+    if outcome.error is not None:
+        return f"it finished, and now fails with {outcome.error.strip().splitlines()[-1]}"
+    stored = {name: float(value) for name, value in line["metrics"].items()}
+    found = [
+        f"{name} is {stored.get(name)!r} in the store, and {outcome.metrics.get(name)!r} now"
+        for name in sorted({*stored, *outcome.metrics})
+        if repr(stored.get(name)) != repr(outcome.metrics.get(name))
+    ]
+    if line["steps"] != outcome.steps:
+        found.append(f"it made {line['steps']} steps, and now {outcome.steps}")
+    return "; ".join(found)
+
+
+def no_metric(metric: str, variant: str, there: Iterable[str]) -> str:
+    """The message for a run that ended without the metric."""
+    names = sorted(there)
+    return (
+        f"the run of {variant!r} ended without the metric {metric!r}, or it is not a scalar. "
+        f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{did_you_mean(metric, names)}"
+    )

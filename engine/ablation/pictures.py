@@ -1,0 +1,190 @@
+"""Pictures of studies beside that of the report: metric against cost, and learning curves with bands."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
+
+from signalfire.checks import check_choice
+from signalfire.state import did_you_mean
+
+from .cost_ratios import COSTS, What
+from .results import BASELINE, Result
+from .statistics import compare
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["front", "plot_curves", "plot_pareto"]
+
+BLUE, GREY, ORANGE = "#0072B2", "0.45", "#D55E00"
+UNITS = {"seconds": "seconds per run", "memory": "peak memory in MB", "steps": "optimizer steps per run"}
+DIRECT = 12  # variants that are named beside their points; more have numbers
+
+
+def plot_pareto(
+    results: Sequence[Result],
+    path: str | PathLike[str],
+    *,
+    metric: str,
+    mode: Literal["min", "max"],
+    cost: What = "seconds",
+    level: float = 0.95,
+) -> None:
+    """Plot the metric of each variant against its cost, and mark those that no other one beats in both.
+
+    Each point is the mean over the finished runs, with the interval of the metric's mean. It does not show which differences
+    are certain: see the report.
+
+    Args:
+        results: Results of the runs, such as ``study.results(plan)``.
+        path: File to write; its extension sets the format, such as .png, .pdf or .svg.
+        metric: Name of the metric, for the axis.
+        mode: "min" if smaller is better, "max" if greater is.
+        cost: "seconds", "memory" or "steps".
+        level: Confidence level of the intervals.
+    """
+    check_choice("plot_pareto", "cost", cost, COSTS)
+    check_choice("plot_pareto", "mode", mode, ("min", "max"))
+    figure = _figure(9, 5.5)
+    axes = figure.subplots()
+    points: dict[str, tuple[float, float]] = {}
+    for name, runs in _by_variant(results).items():
+        values = [one.value for one in runs if one.value is not None]
+        taken = [float(getattr(one, cost)) / (1e6 if cost == "memory" else 1) for one in runs]
+        if not values or not any(taken):
+            continue
+        mean = compare(values, level=level)
+        points[name] = statistics.fmean(taken), mean.mean
+        if not math.isnan(mean.low):
+            axes.plot([points[name][0]] * 2, [mean.low, mean.high], color="0.75", linewidth=1.2, zorder=1)
+    best = front(points, mode)
+    axes.plot(
+        *zip(*(points[name] for name in best), strict=True) if best else ([], []), color=ORANGE, linewidth=1, zorder=2
+    )
+    for number, (name, (x, y)) in enumerate(points.items(), 1):
+        colour = GREY if name == BASELINE else ORANGE if name in best else BLUE
+        axes.plot(x, y, "s" if name == BASELINE else "o", color=colour, markersize=6, zorder=3)
+        label = _plain(name) if len(points) <= DIRECT else str(number)
+        weight = "bold" if name in best else "normal"
+        axes.annotate(label, (x, y), (6, -10), textcoords="offset points", fontsize=8, weight=weight, zorder=4)
+    if len(points) > DIRECT:
+        names = [f"{number:>2}  {_plain(textwrap.shorten(name, 34))}" for number, name in enumerate(points, 1)]
+        axes.text(1.02, 1.0, "\n".join(names), transform=axes.transAxes, va="top", fontsize=7.5, linespacing=1.25)
+    axes.set_xlabel(UNITS[cost])
+    axes.set_ylabel(_plain(f"{metric} ({'greater' if mode == 'max' else 'smaller'} is better)"))
+    axes.set_title(
+        f"means with {100 * level:g} % intervals; square: baseline; orange: no variant is both better and cheaper",
+        fontsize="small",
+    )
+    axes.margins(0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def front(points: Mapping[str, tuple[float, float]], mode: Literal["min", "max"]) -> list[str]:
+    """The names of the points (cost, metric) that no other one beats in one and equals in the other, by cost.
+
+    Example:
+        >>> front({"a": (1.0, 0.5), "b": (2.0, 0.6), "c": (3.0, 0.6)}, "max")
+        ['a', 'b']
+    """
+    sign = 1 if mode == "max" else -1
+    ordered = sorted(points, key=lambda name: (points[name][0], -sign * points[name][1]))
+    found: list[str] = []
+    for name in ordered:
+        if not found or sign * points[name][1] > sign * points[found[-1]][1]:
+            found.append(name)
+    return found
+
+
+def plot_curves(
+    results: Sequence[Result], path: str | PathLike[str], *, metric: str, baseline: str = BASELINE, level: float = 0.95
+) -> None:
+    """Plot the learning curves of all variants, each in a panel with the baseline: means with bands.
+
+    A band is the Student-t interval of the mean over the seeds at each epoch; it does not show differences, which are paired.
+
+    Args:
+        results: Results of the runs, such as ``study.results(plan)``.
+        path: File to write; its extension sets the format.
+        metric: Name of the metric.
+        baseline: Name of the variant that each panel shows in grey.
+        level: Confidence level of the bands.
+
+    Raises:
+        KeyError: if no run has a curve of this metric.
+    """
+    curves = {name: _curve(runs, metric, level) for name, runs in _by_variant(results).items()}
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        there = sorted({name for one in results for name in one.history})
+        raise KeyError(
+            f"plot_curves(metric={metric!r}): no finished run has a curve of it; there are: {', '.join(there) or 'none'}"
+            f"{did_you_mean(metric, there)}"
+        )
+    others = [name for name in curves if name != baseline] or [baseline]
+    columns = min(len(others), 3 if len(others) <= 9 else 5)
+    rows = -(-len(others) // columns)
+    figure = _figure(max(5.0, 2.6 * columns), 0.8 + 2.0 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for axes, name in zip(panels, [*others, *[""] * (rows * columns - len(others))], strict=True):
+        if not name:
+            axes.set_visible(False)
+            continue
+        for which, colour in ((baseline, GREY), (name, BLUE)):
+            if which in curves:
+                _draw_curve(axes, curves[which], colour)
+        axes.set_title(_plain(textwrap.shorten(name, 30)), fontsize="small", color=BLUE)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7, labelbottom=True)
+    figure.supxlabel(f"epoch (grey: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")
+    figure.supylabel(_plain(metric), fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_curve(axes: Axes, curve: Sequence[tuple[float, float, float, float]], colour: str) -> None:
+    epochs, means, lows, highs = zip(*curve, strict=True)
+    axes.plot(epochs, means, color=colour, linewidth=1.4, marker="o" if len(curve) < 2 else "", markersize=3)
+    axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+
+
+def _curve(runs: Sequence[Result], metric: str, level: float) -> list[tuple[float, float, float, float]]:
+    """For each epoch that a run has: epoch, mean, and the ends of the interval."""
+    values: dict[float, list[float]] = {}
+    for run in runs:
+        for epoch, value in run.history.get(metric, ()):
+            if math.isfinite(float(value)):
+                values.setdefault(epoch, []).append(float(value))
+    found = []
+    for epoch, several in sorted(values.items()):
+        one = compare(several, level=level)
+        low, high = (one.mean, one.mean) if math.isnan(one.low) else (one.low, one.high)
+        found.append((epoch, one.mean, low, high))
+    return found
+
+
+def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for one in results:
+        if one.error is None and one.value is not None and math.isfinite(one.value):
+            found.setdefault(one.variant, []).append(one)
+    return found
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the pictures of a study need Matplotlib: pip install 'signalfire[ablation]'") from error
+    made: Any = Figure(figsize=(width, height), layout="constrained")
+    return made  # type: ignore[no-any-return]
