@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
+from .kfold import Folds, KFold
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
@@ -31,6 +32,8 @@ __all__ = [
     "Divergence",
     "Effect",
     "Factorial",
+    "Folds",
+    "KFold",
     "LeaveOneOut",
     "OneAtATime",
     "Plan",
