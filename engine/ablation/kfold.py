@@ -33,8 +33,8 @@ class KFold:
     processes or over an executor.
 
     Args:
-        build: Called as ``build(seed, train, test)`` with the indices of the samples to train on and to evaluate on; returns a new
-            ``Engine(..., seed=seed)`` and a function that runs it.
+        build: Called as ``build(seed, train, test)`` with the indices of the samples to train on and to evaluate on; returns a
+            new ``Engine(..., seed=seed)`` and a function that runs it.
         splitter: An object with ``split(X, y)``, such as scikit-learn's ``StratifiedKFold(5)``. Give one that shuffles a
             ``random_state``, so that it splits alike each time.
         data: Passed to ``split`` as its arguments: ``X``, or a tuple ``(X, y)`` or ``(X, y, groups)``.
