@@ -53,6 +53,7 @@ from .mlflow_logger import MLflowLogger
 from .neftune import NEFTune
 from .non_finite_guard import NonFiniteGuard
 from .optimizer_statistics import OptimizerStatistics
+from .optuna_pruning import OptunaPruning
 from .overfit_batches import OverfitBatches
 from .parameter_scheduling import ParameterScheduling
 from .parameter_statistics import ParameterStatistics
@@ -66,6 +67,7 @@ from .progressive_resizing import ProgressiveResizing
 from .pruning import Pruning
 from .random_erasing import RandomErasing
 from .remote_logger import RemoteLogger
+from .reporting import Reporting
 from .rewindable import Rewindable
 from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
 from .seeding import Seeding
@@ -142,6 +144,7 @@ __all__ = [
     "NEFTune",
     "NonFiniteGuard",
     "OptimizerStatistics",
+    "OptunaPruning",
     "OverfitBatches",
     "ParameterScheduling",
     "ParameterStatistics",
@@ -155,6 +158,7 @@ __all__ = [
     "Pruning",
     "RandomErasing",
     "RemoteLogger",
+    "Reporting",
     "Rewindable",
     "Seeding",
     "SequenceLengthWarmup",

@@ -840,6 +840,31 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_split_sequences_keep_every_token_in_its_place_in_more_rows",
         ],
     },
+    "X5 searches": {
+        "handlers/test_reporting.py": [
+            "test_each_value_is_reported_once_and_equals_the_plain_loops",
+            "test_a_true_answer_ends_the_run_in_the_usual_way",
+            "test_trials_are_bit_equal_to_the_plain_loops_and_prune_as_these_do",
+        ],
+        "engine/ablation/test_kfold.py": [
+            "test_each_sample_is_validated_once_and_each_fold_is_the_plain_training",
+        ],
+        "engine/ablation/test_executors.py": [
+            "test_jobs_that_are_no_futures_are_asked_until_they_are_done",
+        ],
+    },
+    "X6 provenance and checksums": {
+        "engine/ablation/test_provenance.py": [
+            "test_other_arguments_are_other_runs",
+            "test_a_docstring_does_not_start_a_study_anew",
+            "test_stored_runs_are_made_again_and_are_the_same",
+        ],
+        "engine/ablation/test_store.py": [
+            "test_a_flipped_bit_never_gives_other_numbers",
+            "test_two_lines_of_one_run_with_different_numbers_are_an_error_that_names_both",
+        ],
+        "engine/commands/test_study.py": ["test_a_study_in_one_line_and_its_report"],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

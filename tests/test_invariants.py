@@ -70,6 +70,7 @@ from signalfire.handlers import (
     NEFTune,
     NonFiniteGuard,
     OptimizerStatistics,
+    OptunaPruning,
     OverfitBatches,
     ParameterScheduling,
     ParameterStatistics,
@@ -83,6 +84,7 @@ from signalfire.handlers import (
     Pruning,
     RandomErasing,
     RemoteLogger,
+    Reporting,
     Rewindable,
     Seeding,
     SequenceLengthWarmup,
@@ -231,6 +233,16 @@ class Case:
     build: Callable[[], Engine] = build
 
 
+class Trial:
+    """A trial of a search that prunes nothing."""
+
+    def report(self, value: float, step: int) -> None:
+        assert step >= 0
+
+    def should_prune(self) -> bool:
+        return False
+
+
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
     "ActivationCheckpointing": Case(lambda: ActivationCheckpointing("*head"), False),
@@ -282,6 +294,9 @@ CASES: dict[str, Case] = {
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
     "L1": Case(lambda: L1(0.01), True),
     "L2": Case(lambda: L2(0.1), True),
+    "OptunaPruning": Case(lambda: OptunaPruning(Trial(), "train_loss", mode="min"), False),
+    "Reporting": Case(lambda: Reporting(lambda value, step: False, "train_loss"), False),
+    "Reporting, stopping": Case(lambda: Reporting(lambda value, step: step == 1, "train_loss"), True),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
     "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
     "LRScheduling, plateau": Case(

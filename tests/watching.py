@@ -65,6 +65,7 @@ from signalfire.handlers import (
     Pruning,
     RandomErasing,
     RemoteLogger,
+    Reporting,
     Rewindable,
     Seeding,
     SequenceLengthWarmup,
@@ -397,6 +398,8 @@ def pruned(folder: Path) -> Engine:
         Precision32("high"),
         ParameterStatistics(every="2st"),
         OptimizerStatistics(every="2st"),
+        Metrics(loss=Average(), name="reported"),
+        Reporting(lambda value, step: False, "loss"),
     )
     engine.connect(Events.ITERATION_COMPLETED(once=9), lambda engine: engine.load_weights(dense))
     return engine

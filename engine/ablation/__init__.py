@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
 from .factors import Variants
+from .kfold import Folds, KFold
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
@@ -36,6 +37,8 @@ __all__ = [
     "Divergence",
     "Effect",
     "Factorial",
+    "Folds",
+    "KFold",
     "LeaveOneOut",
     "OneAtATime",
     "Plan",

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import signalfire
-import signalfire.handlers
 
 __all__ = ["file_digest", "is_installed", "version_of"]
 
@@ -21,7 +20,8 @@ __all__ = ["file_digest", "is_installed", "version_of"]
 @cache
 def _folders() -> tuple[str, ...]:
     """The folders of installed packages and of the standard library."""
-    own = [*signalfire.__path__, *signalfire.handlers.__path__]
+    handlers = importlib.util.find_spec("signalfire.handlers")
+    own = [*signalfire.__path__, *((handlers and handlers.submodule_search_locations) or ())]
     paths = sysconfig.get_paths()
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     library += [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.__file__)]

@@ -187,4 +187,4 @@ def _figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise ImportError("the pictures of a study need Matplotlib: pip install 'signalfire[ablation]'") from error
     made: Any = Figure(figsize=(width, height), layout="constrained")
-    return made  # type: ignore[no-any-return]
+    return made

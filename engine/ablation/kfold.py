@@ -1,0 +1,238 @@
+"""Cross-validation: one training per fold, each sample predicted by the run that has not seen it."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from signalfire import Engine
+from signalfire.checks import check_int
+
+from .lines import to_line, to_result
+from .plan import PlannedRun
+from .provenance import Provenance, digest_code
+from .results import Result, Variant
+from .runs import Outcome, Run, Task, outcomes
+from .store import Store
+
+__all__ = ["Folds", "KFold"]
+
+Fold = tuple[tuple[int, ...], tuple[int, ...]]
+BuildFold = Callable[[int, Sequence[int], Sequence[int]], Engine | tuple[Engine, Run]]
+
+
+class KFold:
+    """Trains one model per fold, each anew, and reports the metric over the folds.
+
+    Each finished fold is a line in the store, as with `Study`: an interrupted cross-validation resumes, and may run in worker
+    processes or over an executor.
+
+    Args:
+        build: Called as ``build(seed, train, test)`` with the indices of the samples to train on and to evaluate on; returns a
+            new ``Engine(..., seed=seed)`` and a function that runs it.
+        splitter: An object with ``split(X, y)``, such as scikit-learn's ``StratifiedKFold(5)``. Give one that shuffles a
+            ``random_state``, so that it splits alike each time.
+        data: Passed to ``split`` as its arguments: ``X``, or a tuple ``(X, y)`` or ``(X, y, groups)``.
+        metric: Name of the metric: its last value in ``engine.state.metrics``.
+        seed: Seed of all folds.
+        store: File for the finished folds; None keeps them in memory.
+        config: As for `Study`.
+
+    Raises:
+        TypeError: for arguments of the wrong type.
+        ValueError: if the splitter gives no folds, or others when it is asked again.
+
+    Example:
+        >>> import numpy as np
+        >>> class Halves:
+        ...     def split(self, X, y=None):
+        ...         yield np.array([0, 1]), np.array([2, 3])
+        ...         yield np.array([2, 3]), np.array([0, 1])
+        >>> KFold(lambda seed, train, test: None, Halves(), np.zeros((4, 2)), metric="loss").folds[1]
+        ((2, 3), (0, 1))
+    """
+
+    def __init__(
+        self,
+        build: BuildFold,
+        splitter: Any,
+        data: Any,
+        *,
+        metric: str,
+        seed: int = 0,
+        store: str | os.PathLike[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(build, Engine) or not callable(build):
+            raise TypeError(f"KFold(build={build!r}): expected a function of a seed and two sequences of indices")
+        if not callable(getattr(splitter, "split", None)):
+            raise TypeError(
+                f"KFold(splitter={splitter!r}): expected an object with split(X, y), such as StratifiedKFold(5)"
+            )
+        if not isinstance(metric, str) or not metric:
+            raise TypeError(f"KFold(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
+        self.build, self.metric = build, metric
+        self.seed = check_int("KFold", "seed", seed, least=0)
+        self.config = dict(config or {})
+        self.store = Store(store)
+        arguments = data if isinstance(data, tuple) else (data,)
+        self.folds = _split(splitter, arguments)
+        if self.folds != _split(splitter, arguments):
+            raise ValueError(
+                f"KFold(splitter={splitter!r}) splits otherwise each time; give it a random_state, such as random_state=0"
+            )
+        self.samples = len(arguments[0])
+        is_stored = store is not None
+        self._provenance = Provenance(
+            build=digest_code(build, "build", config=self.config, is_stored=is_stored),
+            run="",
+            config=digest_code(self.config, "config", config={}, is_stored=True),
+            composition="",
+            streams="kfold",
+        )
+        self._keys = [
+            digest_code((self._provenance.key, self.seed, train, test), "fold", config={}, is_stored=True)
+            for train, test in self.folds
+        ]
+
+    def run(
+        self, *, folds: Iterable[int] | None = None, workers: int | Executor = 0, retry_failed: bool = False
+    ) -> Folds:
+        """Train the folds that are not in the store, and report on all.
+
+        Args:
+            folds: Numbers of the folds to train, from 0; by default all.
+            workers: As for `Study.run`.
+            retry_failed: Whether to train failed folds again.
+        """
+        wanted = list(range(len(self.folds)) if folds is None else folds)
+        for one in wanted:
+            if not isinstance(one, int) or not 0 <= one < len(self.folds):
+                raise ValueError(f"run(folds=[{one!r}]): expected numbers from 0 to {len(self.folds) - 1}")
+        with self.store.writing():
+            lines = self.store.read()
+            missing = [
+                one
+                for one in wanted
+                if (line := lines.get(self._keys[one])) is None or (retry_failed and line["error"] is not None)
+            ]
+            tasks = [Task(_Fold(self.build, *self.folds[one]), None, None, False, self.seed) for one in missing]
+            try:
+                for place, outcome in outcomes(tasks, workers):
+                    self.store.append(self._line(missing[place], outcome))
+            finally:
+                self.store.settle()
+        return self.results()
+
+    def results(self) -> Folds:
+        """The report on the folds in the store; trains none."""
+        lines = self.store.read()
+        found = {
+            one: to_result(f"fold {one}", lines[key], self.metric) for one, key in enumerate(self._keys) if key in lines
+        }
+        return Folds(self.metric, self.folds, found)
+
+    def _line(self, fold: int, outcome: Outcome) -> dict[str, Any]:
+        run = PlannedRun(Variant(f"fold {fold}"), self.seed, self._keys[fold], "missing", True, None)
+        line = to_line(run, outcome, self._provenance, config=self.config, metric=self.metric, mode=None)
+        return {**line, "fold": fold}
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """The build of one fold."""
+
+    build: BuildFold
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+
+    def __call__(self, seed: int) -> Engine | tuple[Engine, Run]:
+        return self.build(seed, self.train, self.test)
+
+
+@dataclass(frozen=True)
+class Folds:
+    """The results of a cross-validation; ``print`` shows them.
+
+    Attributes:
+        metric: Name of the metric.
+        folds: Indices to train on and to evaluate on, for each fold.
+        results: Results of the folds that were trained, by number.
+    """
+
+    metric: str
+    folds: tuple[Fold, ...]
+    results: Mapping[int, Result]
+
+    @property
+    def values(self) -> dict[int, float]:
+        """The metric of each finished fold, by number."""
+        return {
+            one: result.value
+            for one, result in self.results.items()
+            if result.error is None and result.value is not None and math.isfinite(result.value)
+        }
+
+    @property
+    def mean(self) -> float:
+        """Mean over the finished folds; NaN without any."""
+        return statistics.fmean(self.values.values()) if self.values else math.nan
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation over the finished folds; NaN for fewer than two."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else math.nan
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """The corrected interval of Student's t for the mean: the folds train on much the same samples, so their results depend
+        on each other, and the plain interval is too narrow.
+
+        Source: Nadeau and Bengio, Inference for the Generalization Error, Machine Learning 52, 2003: the variance is multiplied
+        by 1 / k + n_test / n_train in place of 1 / k.
+        """
+        from scipy import stats
+
+        k = len(self.values)
+        if k < 2:
+            return math.nan, math.nan
+        ratio = statistics.fmean(len(self.folds[one][1]) / len(self.folds[one][0]) for one in self.values)
+        half = float(stats.t.ppf((1 + level) / 2, k - 1)) * self.sd * math.sqrt(1 / k + ratio)
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        low, high = self.interval()
+        lines = [
+            f"{self.metric}: {self.mean:.4g} +- {self.sd:.2g} (mean and standard deviation of {len(self.values)}/"
+            f"{len(self.folds)} folds; corrected 95 % interval {low:.4g} to {high:.4g})",
+            "The folds train on overlapping samples, so that their results are not independent; the interval is that of Nadeau "
+            "and Bengio.",
+        ]
+        for one in range(len(self.folds)):
+            result = self.results.get(one)
+            if result is None:
+                lines.append(f"! fold {one}: not trained yet")
+            elif one not in self.values:
+                why = (result.error or f"{self.metric} is {result.value}").strip().splitlines()[-1]
+                lines.append(f"! fold {one} failed: {why}")
+        return "\n".join(lines)
+
+
+def _split(splitter: Any, arguments: tuple[Any, ...]) -> tuple[Fold, ...]:
+    found = tuple(
+        (tuple(int(one) for one in train), tuple(int(one) for one in test))
+        for train, test in splitter.split(*arguments)
+    )
+    if not found:
+        raise ValueError(f"KFold(splitter={splitter!r}) gives no folds of this data")
+    for place, (train, test) in enumerate(found):
+        if not train or not test or set(train) & set(test):
+            raise ValueError(
+                f"KFold(splitter={splitter!r}): fold {place} has {len(train)} samples to train on and {len(test)} to test, "
+                f"{len(set(train) & set(test))} of them in both"
+            )
+    return found

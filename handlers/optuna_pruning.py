@@ -1,0 +1,83 @@
+"""Pruning by Optuna: trials whose values are worse than those of others are stopped early."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+from signalfire import Engine, Events, Phase, on
+
+from ._common.metric_reports import PRUNED, MetricReports
+
+__all__ = ["OptunaPruning"]
+
+
+class OptunaPruning(MetricReports):
+    """Reports each new value of a metric to a trial of Optuna, and ends the run if the study's pruner says so.
+
+    The run ends as usual first: files are closed, ENDED is emitted, checkpoints can be loaded. Then `Engine.run` raises
+    ``optuna.TrialPruned``, which Optuna expects of an objective. With several ranks, only rank 0 has a trial; the others pass
+    None.
+
+    Args:
+        trial: The trial, as the objective gets it; None on ranks other than 0.
+        monitor: Name of the metric in ``state.metrics``, such as "accuracy".
+        mode: "min" or "max"; by default the direction of the trial's study.
+
+    Raises:
+        TypeError: for what is not a trial.
+        ValueError: if the study has several objectives, which Optuna does not prune.
+        optuna.TrialPruned: from `Engine.run`, after ENDED.
+
+    Source: Akiba et al., Optuna: A Next-generation Hyperparameter Optimization Framework, KDD 2019,
+    https://arxiv.org/abs/1907.10902
+
+    Example:
+        >>> def objective(trial):
+        ...     engine = build(lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True))
+        ...     engine.attach(OptunaPruning(trial, "accuracy"))
+        ...     engine.run(loader, max_epochs=10)
+        ...     return engine.state.metrics["accuracy"]
+    """
+
+    def __init__(
+        self, trial: Any, monitor: str, *, mode: Literal["min", "max"] | None = None, name: str | None = None
+    ) -> None:
+        if trial is not None and not all(callable(getattr(trial, one, None)) for one in ("report", "should_prune")):
+            raise TypeError(
+                f"OptunaPruning(trial={trial!r}): expected a trial of Optuna, or None on ranks other than 0"
+            )
+        directions = [one.name for one in getattr(getattr(trial, "study", None), "directions", ())]
+        if len(directions) > 1:
+            raise ValueError(
+                f"OptunaPruning(trial=...): the study has {len(directions)} objectives, and Optuna prunes trials of one; use one"
+            )
+        if mode is None and directions:
+            mode = "max" if directions == ["MAXIMIZE"] else "min"
+        super().__init__(monitor, mode=mode, name=name)
+        self.trial = trial
+
+    def report(self, value: float, step: int) -> bool:
+        self.trial.report(value, step)
+        return bool(self.trial.should_prune())
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def check_trial(self, engine: Engine) -> None:
+        """Check that rank 0 has a trial."""
+        if self.trial is None and engine.processes.is_rank_zero:
+            raise TypeError("OptunaPruning(trial=None) was given on rank 0; only the other ranks go without a trial")
+
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=sys.maxsize, reads=["stop"], writes=[])
+    def raise_pruned(self, engine: Engine) -> None:
+        """Raise for Optuna once everything else has ended; also where a pruned run is resumed, which has nothing left to do."""
+        if engine.state.stop_reason == PRUNED:
+            raise _error(f"pruned at value {self.reported} of {self.monitor.metric}")
+
+
+def _error(message: str) -> Exception:
+    try:
+        from optuna import TrialPruned
+    except ImportError as error:
+        raise ImportError("OptunaPruning needs Optuna: pip install 'signalfire[search]'") from error
+    pruned: Exception = TrialPruned(message)
+    return pruned

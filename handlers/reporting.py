@@ -1,0 +1,49 @@
+"""Reporting to a search: each new value of a metric goes to a function, whose answer may stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ._common.metric_reports import MetricReports
+
+__all__ = ["Reporting"]
+
+
+class Reporting(MetricReports):
+    """Reports each new value of a metric to a function, such as a searcher's; if it returns True, the run is stopped.
+
+    A value is reported once, at whichever event it is written, and never that of a sanity check. The stop takes effect at the end
+    of the iteration; the run ends as usual, with ``state.stop_reason == "pruned"``. With several ranks, rank 0 calls the
+    function, and all get its answer; an error of it ends all of them.
+
+    Args:
+        report: Called as ``report(value, step)`` with the value and the number of values before it. Returns whether to stop.
+        monitor: Name of the metric in ``state.metrics``.
+        mode: "min" if smaller is better, "max" if greater is; by default the metric's own direction.
+
+    Raises:
+        TypeError: if ``report`` cannot be called.
+        KeyError: when the run starts, for a metric that nobody writes.
+
+    Example:
+        >>> values = []
+        >>> Reporting(lambda value, step: values.append(value), "accuracy").reported
+        0
+    """
+
+    def __init__(
+        self,
+        report: Callable[[float, int], bool | None],
+        monitor: str,
+        *,
+        mode: Literal["min", "max"] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(monitor, mode=mode, name=name)
+        if not callable(report):
+            raise TypeError(f"Reporting(report={report!r}): expected a function of a value and a step")
+        self.function = report
+
+    def report(self, value: float, step: int) -> bool:
+        return bool(self.function(value, step))

@@ -1,0 +1,117 @@
+"""Cross-validation: each sample is validated once, by a training that is the plain one, however the folds are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.datasets import load_digits
+from sklearn.model_selection import KFold as PlainKFold
+from sklearn.model_selection import StratifiedKFold
+from torch import nn
+
+from signalfire import Engine, Update, seed_everything
+from signalfire.ablation import KFold
+from signalfire.handlers import Accuracy, Metrics, Validation
+from tests.engine.ablation.test_study import apart_from_timings
+
+X, Y = load_digits(return_X_y=True)
+X, Y = X[:300] / 16, Y[:300]
+SPLITTER = StratifiedKFold(5, shuffle=True, random_state=0)
+cross_entropy = nn.functional.cross_entropy
+
+
+def rows(indices: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x, y = torch.tensor(X[list(indices)], dtype=torch.float32), torch.tensor(Y[list(indices)])
+    return list(zip(x.split(50), y.split(50), strict=True))
+
+
+def build(seed: int, train: Sequence[int], test: Sequence[int]) -> Any:
+    model = nn.Linear(64, 10)
+    update = Update.supervised(cross_entropy, partial(torch.optim.SGD, lr=0.5))
+    evaluator = Engine(update.evaluation(), model=model)
+    evaluator.attach(Metrics(accuracy=Accuracy()))
+    engine = Engine(update, model=model, seed=seed)
+    engine.attach(Validation(evaluator, rows(test)))
+    return engine, lambda engine: engine.run(rows(train), max_epochs=3)
+
+
+def failing(seed: int, train: Sequence[int], test: Sequence[int]) -> Any:
+    if 0 in test:
+        raise ValueError("no luck with this fold")
+    return build(seed, train, test)
+
+
+def plain(train: Sequence[int], test: Sequence[int]) -> float:
+    seed_everything(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        for x, y in rows(train):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in rows(test))
+    return right / len(test)
+
+
+def validation(**options: Any) -> KFold:
+    return KFold(**{"build": build, "splitter": SPLITTER, "data": (X, Y), "metric": "accuracy"} | options)
+
+
+def test_each_sample_is_validated_once_and_each_fold_is_the_plain_training() -> None:
+    one = validation()
+    found = one.run()
+    assert sorted(index for _, test in one.folds for index in test) == list(range(300))
+    assert found.values == pytest.approx({fold: plain(*one.folds[fold]) for fold in range(5)}, rel=1e-12)
+    assert len(set(found.values.values())) > 1
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    whole = validation(store=one).run()
+    assert validation(store=other).run(folds=[2]).values == {2: whole.values[2]}
+    assert "! fold 0: not trained yet" in str(validation(store=other).results())
+    validation(store=other).run(folds=[4, 1], workers=workers)
+    assert validation(store=other).run(workers=workers).values == whole.values
+    assert apart_from_timings(one) == apart_from_timings(other)
+    before = one.read_bytes()
+    validation(store=one).run()
+    assert one.read_bytes() == before
+    assert validation(store=one, seed=1).results().values == {}  # another cross-validation
+
+
+def test_a_fold_that_fails_is_one_of_five_with_its_reason() -> None:
+    found = validation(build=failing).run()
+    assert len(found.values) == 4
+    assert "4/5 folds" in str(found)
+    assert "failed: ValueError: no luck with this fold" in str(found)
+    assert "Traceback" in (next(one.error for one in found.results.values() if one.error) or "")
+
+
+def test_the_interval_is_the_corrected_one() -> None:
+    found = validation().run()
+    values = np.array(list(found.values.values()))
+    half = stats.t.ppf(0.975, 4) * np.sqrt((1 / 5 + 60 / 240) * values.var(ddof=1))
+    assert found.interval() == pytest.approx((values.mean() - half, values.mean() + half), rel=1e-12)
+    assert "overlapping samples" in str(found)
+
+
+def test_what_is_wrong_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"KFold\(build=3\)"):
+        validation(build=3)
+    with pytest.raises(TypeError, match=r"KFold\(splitter=5\): expected an object with split"):
+        validation(splitter=5)
+    with pytest.raises(TypeError, match=r"KFold\(metric=None\)"):
+        validation(metric=None)
+    with pytest.raises(ValueError, match="splits otherwise each time; give it a random_state"):
+        validation(splitter=PlainKFold(5, shuffle=True))
+    with pytest.raises(ValueError, match=r"run\(folds=\[5\]\): expected numbers from 0 to 4"):
+        validation().run(folds=[5])

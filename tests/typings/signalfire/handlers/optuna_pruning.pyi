@@ -1,0 +1,1 @@
+from handlers.optuna_pruning import *
