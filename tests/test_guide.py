@@ -115,8 +115,8 @@ def compare_printed(shown: str, printed: str) -> None:
     assert NUMBER.sub("0", shown) == NUMBER.sub("0", printed)
     for one, other in zip(NUMBER.finditer(shown), NUMBER.finditer(printed), strict=True):
         values = [float(found[0].strip("%").replace(",", "")) for found in (one, other)]
-        near = {"abs": 8.0} if one[1] else {"rel": 0.25, "abs": 0.02}
-        assert values[0] == pytest.approx(values[1], **near), f"{one[0]} is shown, {other[0]} is printed"
+        near = pytest.approx(values[1], abs=8.0) if one[1] else pytest.approx(values[1], rel=0.25, abs=0.02)
+        assert values[0] == near, f"{one[0]} is shown, {other[0]} is printed"
 
 
 @pytest.mark.slow

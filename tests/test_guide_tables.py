@@ -90,9 +90,12 @@ def found(node: ast.expr, engine: Engine) -> Callable[..., Any] | None:
     names = ast.unparse(node).split(".")
     if names[0] == "signalfire":
         return getattr(importlib.import_module(".".join(names[:-1])), names[-1])  # type: ignore[no-any-return]
-    owner: Any = {"engine": engine, "schedules": handlers.schedules, "Update": Update, "History": handlers.History}.get(
-        names[0]
-    )
+    owner: Any = {
+        "engine": engine,
+        "schedules": importlib.import_module("signalfire.handlers.schedules"),
+        "Update": Update,
+        "History": handlers.History,
+    }.get(names[0])
     for name in names[1:] if owner is not None else ():
         assert hasattr(owner, name), f"{'.'.join(names)}: there is no {name}"
         owner = getattr(owner, name)
