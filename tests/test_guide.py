@@ -88,8 +88,8 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
 def test_what_a_page_shows_runs_and_prints_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    needs("migration", *PEERS.get(page, ()))
     if page in PEERS:
+        needs("fastai" if page == "from_fastai" else "migration", *PEERS[page])
         warnings.simplefilter("ignore")  # what they warn of is theirs
         warnings.simplefilter("error", FindingWarning)
     monkeypatch.chdir(tmp_path)

@@ -40,6 +40,7 @@ def named(page: str) -> set[str]:
 # ---- ours, without them ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_has_an_answer_and_a_reason_where_it_is_no(page: str) -> None:
     for theirs, ours in rows(page):
@@ -47,6 +48,7 @@ def test_every_row_has_an_answer_and_a_reason_where_it_is_no(page: str) -> None:
         assert len(ours) > 3, theirs
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_table_names_of_ours_is_there(page: str) -> None:
     engine = Engine(Update.prediction())
@@ -193,7 +195,7 @@ def test_every_page_for_those_who_come_from_elsewhere_is_compared() -> None:
 @pytest.mark.filterwarnings("ignore")  # of theirs, as they are imported
 @pytest.mark.parametrize("page", THEIRS)
 def test_nothing_of_theirs_is_left_out(page: str) -> None:
-    needs("migration", *PACKAGES[page])
+    needs("fastai" if page == "from_fastai" else "migration", *PACKAGES[page])
     there = THEIRS[page]()
     assert len(there) > 20
     assert there - named(page) == set(), "add a row: ours, or `not, because`"
