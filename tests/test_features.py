@@ -876,6 +876,23 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_two_handlers_that_meet_train_together_in_either_order_or_are_refused",
         ],
     },
+    "D1 a guide, whose examples run": {
+        "test_guide.py": [
+            "test_every_page_is_in_the_contents_and_has_been_looked_at_here",
+            "test_every_handler_is_in_the_table_by_purpose",
+            "test_what_a_page_shows_runs_and_prints_what_it_says",
+            "test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_and_code",
+        ],
+        "test_launchers.py": ["test_the_command_of_the_guide_trains_its_script_on_two_nodes"],
+    },
+    "D3 pages for those who come from elsewhere": {
+        "test_guide.py": ["test_what_a_page_shows_runs_and_prints_what_it_says"],
+        "test_guide_tables.py": [
+            "test_every_row_has_an_answer_and_a_reason_where_it_is_no",
+            "test_what_a_table_names_of_ours_is_there",
+            "test_nothing_of_theirs_is_left_out",
+        ],
+    },
 }
 
 

@@ -6,11 +6,12 @@ import doctest
 import html
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
-from signalfire import Handler, handlers
+from signalfire import FindingWarning, Handler, handlers
 from signalfire.codes import CODES
 from tests.kit import finished, needs
 
@@ -30,19 +31,47 @@ WRITTEN = (
     "from_a_plain_loop",
     "from_lightning",
     "from_ignite",
+    "from_huggingface",
+    "from_fastai",
+    "from_pytorch_accelerated",
     "loop",
     "by_purpose",
+    "recipes",
     "symptoms",
     "writing_a_handler",
     "processes",
     "costs",
 )
+RECIPES = (
+    "recipe_images",
+    "recipe_lora",
+    "recipe_language_model",
+    "recipe_gan",
+    "recipe_reinforcement",
+    "recipe_folds",
+    "recipe_search",
+    "recipe_nodes",
+)
+PEERS = {
+    "from_huggingface": ("transformers", "accelerate"),
+    "from_fastai": ("fastai",),
+    "from_pytorch_accelerated": ("pytorch_accelerated",),
+}
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(%?)")
 
 
 def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
-    listed = re.search(r"```\{toctree\}\n:maxdepth: 1\n\n(.*?)```", (GUIDE / "index.md").read_text(), re.DOTALL)
+    made = "handlers/index", "codes", "errors", "interface"
+    assert {*contents_of("index")} == {*WRITTEN, *CONTINUED, *made} - {"index"}
+    assert contents_of("recipes") == [*RECIPES]
+    table = (GUIDE / "recipes.md").read_text()
+    assert [page for page in RECIPES if f"({page}.md)" not in table] == []
+
+
+def contents_of(page: str) -> list[str]:
+    listed = re.search(r"```\{toctree\}\n:\w+:.*?\n\n(.*?)```", (GUIDE / f"{page}.md").read_text(), re.DOTALL)
     assert listed is not None
-    assert {*listed[1].split()} == {*WRITTEN, *CONTINUED, "handlers/index", "codes", "errors", "interface"} - {"index"}
+    return listed[1].split()
 
 
 def test_every_handler_is_in_the_table_by_purpose() -> None:
@@ -55,10 +84,14 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # as ignite is imported
-@pytest.mark.parametrize("page", [*WRITTEN, *CONTINUED])
+@pytest.mark.parametrize("page", [*WRITTEN, *CONTINUED, *RECIPES])
 def test_what_a_page_shows_runs_and_prints_what_it_says(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if page in PEERS:
+        needs("fastai" if page == "from_fastai" else "migration", *PEERS[page])
+        warnings.simplefilter("ignore")  # what they warn of is theirs
+        warnings.simplefilter("error", FindingWarning)
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS
     sybil = Sybil([PythonCodeBlockParser(doctest_optionflags=flags)])
@@ -70,6 +103,20 @@ def test_what_a_page_shows_runs_and_prints_what_it_says(
         example.evaluate()
     fences = (GUIDE / f"{page}.md").read_text().count("```python\n")
     assert fences == 0 or len(examples) >= fences, "a fence was not run"
+    if page in RECIPES:
+        shown = "".join(
+            re.findall(r"^```text\n(.*?)^```", (GUIDE / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+        )
+        compare_printed(shown, capsys.readouterr().out)
+
+
+def compare_printed(shown: str, printed: str) -> None:
+    """Words and the number of lines are the same, numbers nearly: processors round differently."""
+    assert NUMBER.sub("0", shown) == NUMBER.sub("0", printed)
+    for one, other in zip(NUMBER.finditer(shown), NUMBER.finditer(printed), strict=True):
+        values = [float(found[0].strip("%").replace(",", "")) for found in (one, other)]
+        near = pytest.approx(values[1], abs=8.0) if one[1] else pytest.approx(values[1], rel=0.25, abs=0.02)
+        assert values[0] == near, f"{one[0]} is shown, {other[0]} is printed"
 
 
 @pytest.mark.slow
@@ -90,7 +137,7 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
     assert "expected at least one factor" in errors
     texts = (tmp_path / "site" / "llms-full.txt").read_text()
     contents = (tmp_path / "site" / "llms.txt").read_text()
-    for page in [*WRITTEN, *CONTINUED]:
+    for page in [*WRITTEN, *CONTINUED, *RECIPES]:
         assert (GUIDE / f"{page}.md").read_text() in texts, page
         assert f"({page}.html)" in contents, page
     for file in (tmp_path / "site").rglob("*.html"):

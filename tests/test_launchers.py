@@ -99,6 +99,39 @@ def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
 
 
 @pytest.mark.slow
+def test_the_command_of_the_guide_trains_its_script_on_two_nodes(tmp_path: Path) -> None:
+    page = (EXAMPLES / "guide" / "recipe_nodes.md").read_text()
+    (script,), (command,), (shown,) = (
+        re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "bash", "text")
+    )
+    (tmp_path / "train.py").write_text(script)
+    program, *options = command.split()
+    assert program == "torchrun"
+    assert "--nproc-per-node=8" in options
+    options = [one.replace("node0:29400", f"127.0.0.1:{free_port()}").replace("node=8", "node=1") for one in options]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ended = [launcher.communicate(timeout=LIMIT) for launcher in launchers]
+    assert all(launcher.returncode == 0 for launcher in launchers), ended[0][1] + ended[1][1]
+    printed = ended[0][0] + ended[1][0]  # by rank 0 alone
+    form = r"(\d+) steps, ([\d.]+)% of the test digits\n"
+    (steps, accuracy), (steps_of_one, accuracy_of_one) = (
+        re.fullmatch(form, text).groups()  # type: ignore[union-attr]
+        for text in (printed, shown)
+    )
+    assert steps == steps_of_one
+    assert float(accuracy) == pytest.approx(float(accuracy_of_one), abs=4.0)
+
+
+@pytest.mark.slow
 def test_ray_train_starts_the_workers_and_a_second_job_has_nothing_left_to_do(tmp_path: Path) -> None:
     needs("cluster", "ray")
     command = [
