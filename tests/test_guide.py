@@ -32,16 +32,6 @@ CONTINUED = (
     "performance",
     "pictures",
 )
-    "checks",
-    "resuming",
-    "logging",
-    "spikes",
-    "weights",
-    "finders",
-    "ablation",
-    "performance",
-    "pictures",
-)  # the example of the README
 WRITTEN = (
     "index",
     "start",
