@@ -812,6 +812,21 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_split_sequences_keep_every_token_in_its_place_in_more_rows",
         ],
     },
+    "D2 a first sign of life, a project of one's own, types in editors": {
+        "engine/commands/test_demo.py": [
+            "test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does",
+            "test_the_demo_prints_its_first_line_within_ten_seconds_of_work_also_into_a_pipe",
+        ],
+        "engine/commands/test_new.py": [
+            "test_a_project_is_written_under_its_name",
+            "test_a_new_project_trains_continues_passes_its_tests_and_its_study",
+        ],
+        "test_editors.py": ["test_mypy_finds_the_types", "test_pyright_finds_the_types"],
+        "test_examples.py": [
+            "test_the_main_example_says_what_it_does_before_it_imports_torch",
+            "test_the_main_example_shows_progress_within_ten_seconds_of_work",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import inspect
 import re
@@ -15,6 +16,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+import signalfire
+from signalfire import ablation, testing, tuning
 from signalfire.codes import CODES
 from tests.kit import finished, needs, shipped, wait_until
 from tests.test_guide import CONTINUED, GUIDE, WRITTEN
@@ -75,6 +78,27 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
         assert name == "changelog" or (GUIDE / f"{name}.md").read_text() in texts, name
         assert f"({name}.html)" in contents, name
     assert (GUIDE.parent.parent / "CHANGELOG.md").read_text() in texts
+
+
+def test_every_public_name_is_in_the_interface_and_every_error_in_the_list_of_errors(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface = (site / "interface.html").read_text()
+    names = [f"signalfire.{name}" for name in vars(signalfire)["__all__"]]
+    names += [f"{module.__name__}.{name}" for module in (ablation, testing, tuning) for name in vars(module)["__all__"]]
+    assert [name for name in names if f'id="{name}"' not in interface] == []
+    shown = " ".join(text_of(site / "errors.html").split())
+    raised = [
+        " ".join(node.exc.args[0].value.split())
+        for folder in ("engine", "handlers")
+        for file in sorted((GUIDE.parent.parent / folder).rglob("*.py"))
+        if "project" not in file.parts
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+        and isinstance(node.exc.args[0], ast.Constant) and isinstance(node.exc.args[0].value, str)
+    ]  # fmt: skip
+    assert len(raised) > 100
+    assert [text for text in raised if text not in shown] == []
 
 
 def text_of(file: Path) -> str:
@@ -208,6 +232,11 @@ def test_wide_tables_scroll_in_themselves(site: Path, tab: Any) -> None:
         ("GradientClipping", "handlers/GradientClipping.html"),
         ("resume", "resuming.html"),
         ("W14", "codes.html"),
+        ("gradient norm per layer", "symptoms.html"),
+        ("batch skipped", "symptoms.html"),
+        ("freeze backbone", "symptoms.html"),
+        ("several gpus", "symptoms.html"),
+        ("early stopping", "handlers/EarlyStopping.html"),
     ],
 )
 def test_the_search_finds_the_page_without_a_server(words: str, expected: str, site: Path, tab: Any) -> None:

@@ -13,12 +13,13 @@ author = "the authors of Signalfire"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
 html_theme = "furo"
 html_title = "Signalfire"
+html_search_scorer = str(HERE / "scorer.js")
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
 html_show_search_summary = False  # browsers refuse to read other pages of a site that was opened as a file
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["conf.py", "pages.py", "pictures.py"]
+exclude_patterns = ["conf.py", "pages.py", "pictures.py", "scorer.js"]
 
 # Names in single backticks are links where they are names of this package, and code where they are not.
 default_role = "named"  # in pages.py
