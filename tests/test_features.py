@@ -827,6 +827,12 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_the_main_example_shows_progress_within_ten_seconds_of_work",
         ],
     },
+    "D3 pages for those who come from elsewhere, both columns run and end with equal weights": {
+        "test_guide.py": [
+            "test_each_page_for_those_who_come_from_elsewhere_compares_the_weights_of_both_trainings",
+            "test_what_a_page_shows_runs_and_prints_what_it_says",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

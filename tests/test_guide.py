@@ -58,6 +58,17 @@ def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
     assert {*listed} == {*WRITTEN, *CONTINUED, *made} - {"index"}
 
 
+def test_each_page_for_those_who_come_from_elsewhere_compares_the_weights_of_both_trainings() -> None:
+    """Whether they are equal is what running the page shows."""
+    pages = sorted(GUIDE.glob("from_*.md"))
+    assert {page.stem for page in pages} <= {*WRITTEN}
+    for page in pages:
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
+        assert re.search(r"^assert all\(torch\.equal\(one, other\) for one, other in zip\(", code, re.MULTILINE), (
+            page.stem
+        )
+
+
 def test_every_handler_is_in_the_table_by_purpose() -> None:
     table = (GUIDE / "by_purpose.md").read_text()
     kinds = [getattr(handlers, name) for name in handlers.__all__]
