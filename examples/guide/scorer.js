@@ -1,5 +1,5 @@
 // Which results of the search stand first: the page that says what to do before the lists that hold every word.
-const Scorer = {
+var Scorer = {  // which Sphinx looks for, and declares itself where there is none
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
     if (["errors", "changelog", "codes"].includes(docname)) return score - 30;
     if (docname === "symptoms") return score + 12;
