@@ -167,9 +167,9 @@ def tab(browser: Any) -> Iterator[Any]:
     assert said == []
 
 
-# What sticks out of the window to the right without a scroll bar of its own around it.
+# What sticks out of the window to the right without a scroll bar of its own around it, below that of the article.
 TOO_WIDE = """() => {
-    const inside = (one) => { for (let p = one.parentElement; p; p = p.parentElement) {
+    const inside = (one) => { for (let p = one.parentElement; p && p.tagName !== 'ARTICLE'; p = p.parentElement) {
         if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(p).overflowX)) return true } return false }
     const wide = [...document.querySelectorAll('article *')].filter(
         (one) => one.getBoundingClientRect().right > window.innerWidth + 1 && !inside(one))
