@@ -34,8 +34,14 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     others = [path for path in sys.path if path.endswith("site-packages")]
     (site / "tests.pth").write_text("\n".join(others))  # torch, mypy
     python = folder / "venv" / "bin" / "python"
-    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--ignore-installed"]
-    command = [python, "-m", "pip", "install", *options, *request.param, source]
+    options: list[str] = [
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--ignore-installed",
+    ]
+    command = [str(python), "-m", "pip", "install", *options, *map(str, request.param), str(source)]
     installed = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert installed.returncode == 0, installed.stderr
     where = subprocess.run(
@@ -52,7 +58,7 @@ def test_mypy_finds_the_types(project: tuple[Path, Path], tmp_path_factory: pyte
     wrong = folder.parent / "wrong.py"
     wrong.write_text(WRONG)
     cache = tmp_path_factory.getbasetemp() / "mypy"  # of torch
-    check = [python, "-m", "mypy", "--strict", "--cache-dir", cache, ".", wrong]
+    check = [str(python), "-m", "mypy", "--strict", "--cache-dir", str(cache), ".", str(wrong)]
     found = subprocess.run(check, cwd=folder, capture_output=True, text=True, timeout=500).stdout
     assert 'wrong.py:3: error: Argument "decay" to "EMA" has incompatible type "str"' in found
     assert 'wrong.py:4: note: Revealed type is "int"' in found
