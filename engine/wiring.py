@@ -67,20 +67,21 @@ class Wiring:
             max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in self.rows
         ]
         total = sum(heights) + 1
-        figure = Figure(figsize=(18, 0.32 * total + 0.8), layout="constrained")
+        figure = Figure(figsize=(9.5, 0.36 * total + 0.3), layout="constrained")
         axes = figure.add_subplot()
-        axes.set(xlim=(-0.8, 6), ylim=(total, 0))
+        axes.set(xlim=(-1.2, 6), ylim=(total, 0))
         axes.axis("off")
         for phase in Phase:
-            axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=10)
+            axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=9)
         y = 1.0
         for number, ((event, connections), height) in enumerate(zip(self.rows, heights, strict=True)):
             if number % 2 == 0:
                 axes.axhspan(y, y + height, color="#f2f2f2", lw=0)
-            axes.text(-0.75, y + 0.5, event.name, va="center", size=8, weight="bold")
+            axes.text(-1.15, y + 0.5, event.name, va="center", size=7, weight="bold")
             for phase in Phase:
                 for row, one in enumerate(one for one in connections if one.phase is phase):
-                    axes.text(phase + 0.5, y + row + 0.5, describe(one), ha="center", va="center", size=7,
+                    label = describe(one).replace(".", "\n", 1)  # the handler, and its method below
+                    axes.text(phase + 0.5, y + row + 0.5, label, ha="center", va="center", size=6,
                               bbox={"boxstyle": "round,pad=0.25", "fc": f"C{phase}", "alpha": 0.25, "lw": 0})  # fmt: skip
             y += height
         figure.savefig(path, dpi=120)

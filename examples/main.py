@@ -15,10 +15,14 @@ Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 20
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # before the seconds that the imports take
+    print("Importing PyTorch and making the data; training begins in a few seconds.", file=sys.stderr, flush=True)
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +170,11 @@ def main() -> None:
             print(trainer)
             return
         folder.mkdir(parents=True, exist_ok=True)
+        print(
+            f"Training {arguments.model} on 4,000 digits, {arguments.steps:,} steps of {BATCH}.",
+            file=sys.stderr,
+            flush=True,
+        )
         began = time.perf_counter()
         # With gradient_accumulation disabled, a step uses one batch, so the same number of steps uses a quarter of the data.
         trainer.run(train_data, max_steps=arguments.steps)

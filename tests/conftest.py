@@ -13,6 +13,8 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ torch.set_num_threads(1)
 
 
 MOST_CASES = 3
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,9 +36,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if left := not_installed():
+        raise pytest.UsageError(
+            f"{left[0]} ({len(left)} such files) is not in the installed package, since it is newer than the installation: "
+            "pip install -e . again"
+        )
     # In memory, where there is such a folder: thousands of synced checkpoints would wait for a disk.
     if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+
+def not_installed() -> list[str]:
+    """Files of the package that `import signalfire` does not find: an installation with -e links those there were."""
+    installed = find_spec("signalfire")
+    if installed is None or not installed.submodule_search_locations:
+        return []
+    (folder,) = installed.submodule_search_locations
+    if "site-packages" in folder:
+        return []  # a copy, of this version or another
+    places = {"engine": Path(folder), "handlers": Path(folder, "handlers")}
+    return [
+        f"{source}/{name}"
+        for source, place in places.items()
+        if place.exists()  # not where an import hook maps the package to these folders
+        for file in sorted((ROOT / source).rglob("*.py"))
+        if not (place / (name := file.relative_to(ROOT / source).as_posix())).exists() and "project/" not in name
+    ]
 
 
 @pytest.hookimpl(trylast=True)

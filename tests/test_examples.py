@@ -145,6 +145,42 @@ def test_an_example_runs_and_reaches_what_it_promises(script: str, tmp_path: Pat
     CHECKS[script](tmp_path)
 
 
+def test_the_main_example_says_what_it_does_before_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('this is the import of torch')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(EXAMPLES / "main.py")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    first, _, rest = result.stderr.partition("\n")
+    assert first == "Importing PyTorch and making the data; training begins in a few seconds."
+    assert rest == "this is the import of torch\n"
+
+
+@pytest.mark.slow
+def test_the_main_example_shows_progress_within_ten_seconds_of_work(tmp_path: Path) -> None:
+    """Seconds of the processor, since other processes may keep this one waiting."""
+    command = [sys.executable, str(EXAMPLES / "main.py")]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stderr is not None
+        seconds = {}
+        for line in process.stderr:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            seconds[line] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            if "iteration" in line:
+                break
+        process.kill()
+    first, begins, *_, progress = seconds
+    assert first.startswith("Importing PyTorch")
+    assert seconds[first] < 1
+    assert begins == "Training cnn on 4,000 digits, 6,000 steps of 100.\n"
+    assert "train_loss" in progress
+    assert seconds[begins] < 10
+    assert seconds[progress] < 20, (
+        "the bar prints into a pipe every two epochs, but not before five seconds have passed"
+    )
+
+
 def test_every_example_is_checked() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {*CHECKS, "ray_train.py"}  # the last one: test_launchers.py
 

@@ -865,6 +865,21 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "engine/commands/test_study.py": ["test_a_study_in_one_line_and_its_report"],
     },
+    "D2 a first sign of life, a project of one's own, types in editors": {
+        "engine/commands/test_demo.py": [
+            "test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does",
+            "test_the_demo_prints_its_first_line_within_ten_seconds_of_work_also_into_a_pipe",
+        ],
+        "engine/commands/test_new.py": [
+            "test_a_project_is_written_under_its_name",
+            "test_a_new_project_trains_continues_passes_its_tests_and_its_study",
+        ],
+        "test_editors.py": ["test_mypy_finds_the_types", "test_pyright_finds_the_types"],
+        "test_examples.py": [
+            "test_the_main_example_says_what_it_does_before_it_imports_torch",
+            "test_the_main_example_shows_progress_within_ten_seconds_of_work",
+        ],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",
@@ -881,12 +896,15 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_every_page_is_in_the_contents_and_has_been_looked_at_here",
             "test_every_handler_is_in_the_table_by_purpose",
             "test_what_a_page_shows_runs_and_prints_what_it_says",
-            "test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_and_code",
         ],
+        "test_site.py": ["test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_and_code"],
         "test_launchers.py": ["test_the_command_of_the_guide_trains_its_script_on_two_nodes"],
     },
     "D3 pages for those who come from elsewhere": {
-        "test_guide.py": ["test_what_a_page_shows_runs_and_prints_what_it_says"],
+        "test_guide.py": [
+            "test_each_page_for_those_who_come_from_elsewhere_compares_the_weights_of_both_trainings",
+            "test_what_a_page_shows_runs_and_prints_what_it_says",
+        ],
         "test_guide_tables.py": [
             "test_every_row_has_an_answer_and_a_reason_where_it_is_no",
             "test_what_a_table_names_of_ours_is_there",

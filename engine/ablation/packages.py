@@ -12,20 +12,16 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-import signalfire
-
 __all__ = ["file_digest", "is_installed", "version_of"]
 
 
 @cache
 def _folders() -> tuple[str, ...]:
     """The folders of installed packages and of the standard library."""
-    handlers = importlib.util.find_spec("signalfire.handlers")
-    own = [*signalfire.__path__, *((handlers and handlers.submodule_search_locations) or ())]
     paths = sysconfig.get_paths()
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     library += [*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.__file__)]
-    return tuple({os.path.join(os.path.realpath(path), "") for path in [*own, *library]})
+    return tuple({os.path.join(os.path.realpath(path), "") for path in library})
 
 
 @cache
@@ -36,8 +32,10 @@ def is_installed(module: str | None, file: str | None = None) -> bool:
         module: Its name, which decides if there is no file.
         file: The file of its code.
     """
+    top = (module or "").partition(".")[0]
+    if top == "signalfire":
+        return True
     if file is None or file.startswith("<"):
-        top = (module or "").partition(".")[0]
         if not top or top == "__main__":
             return False
         if top in sys.stdlib_module_names or top in sys.builtin_module_names:

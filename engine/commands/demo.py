@@ -53,7 +53,7 @@ def accuracy(make_model: Callable[[], nn.Module], without: tuple[str, ...] = ())
 def demo() -> None:
     """Train two models, print the wiring, and train one of them without one of its handlers."""
     torch.set_num_threads(1)
-    print(f"{SAMPLES:,} one-dimensional digits to train on, {SAMPLES:,} to test; a linear model first.\n")
+    print(f"{SAMPLES:,} one-dimensional digits to train on, {SAMPLES:,} to test; a linear model first.\n", flush=True)
     print(f"linear model: {accuracy(logistic):.1%} of the test digits\n")
     whole = accuracy(mlp)
     print(f"MLP: {whole:.1%}\n")

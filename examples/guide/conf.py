@@ -10,21 +10,27 @@ sys.path.insert(0, str(HERE))  # where Sphinx finds `pages`
 
 project = "Signalfire"
 author = "the authors of Signalfire"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
 html_theme = "furo"
 html_title = "Signalfire"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "scorer.js")
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+html_show_search_summary = False  # browsers refuse to read other pages of a site that was opened as a file
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["conf.py"]
+exclude_patterns = ["conf.py", "pages.py", "pictures.py", "scorer.js"]
 
 # Names in single backticks are links where they are names of this package, and code where they are not.
-default_role = "autolink"
+default_role = "named"  # in pages.py
 napoleon_custom_sections = ["Source", ("Errors", "Raises")]
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
-autosummary_generate = False
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 

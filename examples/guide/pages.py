@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+
 import signalfire
 import signalfire.handlers
-from signalfire import Handler
+from signalfire import Handler, ablation, testing, tuning
 from signalfire.codes import CODES
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
@@ -161,12 +166,49 @@ def arguments_of(app: Any, what: str, name: str, one: Any, options: Any, signatu
     return str(given.replace(parameters=plain, return_annotation=inspect.Signature.empty)), ""
 
 
+SOURCE = re.compile(r"\[`(\w+)`\]\(\.\./\.\./handlers/[\w/]+\.py\)")
+
+
+def link_pages(app: Any, name: str, source: list[str]) -> None:
+    """Where a page points to the code of a handler, point to its page, which the repository itself does not hold."""
+    named = {kind.__name__ for kind in handler_classes()}
+    folder = "" if name.startswith("handlers/") else "handlers/"
+
+    def page(link: re.Match[str]) -> str:
+        return f"[`{link[1]}`]({folder}{link[1]}.md)" if link[1] in named else link[0]
+
+    source[0] = SOURCE.sub(page, source[0])
+
+
+@cache
+def public_names() -> dict[str, str]:
+    """Where the site has a public name: `EMA` is at signalfire.handlers.EMA, `Engine.run` at signalfire.Engine.run."""
+    places = {kind.__name__: f"signalfire.handlers.{kind.__name__}" for kind in handler_classes()}
+    places |= {name: f"signalfire.{name}" for name in vars(signalfire)["__all__"]}
+    for module in (testing, tuning, ablation):
+        places |= {name: f"{module.__name__}.{name}" for name in vars(module)["__all__"]}
+    return places
+
+
+def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any = None, content: Any = ()) -> Any:
+    """What stands in single backticks: a link where it is a public name or an attribute of one, code in any case."""
+    first, _, rest = text.removeprefix("signalfire.").removesuffix("()").partition(".")
+    code = nodes.literal(text, text, classes=["xref", "py"])
+    if first not in public_names():
+        return [code], []
+    link = pending_xref("", code, refdomain="py", reftype="obj", refexplicit=True, refwarn=False)
+    link["reftarget"] = ".".join([public_names()[first], *([rest] if rest else [])])
+    link["refdoc"] = inliner.document.settings.env.docname
+    return [link], []
+
+
 def write_texts(app: Any, problem: Exception | None) -> None:
     """Write ``llms.txt``, the contents, and ``llms-full.txt``, all pages as text, for assistants that read them."""
     if problem is not None:
         return
     order = ["index", *sorted(name for name in app.env.found_docs if name != "index")]
     texts = {name: Path(app.env.doc2path(name)).read_text(encoding="utf-8") for name in order}
+    texts["changelog"] = (Path(app.srcdir).parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
     lines = [f"- [{text.split(chr(10), 1)[0].lstrip('# ')}]({name}.html)" for name, text in texts.items()]
     (Path(app.outdir) / "llms.txt").write_text("# Signalfire\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     (Path(app.outdir) / "llms-full.txt").write_text("\n\n".join(texts.values()), encoding="utf-8")
@@ -175,6 +217,8 @@ def write_texts(app: Any, problem: Exception | None) -> None:
 def setup(app: Any) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(Path(app.srcdir)))
+    app.connect("source-read", link_pages)
+    app.add_role("named", named)
     app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
     app.connect("autodoc-process-signature", arguments_of)
     app.connect("build-finished", write_texts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 from signalfire.commands.digits import one_dimensional_digits
-from tests.kit import finished
+from tests.kit import finished, python
 
 
 @pytest.mark.slow
@@ -21,6 +24,16 @@ def test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does() -> No
     assert re.search(r"^GET_BATCH_COMPLETED\n  CHANGE    mixup\.mix$", done.stdout, re.MULTILINE)
     assert "iteration 400" in done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_prints_its_first_line_within_ten_seconds_of_work_also_into_a_pipe() -> None:
+    """Seconds of the processor, since other processes may keep this one waiting."""
+    with python("-m", "signalfire", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("1,000 one-dimensional digits")
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 10
 
 
 def test_the_digits_are_those_of_their_seed_and_each_class_has_its_stroke() -> None:
