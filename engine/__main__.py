@@ -17,7 +17,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     new = commands.add_parser("new", help="write a small project of your own")
     new.add_argument("folder", help="its folder, such as my_project")
+    commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
     given = parser.parse_args(arguments)
+    if given.command == "handlers":
+        from .commands.handlers import list_handlers
+
+        print(*list_handlers(), sep="\n")
+        return 0
     if given.command == "new":
         from .commands.new import new_project
 

@@ -32,6 +32,7 @@ WRITTEN = (
     "from_ignite",
     "loop",
     "by_purpose",
+    "ecosystem",
     "symptoms",
     "writing_a_handler",
     "processes",
