@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .places import PlaceError, described, keyword_arguments, value_at
+from .places import described, keyword_arguments
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -60,21 +60,16 @@ def loss_in_output(engine: Engine, output: Any, batch: Any) -> Tensor | None:
     Raises:
         ValueError: if there is none, in training; an engine that evaluates makes predictions then.
     """
-    kind = output.__class__
-    loss: Any
-    if kind is Tensor:
-        loss = output
-    elif kind is tuple or kind is list:
-        loss = output[0] if output else None
-    else:
-        try:
-            loss = value_at(output, "loss")
-        except PlaceError:
-            loss = None
-    if isinstance(loss, Tensor) and not loss.dim():
+    loss: Any = output.get("loss") if output.__class__ is dict else getattr(output, "loss", None)
+    if loss.__class__ is Tensor:  # the usual case
         return loss
-    if loss is not None and not (isinstance(loss, Tensor) and kind in (Tensor, tuple, list)):
-        return loss  # the backward says what is wrong with it
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif loss is None and isinstance(output, Tensor | tuple | list):
+        first = output if isinstance(output, Tensor) else output[0] if output else None
+        loss = first if isinstance(first, Tensor) and not first.dim() else None
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
     if not engine.training:
         return None
     raise ValueError(

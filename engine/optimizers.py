@@ -100,7 +100,7 @@ class JointOptimizer(Optimizer):
             f"{', '.join(self.optimizers)}"
         )
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The states of all of them in torch's form, with positions in `parameters`; by name if one has a form of its own."""
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if not all(_has_torch_form(states[name], one) for name, one in self.optimizers.items()):

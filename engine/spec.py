@@ -23,7 +23,7 @@ Forward = Callable[["Engine", Any], Any]
 Loss = Callable[["Engine", Any, Any], Tensor | None]
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 OneOptimizer = Optimizer | OptimizerFactory
-SeveralOptimizers = OneOptimizer | Mapping[str, Optimizer] | Mapping[str, OptimizerFactory] | Sequence[Optimizer]
+AnyOptimizer = OneOptimizer | Mapping[str, Any] | Sequence[Optimizer]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Update:
 
     forward: Forward | None = None
     loss: Loss | None = None
-    optimizer: SeveralOptimizers | None = None
+    optimizer: AnyOptimizer | None = None
     name: str = "main"
     parameters: Callable[[Engine], Any] | None = None
     function: Callable[[Engine, Any], Tensor | None] | None = None
@@ -104,7 +104,7 @@ class Update:
     def supervised(
         cls,
         loss: Callable[[Any, Any], Tensor],
-        optimizer: SeveralOptimizers | None = None,
+        optimizer: AnyOptimizer | None = None,
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,
@@ -123,7 +123,7 @@ class Update:
             'main'
         """
         _check_signature(f"Update {name!r}: loss", loss, 2)
-        places = {"samples": samples, "input": input, "output": output, "target": target}
+        places: dict[str, Any] = {"samples": samples, "input": input, "output": output, "target": target}
         if input is None and output is None and target is None:
 
             def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
@@ -142,7 +142,7 @@ class Update:
     @classmethod
     def from_model(
         cls,
-        optimizer: SeveralOptimizers | None = None,
+        optimizer: AnyOptimizer | None = None,
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
         name: str = "main",
@@ -183,14 +183,14 @@ class Update:
         if loss is not None:
             made = cls.supervised(loss, optimizer, name=name, parameters=parameters, output=output, target=target)
             return replace(made, forward=model_by_keyword, samples=samples, input=input)
-        places = {"samples": samples, "input": input, "output": output, "target": target}
+        places: dict[str, Any] = {"samples": samples, "input": input, "output": output, "target": target}
         return cls(model_by_keyword, loss_in_output, optimizer, name, parameters, **places)
 
     @classmethod
     def from_function(
         cls,
         function: Callable[[Engine, Any], Tensor | None],
-        optimizer: SeveralOptimizers | None = None,
+        optimizer: AnyOptimizer | None = None,
         *,
         name: str = "main",
         parameters: Callable[[Engine], Iterable[Any]] | None = None,

@@ -77,7 +77,7 @@ class LRScheduling(Handler):
 
     def __init__(
         self,
-        scheduler: Callable[[Optimizer], Any] | Mapping[str, Callable[[Optimizer], Any]],
+        scheduler: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
         every: str | Interval | None = None,
         monitor: str | None = None,

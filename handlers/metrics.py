@@ -29,7 +29,7 @@ from ._common.updates import only_update, selected_updates
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
 
-Inputs = Callable[[Engine], tuple[Any, ...]]
+Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
 
 
 @runtime_checkable

@@ -229,7 +229,7 @@ class Throughput(Handler):
             found = value_at(batch, self.tokens)
         except PlaceError as error:
             raise TypeError(f"{self.name!r}: tokens={self.tokens!r}: {error}") from None
-        return found if callable(self.tokens) else found.numel()
+        return int(found if callable(self.tokens) else found.numel())
 
     def _peak(self, engine: Engine) -> float | None:
         """As given, or that of the model's device; None if it is not known."""

@@ -68,7 +68,9 @@ def test_f1_a_loss_with_parameters_is_trained() -> None:
 
     engine = kit.build(kit.linear(5, 1), loss=Scaled())
     engine.run(DATA, max_epochs=1)
-    assert engine.modules["loss"].scale.item() != 1
+    loss = engine.modules["loss"]
+    assert isinstance(loss, Scaled)
+    assert loss.scale.item() != 1
 
 
 class MomentaByName(torch.optim.SGD):
@@ -165,7 +167,7 @@ class Total:
     def step(self) -> None:
         self.count += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.base * (1 - self.count / self.total)
+            group["lr"] = self.base / (1 + self.count / self.total)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
@@ -401,7 +403,7 @@ class Relative(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
-                parameter -= 0.1 * parameter.grad
+                parameter.add_(parameter.grad, alpha=-0.1)
 
 
 def test_f20_a_rate_of_none_is_left_out_by_loggers(tmp_path: Path) -> None:
@@ -469,7 +471,10 @@ class FunctionalGradients(Handler):
             {name: value.detach() for name, value in parameters.items()}
         )
         for name, parameter in parameters.items():
-            parameter.grad = gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+            if parameter.grad is None:
+                parameter.grad = gradients[name]
+            else:
+                parameter.grad += gradients[name]
         update.output, update.raw_loss, update.backward_loss = output, loss, loss
         update.window.held += 1
 

@@ -48,14 +48,19 @@ class SampleMixing(Handler):
         self.input = check_place(self, "input", input)
         self.target = 1 if target is None else check_place(self, "target", target)
         self._given_target = target
-        if input == target:
-            raise ValueError(
-                f"{type(self).__name__}(input={input!r}, target={target!r}): inputs and targets need different indices or keys"
-            )
+        if target is not None:
+            self._check_places()
         self.lam: float | None = None
         # lam and the targets that were mixed in, by the batch's own targets and for as long as these live: a step that
         # recomputes its gradients needs those of all batches of its window.
         self._mixed: WeakTensorKeyDictionary | None = None
+
+    def _check_places(self) -> None:
+        if self.input == self.target:
+            raise ValueError(
+                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): inputs and targets need different indices "
+                "or keys"
+            )
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator
@@ -77,6 +82,7 @@ class SampleMixing(Handler):
     def check(self, engine: Engine) -> None:
         """Raise an error if the loss or the gradients are computed in a way that rules out mixing."""
         self.target = find_target(self, engine, self._given_target)
+        self._check_places()
         for update in engine.updates:
             if update.loss_function is loss_in_output:
                 raise ValueError(

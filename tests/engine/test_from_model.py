@@ -365,6 +365,4 @@ def test_a_batch_that_is_a_mapping_costs_nothing_more_than_a_tuple() -> None:
     pair = Engine(Update.supervised(F.cross_entropy, ADAM), model=Positional(), seed=0)
     mapping.attach(*handlers())
     pair.attach(*handlers())
-    assert (
-        calls_of(mapping, MAPPINGS[:1]) / 40 <= calls_of(pair, PAIRS[:1]) / 40 + 8
-    )  # the dataclass, and looking for the loss
+    assert calls_of(mapping, MAPPINGS[:1]) <= calls_of(pair, PAIRS[:1])  # 335 and 336 calls in an iteration

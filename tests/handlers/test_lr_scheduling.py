@@ -473,7 +473,10 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 
 def test_a_monitor_goes_with_plateau_only() -> None:
     for handler, reported in (
-        (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= is only for ReduceLROnPlateau"),
+        (
+            LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
+            "monitor= is for schedulers that are stepped with a metric",
+        ),
         (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
     ):
         engine, rates = engine_of(network(), handler)
