@@ -58,6 +58,7 @@ class Update:
         ...     return engine.model(batch[0])
         >>> def loss(engine, output, batch):
         ...     return torch.nn.functional.mse_loss(output, batch[1])
+        >>> import torch
         >>> from functools import partial
         >>> Update(forward, loss, partial(torch.optim.SGD, lr=0.1)).name
         'main'
@@ -119,6 +120,7 @@ class Update:
         ``input``, ``target`` and ``output`` say where these are in other batches and outputs; see `Update`.
 
         Example:
+            >>> import torch
             >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, input="image", target="label").name
             'main'
         """
@@ -169,6 +171,7 @@ class Update:
             TypeError: For a batch without names.
 
         Example:
+            >>> import torch
             >>> from functools import partial
             >>> from types import SimpleNamespace
             >>> from signalfire import Engine
