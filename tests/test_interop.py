@@ -258,12 +258,16 @@ def test_f13_schedules_of_hugging_face_and_timm_get_their_totals() -> None:
         (partial(transformers.get_wsd_schedule, num_warmup_steps=2, num_decay_steps=4), None, False),
         (partial(transformers.get_scheduler, "linear", num_warmup_steps=2), None, False),
     ]
-    every += [] if timm is None else [
-        (partial(timm.CosineLRScheduler, t_in_epochs=False, warmup_t=2), None, True),
-        (partial(timm.CosineLRScheduler, lr_min=1e-3), "1ep", True),
-        (partial(timm.PolyLRScheduler, t_in_epochs=False), None, True),
-        (partial(timm.TanhLRScheduler, t_in_epochs=False), None, True),
-    ]
+    every += (
+        []
+        if timm is None
+        else [
+            (partial(timm.CosineLRScheduler, t_in_epochs=False, warmup_t=2), None, True),
+            (partial(timm.CosineLRScheduler, lr_min=1e-3), "1ep", True),
+            (partial(timm.PolyLRScheduler, t_in_epochs=False), None, True),
+            (partial(timm.TanhLRScheduler, t_in_epochs=False), None, True),
+        ]
+    )
     data = kit.batches(6)
     for factory, unit, by_timm in every:
         total = {"t_initial": 3 if unit else 18} if by_timm else {"num_training_steps": 18}

@@ -29,6 +29,7 @@ ROOMS = {
     "engine/checkpoints": {"engine", "engine/distributed"},
     "engine/ablation": {"engine", "engine/data", "engine/findings"},
     "engine/findings": {"engine", "engine/data", "engine/distributed"},
+    "engine/exact": {"engine", "engine/data", "engine/checkpoints"},
     "engine/commands": {"engine", "handlers"},
     "engine/tuning": {"engine", "engine/data", "engine/findings"},
     "engine/weights": {"engine", "engine/checkpoints", "engine/distributed"},
