@@ -126,7 +126,7 @@ class Attrs:
 
 
 def test_f6_f7_batches_of_attrs_are_moved_and_counted() -> None:
-    batch = Attrs(torch.ones(3, 2), torch.ones(3))
+    batch: Any = Attrs(torch.ones(3, 2), torch.ones(3))  # type: ignore[call-arg,unused-ignore]
     moved = map_leaves(lambda leaf: leaf.to("meta"), batch)
     assert (type(moved), moved.x.device.type) == (Attrs, "meta")
     assert samples_in(batch) == 3

@@ -287,7 +287,7 @@ def test_f13_schedules_of_hugging_face_and_timm_get_their_totals() -> None:
                     scheduler.step()
             if by_timm:
                 scheduler.step(epoch + 1)
-        engine = kit.build(kit.linear(5, 1), LRScheduling(factory, **({"every": unit} if unit else {})), allow=["W18"])
+        engine = kit.build(kit.linear(5, 1), LRScheduling(factory, every=unit), allow=["W18"])
         engine.run(data, max_epochs=3)
         kit.assert_same(engine.model, theirs)
 

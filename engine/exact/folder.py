@@ -90,7 +90,7 @@ class CheckpointFolder:
         name = f"step-{step:012d}"
         make_folders(self.path, self.files)
         clean(self.path, self.files)
-        about = {
+        about: dict[str, Any] = {
             "handler": _HANDLER, "kind": "weights", "monitor": None, "hyperparameters": None, "epoch": 0, "iteration": step,
             "epoch_open": False, "steps": {}, "value": None, "run": _HANDLER, "lineage": [], "signalfire": "exact",
             "environment": environment(torch.device("cpu"), 1),
