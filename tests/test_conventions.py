@@ -119,6 +119,22 @@ def test_f5_a_batch_that_moves_in_place_is_taken() -> None:
     kit.assert_same(engine.model, expected.model)
 
 
+def test_f12_labels_of_texts_are_no_padding() -> None:
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.embedding = nn.Embedding(20, 4, padding_idx=0)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.head(self.embedding(tokens).mean(1))
+
+    tokens = torch.arange(1, 17).reshape(4, 4)
+    engine = kit.build(Texts(), loss=F.cross_entropy)  # a warning is an error here: most labels are 0
+    engine.run([(tokens, torch.tensor([0, 0, 0, 1]))] * 2, max_epochs=1)
+
+
 @attrs.define
 class Attrs:
     x: Tensor

@@ -36,7 +36,7 @@ def check(build: Callable[[], Any], make: Callable[[int, torch.Generator], tuple
     data = [make(size, generator) for size in SIZES]
     own = build()
     for output, target in data:
-        own.update(output, target)
+        own.update(output, target, **_groups_of(own, target))
     expected = own.compute()
 
     def engine_of() -> Engine:
@@ -46,7 +46,7 @@ def check(build: Callable[[], Any], make: Callable[[int, torch.Generator], tuple
             lambda engine, batch: batch[0], lambda engine, output, batch: engine.model.weight.sum(), optimizer
         )
         engine = Engine(update, model=parameter, seed=0)
-        engine.attach(Metrics(metric=build()))
+        engine.attach(Metrics(metric=(metric := build()), inputs=partial(_inputs, metric)))
         return engine
 
     states: list[Any] = []
@@ -66,6 +66,20 @@ def check(build: Callable[[], Any], make: Callable[[int, torch.Generator], tuple
     return None if _same({key: again.get(key) for key in given}, given) else "resumed, it differs"
 
 
+def _groups_of(metric: Any, target: Any) -> dict[str, Any]:
+    """Metrics of fairness take the groups that the samples belong to, as well."""
+    return (
+        {"groups": (torch.arange(len(target)) % 2)} if "groups" in inspect.signature(metric.update).parameters else {}
+    )
+
+
+def _inputs(metric: Any, engine: Engine) -> Any:
+    output, target = engine.state.update.output, engine.state.batch[1]
+    if groups := _groups_of(metric, target):
+        return {"preds": output, "target": target, **groups}
+    return output, target
+
+
 def _values(state: Any) -> dict[str, Any]:
     return {key: value for key, value in state.metrics.items() if key.startswith("metric")}
 
@@ -83,7 +97,17 @@ def _kinds() -> dict[str, tuple[Callable[[Any], Any], Callable[[int, torch.Gener
     def numbers(size: int, generator: torch.Generator) -> tuple[Any, Any]:
         return torch.rand(size, generator=generator) + 0.1, torch.rand(size, generator=generator) + 0.1
 
+    def distributions(size: int, generator: torch.Generator) -> tuple[Any, Any]:
+        return tuple(torch.rand(size, 3, generator=generator).softmax(1) for _ in range(2))  # type: ignore[return-value]
+
+    def ensembles(size: int, generator: torch.Generator) -> tuple[Any, Any]:
+        return torch.rand(size, 4, generator=generator), torch.rand(size, generator=generator)
+
     return {
+        **dict.fromkeys(
+            ["CosineSimilarity", "JensenShannonDivergence", "KLDivergence"], (lambda kind: kind(), distributions)
+        ),
+        "ContinuousRankedProbabilityScore": (lambda kind: kind(), ensembles),
         "Multiclass": (lambda kind: kind(num_classes=3), classes),
         "Binary": (lambda kind: kind(), binary),
         "Multilabel": (lambda kind: kind(num_labels=3), labels),
@@ -94,7 +118,8 @@ def _kinds() -> dict[str, tuple[Callable[[Any], Any], Callable[[int, torch.Gener
 _NEEDS: dict[str, dict[str, Any]] = {
     "FBetaScore": {"beta": 2.0}, "RecallAtFixedPrecision": {"min_precision": 0.5}, "PrecisionAtFixedRecall": {"min_recall": 0.5},
     "SensitivityAtSpecificity": {"min_specificity": 0.5}, "SpecificityAtSensitivity": {"min_sensitivity": 0.5},
-    "MinkowskiDistance": {"p": 3.0},
+    "MinkowskiDistance": {"p": 3.0}, "CriticalSuccessIndex": {"threshold": 0.5}, "BinaryFairness": {"num_groups": 2},
+    "BinaryGroupStatRates": {"num_groups": 2},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from signalfire import Engine, Events, Handler, Update, groups
+from signalfire import Engine, Events, Handler, Phase, Update, groups
 from signalfire.acts import Override
 from signalfire.optimizers import needs_closure
 
@@ -115,7 +115,7 @@ def check(build: Build, sparse: bool = False, graph: bool = False) -> str | None
         buffer.seek(0)
         states.append(torch.load(buffer, weights_only=True))
 
-    engine.connect(Events.ITERATION_COMPLETED(once=CUT), save)
+    engine.connect(Events.ITERATION_COMPLETED(once=CUT), save, phase=Phase.PERSIST)
     torch.manual_seed(1)
     engine.run(batches(sparse), max_epochs=1, check=False)
     if not same(engine.model.parameters(), expected.parameters()):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as torch_schedulers
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import LRScheduling
 from tests.handlers.test_lr_scheduling import timm_schedulers
 
@@ -69,7 +69,9 @@ def check(factory: Callable[..., Any], monitor: str | None = None, counted: bool
         Events.OPTIMIZER_STEP_STARTED,
         lambda engine: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"]),  # type: ignore[union-attr]
     )
-    engine.connect(Events.ITERATION_COMPLETED(once=CUT), lambda engine: states.append(engine.state_dict()))
+    engine.connect(
+        Events.ITERATION_COMPLETED(once=CUT), lambda engine: states.append(engine.state_dict()), phase=Phase.PERSIST
+    )
     engine.run(batches(), max_epochs=1, check=False)
     if rates != expected or not same(engine.model.parameters(), theirs.parameters()):
         return "differs from the plain loop"
