@@ -15,7 +15,6 @@ from .window import clear_gradients
 __all__ = ["JointFactory", "JointOptimizer", "groups", "joined", "kind_of", "needs_closure", "optimizers_of"]
 
 Factory = Callable[[Iterable[Any]], Optimizer]
-Rule = str | Sequence[str] | Callable[[str, nn.Parameter], object]
 
 
 class JointOptimizer(Optimizer):
@@ -222,7 +221,7 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
     return JointFactory(where, named)
 
 
-def groups(model: nn.Module, rules: Mapping[str, Rule]) -> dict[str, list[nn.Parameter]]:
+def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Parameter]]:
     """Split a model's parameters: each goes to the first group whose rule matches it.
 
     A parameter that the model has under several names, such as a tied embedding, is in one group only: its first name counts,

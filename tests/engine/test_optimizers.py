@@ -228,7 +228,7 @@ def test_what_no_rule_matches_and_a_rule_that_matches_nothing_are_errors() -> No
     with pytest.raises(ValueError, match="no parameter is left for 'convs'"):
         groups(Tied(), {"convs": "conv*", "rest": "*"})
     with pytest.raises(TypeError, match=r"groups\(rest=None\)"):
-        groups(Tied(), {"rest": None})  # type: ignore[dict-item]
+        groups(Tied(), {"rest": None})
 
 
 def test_mistakes_are_refused_where_they_are_made() -> None:

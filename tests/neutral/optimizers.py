@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from signalfire import Engine, Events, Handler, Phase, Update, groups
+from signalfire import Engine, Events, Handler, Phase, Update, groups, seed_everything
 from signalfire.acts import Override
-from signalfire.optimizers import needs_closure
+from signalfire.exact import random_state, restore_random_state
+from signalfire.optimizers import JointOptimizer, needs_closure
 
 from .outcomes import Outcome, judged, same
 
@@ -65,12 +66,12 @@ def plain(build: Build, sparse: bool, graph: bool, begin: dict[str, Any] | None 
     model = network(sparse)
     optimizer = build(model)
     saved = None
-    torch.manual_seed(1)
+    seed_everything(1)
     first = 0
     if begin is not None:
         model.load_state_dict(begin["model"])
         optimizer.load_state_dict(begin["optimizer"])
-        torch.set_rng_state(begin["random"])
+        restore_random_state(begin["random"])
         first = CUT
     for step, (inputs, targets) in enumerate(batches(sparse)[first:], first + 1):
 
@@ -88,7 +89,7 @@ def plain(build: Build, sparse: bool, graph: bool, begin: dict[str, Any] | None 
         optimizer.zero_grad()
         if step == CUT and begin is None:
             buffer = io.BytesIO()
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": random_state()}
             torch.save(state, buffer)
             buffer.seek(0)
             saved = torch.load(buffer, weights_only=False)
@@ -116,7 +117,7 @@ def check(build: Build, sparse: bool = False, graph: bool = False) -> str | None
         states.append(torch.load(buffer, weights_only=True))
 
     engine.connect(Events.ITERATION_COMPLETED(once=CUT), save, phase=Phase.PERSIST)
-    torch.manual_seed(1)
+    seed_everything(1)
     engine.run(batches(sparse), max_epochs=1, check=False)
     if not same(engine.model.parameters(), expected.parameters()):
         return "differs from the plain loop"
@@ -159,8 +160,6 @@ def _muon(kind: Any) -> Build:
 
 def _together(build: Build) -> Build:
     """Several optimizers, for an Update as they are, for the plain loop as one."""
-    from signalfire.optimizers import JointOptimizer
-
     return lambda model: JointOptimizer({str(place): one for place, one in enumerate(build(model))})
 
 
@@ -187,7 +186,10 @@ def _of_package(kind: Any, model: nn.Module) -> Any:
     )
     if first == "model":
         return kind(model, **options)
-    if "muon" in kind.__name__.lower():
+    if kind.__name__ == "SpectralSphere":
+        split = groups(model, MATRICES)
+        return JointOptimizer({"matrices": kind(split["matrices"]), "rest": torch.optim.AdamW(split["rest"])})
+    if "muon" in kind.__name__.lower() or kind.__name__ == "AdaGO":
         split = groups(model, MATRICES)
         return kind(
             [{"params": split["matrices"], "use_muon": True}, {"params": split["rest"], "use_muon": False}], **options

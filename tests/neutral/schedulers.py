@@ -67,7 +67,7 @@ def check(factory: Callable[..., Any], monitor: str | None = None, counted: bool
     engine = engine_of(factory, monitor)
     engine.connect(
         Events.OPTIMIZER_STEP_STARTED,
-        lambda engine: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"]),  # type: ignore[union-attr]
+        lambda engine: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"]),
     )
     engine.connect(
         Events.ITERATION_COMPLETED(once=CUT), lambda engine: states.append(engine.state_dict()), phase=Phase.PERSIST
