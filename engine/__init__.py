@@ -13,6 +13,7 @@ from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .findings import Finding, FindingError, Findings, FindingWarning, allow
 from .handler import Handler, on
 from .interval import Interval
+from .optimizers import groups
 from .randomness import seed_everything
 from .registry import Attachment
 from .signals import Signal
@@ -49,6 +50,7 @@ __all__ = [
     "UpdateState",
     "Wiring",
     "allow",
+    "groups",
     "on",
     "seed_everything",
 ]

@@ -28,7 +28,13 @@ def main(arguments: list[str] | None = None) -> int:
     report = commands.add_parser("report", help="the report on the runs that a study has stored")
     studies.add_study(study)
     studies.add_report(report)
+    commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
     given = parser.parse_args(arguments)
+    if given.command == "handlers":
+        from .commands.handlers import list_handlers
+
+        print(*list_handlers(), sep="\n")
+        return 0
     if given.command in ("study", "report"):
         return studies.study(given) if given.command == "study" else studies.report(given)
     if given.command == "new":

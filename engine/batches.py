@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["hides_samples", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
+__all__ = ["field_names", "hides_samples", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -33,7 +33,14 @@ def samples_in(batch: Any) -> int:
     That is the batch's own ``num_graphs`` (PyTorch Geometric) or ``batch_size`` (TensorDict); the length of its first tensor in
     nested containers, 1 for a scalar; or the length of an object with ``__len__``. It is 1 if none of these exists.
     """
-    if batch.__class__ in _PAIRS and batch and isinstance(batch[0], Tensor):  # the usual case, without a search
+    kind = batch.__class__
+    if kind is dict:  # the usual cases, without a search
+        for first in batch.values():
+            if isinstance(first, Tensor):
+                shape = first.shape
+                return shape[0] if shape else 1
+            break
+    elif kind in _PAIRS and batch and isinstance(batch[0], Tensor):
         shape = batch[0].shape
         return shape[0] if shape else 1
     count = _count(batch)
@@ -83,9 +90,18 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         >>> map_leaves(lambda number: number + 1, {"x": [1, 2], "y": (3,)})
         {'x': [2, 3], 'y': (4,)}
     """
-    if hasattr(batch, "to") or parts(batch) is None:
+    kind = batch.__class__
+    if kind is tuple or kind is list:  # the usual cases, which cost the same
+        return kind([function(part) if part.__class__ is Tensor else map_leaves(function, part) for part in batch])
+    if kind is dict:
+        return {
+            key: function(part) if part.__class__ is Tensor else map_leaves(function, part)
+            for key, part in batch.items()
+        }
+    if hasattr(batch, "to") or (container := parts(batch)) is None:
         return function(batch)
-    return rebuilt(batch, lambda part: map_leaves(function, part))
+    held, remake = container
+    return remake([map_leaves(function, part) for part in held])
 
 
 def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -98,12 +114,27 @@ def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), type(value)
     if isinstance(value, deque):
         return list(value), lambda held: deque(held, value.maxlen)
-    if (names := _field_names(value)) is not None:
+    if (names := field_names(value)) is not None:
         return [getattr(value, name) for name in names], lambda held: _fields_like(value, names, held)
+    if _has_stores(value):
+        stored = value.to_dict()
+        return list(stored.values()), lambda held: _graphs_like(value, stored, held)
     return None
 
 
-def _field_names(value: Any) -> list[str] | None:
+def _has_stores(value: Any) -> bool:
+    """Whether this is a graph of PyTorch Geometric, which is no mapping, and keeps its tensors in stores."""
+    return not isinstance(value, type) and hasattr(type(value), "stores") and callable(getattr(value, "to_dict", None))
+
+
+def _graphs_like(value: Any, stored: dict[str, Any], held: list[Any]) -> Any:
+    new = copy.copy(value)
+    for key, part in zip(stored, held, strict=True):
+        new[key] = part
+    return new
+
+
+def field_names(value: Any) -> list[str] | None:
     """The names of an object's fields, if its class says what they are."""
     if isinstance(value, type):
         return None

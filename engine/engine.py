@@ -104,6 +104,8 @@ class Engine:
         self.seed_given = seed is not None
         self.dry_run = False
         self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
+        for one in self.updates:
+            one.order_parameters(p for root in self.modules.values() for p in root.parameters())
         self.state = State(self.updates[0])
         self.signals = Bus()
         self.iteration_signals = IterationSignals(self.signals, specs, training=self.training)

@@ -14,6 +14,7 @@ from .data.source import DataError
 from .events import EventEnum, Events
 from .findings.evaluation_findings import report_nothing_measured, report_other_weights
 from .handler import Handler
+from .optimizer_modes import weights_to_evaluate
 from .randomness import unchanged_random_state
 from .streams import begin_stream
 
@@ -125,7 +126,12 @@ def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool) -> Iterator
     if not evaluator.seed_given:
         evaluator.seed = engine.seed  # its data is drawn as in this run, also after a resume in another process
     try:
-        with engine.regions.region(), evaluator.findings.within(engine), ExitStack() as stack:
+        with (
+            weights_to_evaluate(engine),
+            engine.regions.region(),
+            evaluator.findings.within(engine),
+            ExitStack() as stack,
+        ):
             for event, connection in inherited(engine, evaluator) if inherit else ():
                 signal = evaluator.signal(event)
                 signal.add(connection)

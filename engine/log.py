@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from .devices import widened
 from .events import EventEnum, Events
 from .part import Part
+from .plain import fields_of, plain_value
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -182,20 +184,27 @@ class Log(Part):
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
 
-    def hyperparameters(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    def hyperparameters(self, values: Any = None, /, **more: Any) -> None:
         """Log what distinguishes this run, before it or in it: each logger writes it once, with the last values of the metrics.
 
         A value in a nested mapping gets the names of both, such as "optimizer/lr"; what is no number, str or bool is written as
-        its ``str``.
+        its ``str``. They are in ``given`` as plain values.
+
+        Args:
+            values: a mapping, or an object with fields: a dataclass, ``argparse.Namespace``, OmegaConf, pydantic or attrs; see
+                `plain_mapping`.
+            more: further values by name.
 
         Raises:
-            TypeError: for what is no mapping from names.
+            TypeError: for what is no configuration.
         """
-        if not isinstance(values, Mapping | None):
+        named = {} if values is None else fields_of(values)
+        if named is None:
             raise TypeError(
-                f"log.hyperparameters({values!r}): expected a mapping from names to values; use vars() of an object"
+                f"log.hyperparameters({values!r}): expected a mapping from names to values, or an object with fields, such as a "
+                "dataclass; use vars() of another object"
             )
-        self.given.update(_flat({**(values or {}), **more}, ""))
+        self.given.update(_flat({**named, **more}, ""))
         self.engine.signals.emit(self.engine, Events.HYPERPARAMETERS_LOGGED)
 
     def _receives(self, event: EventEnum, kind: str, name: str) -> bool:
@@ -287,9 +296,12 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The values by name, those of nested mappings under the names of both; other objects as their ``str``."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}/")
+        if (inner := fields_of(value)) is not None:
+            found |= _flat(inner, f"{prefix}{key}/")
+        elif isinstance(value, list | tuple | set):
+            found[f"{prefix}{key}"] = str(value)
         else:
-            value = value.item() if isinstance(value, np.generic) else value
+            with suppress(TypeError):  # others are written as their str
+                value = plain_value("log.hyperparameters(", value)
             found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found

@@ -90,7 +90,7 @@ def _common(one: str, other: str) -> int:
 def _users_may_write(engine: Engine) -> bool:
     """Whether code of the user's runs in the engine that may write metrics: receivers, handlers, forwards and losses."""
     functions = [f for u in engine.updates for f in (u.spec.forward, u.spec.loss, u.spec.function) if f is not None]
-    if any(getattr(function, "__module__", "") != "signalfire.update" for function in functions):
+    if any(not str(getattr(function, "__module__", "")).startswith("signalfire.") for function in functions):
         return True
     if any(one.owner is None for signal in engine.signals.all() for one in signal.connections):
         return True

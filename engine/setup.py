@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import Optimizer
 
 from .connection import Connection
 from .devices import refusal
 from .distributed.sharded import is_sharded
 from .events import Events
-from .update import needs_closure
+from .optimizer_modes import put_in_training_mode
+from .optimizers import kind_of, needs_closure
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -38,9 +38,11 @@ def build_optimizers(engine: Engine) -> None:
         where = f"update {spec.name!r}"
         if update.optimizer is None:
             assert spec.optimizer is not None
-            assert not isinstance(spec.optimizer, Optimizer)
+            assert callable(spec.optimizer)
+            parameters: Any
             if spec.parameters is not None:
-                parameters = list(spec.parameters(engine))
+                parameters = spec.parameters(engine)
+                parameters = parameters if isinstance(parameters, Mapping) else list(parameters)
             else:
                 parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
             if not parameters:
@@ -51,15 +53,18 @@ def build_optimizers(engine: Engine) -> None:
             update.take_optimizer(spec.optimizer(parameters))
         optimizer = update.optimizer
         assert optimizer is not None
+        update.order_parameters(p for root in engine.modules.values() for p in root.parameters())
         if update.window.kept is None and needs_closure(optimizer):
             update.window.kept = []
         known = {p for root in engine.modules.values() for p in root.parameters()}
         if known and not any(p in known for p in update.parameters):
             raise ValueError(
-                f"{where}: its {type(optimizer).__name__} holds none of the model's parameters; it was built "
+                f"{where}: its {kind_of(optimizer)} holds none of the model's parameters; it was built "
                 "for another model, or before the model's parameters were replaced: pass a factory instead, "
                 f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
             )
+    if engine.training:
+        put_in_training_mode(engine)
 
 
 def report_shared_parameters(engine: Engine) -> None:

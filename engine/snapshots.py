@@ -20,6 +20,7 @@ from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .frozen import fill_in, leave_out, without
 from .modules import differences, unwrapped
+from .optimizer_modes import weights_to_evaluate
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
 
@@ -333,7 +334,7 @@ class Snapshots(Part):
 
     def _weights(self, copy: Callable[[dict[str, Any]], Any]) -> Any:
         engine = self.engine
-        with engine.regions.region():
+        with weights_to_evaluate(engine), engine.regions.region():
             engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
             return copy({name: root.state_dict() for name, root in engine.modules.items()})
 

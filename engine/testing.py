@@ -22,6 +22,7 @@ from .engine import Engine
 from .events import Events
 from .findings import allow
 from .handler import Handler, never_called
+from .plugins import find_handler
 from .randomness import seed_everything
 
 __all__ = ["check_handler", "fingerprint", "trace"]
@@ -61,7 +62,12 @@ def trace(engine: Engine) -> list[tuple[str, int, int]]:
 
 
 def check_handler(
-    build: Build, make: Callable[[], Handler], data: Iterable[Any], *, changes_training: bool = True, **bounds: Any
+    build: Build,
+    make: Callable[[], Handler] | str,
+    data: Iterable[Any],
+    *,
+    changes_training: bool = True,
+    **bounds: Any,
 ) -> str:
     """Assert that a handler is called, has no effect when disabled, resumes exactly, and cleans up after an error.
 
@@ -69,7 +75,8 @@ def check_handler(
 
     Args:
         build: Builds a new, identical engine on each call.
-        make: Makes a new handler on each call.
+        make: Makes a new handler on each call; or the name under which an installed package announces a handler that needs no
+            arguments (an entry point of the group ``signalfire.handlers``).
         data: Data to run on; it must yield the same batches each time it is iterated after ``seed_everything(0)``.
         changes_training: Whether the handler may change the result of the training.
         bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
@@ -96,6 +103,8 @@ def check_handler(
         - resumed after iterations 1, 2, 3, 4 the run ends in the same state
         - after an error no region is open, and detaching removes all receivers
     """
+    if isinstance(make, str):
+        make = find_handler(make)
     if not callable(make):
         raise TypeError(
             f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"

@@ -1,169 +1,25 @@
-"""An update: forward, loss and optimizer of one training step, and its state in an engine."""
+"""An update at work in an engine: its optimizer, its window, and what its last forward gave."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .batches import samples_in
+from .optimizers import JointOptimizer, needs_closure
+from .places import Place, PlaceError, value_at
+from .spec import Update, loss_module
 from .window import ONE, Window
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 __all__ = ["NO_GRADIENT", "Update", "UpdateState", "loss_module", "needs_closure", "read_together"]
 
-Forward = Callable[["Engine", Any], Any]
-Loss = Callable[["Engine", Any, Any], Tensor | None]
-OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
-
 NO_GRADIENT = "the window holds no gradient"
 """Why a step is skipped where no micro-batch of its window gave a loss."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """The training step of one optimizer: forward, loss, and optimizer.
-
-    Supervised learning has one update, a GAN has two; each runs in every iteration. An update without an optimizer only
-    evaluates. The object is immutable, and engines can share it.
-
-    Args:
-        forward: Called as ``forward(engine, batch)``; returns the output.
-        loss: Called as ``loss(engine, output, batch)``; returns a scalar tensor, the mean over the batch, or None to skip
-            the batch. Without ``loss``, the update only predicts.
-        optimizer: An optimizer, or a factory such as ``partial(torch.optim.Adam, lr=1e-2)``, which is called with the parameters
-            once the model is set up.
-        name: Name under which the update is found and its optimizer is saved.
-        parameters: For a factory, called as ``parameters(engine)``; returns the parameters or parameter groups to optimize. By
-            default, all parameters of the engine's modules.
-        function: One function ``function(engine, batch) -> loss`` instead of forward and loss; see `from_function`.
-        samples: Called as ``samples(batch)``; returns the number of samples, by which averages weight a batch. By default
-            `batches.samples_in` finds it; needed for batches of classes that do not say how many they hold.
-
-    Example:
-        >>> def forward(engine, batch):
-        ...     return engine.model(batch[0])
-        >>> def loss(engine, output, batch):
-        ...     return torch.nn.functional.mse_loss(output, batch[1])
-        >>> from functools import partial
-        >>> Update(forward, loss, partial(torch.optim.SGD, lr=0.1)).name
-        'main'
-    """
-
-    forward: Forward | None = None
-    loss: Loss | None = None
-    optimizer: Optimizer | OptimizerFactory | None = None
-    name: str = "main"
-    parameters: Callable[[Engine], Iterable[Any]] | None = None
-    function: Callable[[Engine, Any], Tensor | None] | None = None
-    samples: Callable[[Any], int] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.forward is None) == (self.function is None):
-            raise TypeError(f"Update {self.name!r}: pass either forward= (and loss=) or function=")
-        if self.function is not None and self.loss is not None:
-            raise TypeError(f"Update {self.name!r}: function= returns the loss itself; omit loss=")
-        for argument in ("forward", "loss", "optimizer", "parameters", "function", "samples"):
-            value = getattr(self, argument)
-            if value is not None and not callable(value) and not isinstance(value, Optimizer):
-                raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable")
-        for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
-            if (value := getattr(self, argument)) is not None:
-                _check_signature(f"Update {self.name!r}: {argument}", value, places)
-        if self.optimizer is not None and self.loss is None and self.function is None:
-            raise TypeError(f"Update {self.name!r}: an optimizer needs a loss; pass loss=")
-        if isinstance(self.optimizer, type):
-            _check_signature(f"Update {self.name!r}: optimizer", self.optimizer, 1)
-        if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
-            raise TypeError(
-                f"Update {self.name!r}: parameters= requires an optimizer factory, but optimizer= is already built"
-            )
-
-    @classmethod
-    def supervised(
-        cls,
-        loss: Callable[[Any, Any], Tensor],
-        optimizer: Optimizer | OptimizerFactory | None = None,
-        *,
-        name: str = "main",
-        parameters: Callable[[Engine], Iterable[Any]] | None = None,
-        samples: Callable[[Any], int] | None = None,
-    ) -> Update:
-        """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
-
-        A loss that is a module with trainable parameters, such as class centres, is trained, moved and saved with the model.
-
-        Example:
-            >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD).name
-            'main'
-        """
-        _check_signature(f"Update {name!r}: loss", loss, 2)
-
-        def supervised_loss(engine: Engine, output: Any, batch: Any) -> Tensor:
-            return loss(output, batch[1])
-
-        vars(supervised_loss)["loss"] = loss  # where `loss_module` finds it
-        return cls(_model_of_input, supervised_loss, optimizer, name, parameters, samples=samples)
-
-    @classmethod
-    def from_function(
-        cls,
-        function: Callable[[Engine, Any], Tensor | None],
-        optimizer: Optimizer | OptimizerFactory | None = None,
-        *,
-        name: str = "main",
-        parameters: Callable[[Engine], Iterable[Any]] | None = None,
-        samples: Callable[[Any], int] | None = None,
-    ) -> Update:
-        """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted."""
-        return cls(None, None, optimizer, name, parameters, function, samples)
-
-    @classmethod
-    def prediction(cls, forward: Forward | None = None, *, name: str = "main") -> Update:
-        """An update with only a forward, ``model(batch[0])`` by default: no loss and no gradients."""
-        return cls(forward or _model_of_input, None, None, name)
-
-    def evaluation(self) -> Update:
-        """A copy without the optimizer, for an engine that evaluates."""
-        return replace(self, optimizer=None, parameters=None)
-
-
-def loss_module(update: Update) -> nn.Module | None:
-    """The module that computes an update's loss, also behind a partial or a bound method; None if a plain function does."""
-    loss = getattr(update.loss, "loss", None) or update.loss
-    while not isinstance(loss, nn.Module) and (inner := getattr(loss, "func", None) or getattr(loss, "__self__", None)):
-        loss = inner
-    return loss if isinstance(loss, nn.Module) else None
-
-
-def _model_of_input(engine: Engine, batch: Any) -> Any:
-    kind = batch.__class__
-    if kind is Tensor or kind is dict:  # batch[0] of a tensor would silently be its first sample
-        raise TypeError(
-            f"update {engine.state.update.name!r} takes batches of (input, target), but this one is a "
-            f"{type(batch).__name__}; for other batches pass forward(engine, batch) and loss(engine, output, batch) to Update"
-        )
-    return engine.model(batch[0])
-
-
-def _check_signature(where: str, function: Callable[..., Any], places: int) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(f"{where}={function!r} is a coroutine function; pass a plain function")
-    try:
-        inspect.signature(function).bind(*[None] * places)
-    except ValueError:  # a built-in without a signature
-        return
-    except TypeError as error:
-        wanted = {1: "(parameters)", 2: "two arguments", 3: "(engine, output, batch)"}[places]
-        raise TypeError(f"{where}={function!r} must accept {wanted}: {error}") from None
 
 
 class UpdateState:
@@ -311,9 +167,18 @@ class UpdateState:
             return []
         sizes = [len(group["params"]) for group in self.optimizer.param_groups]
         if sizes != self._parameters_of:  # a group was added, as gradual unfreezing does
-            self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            if isinstance(self.optimizer, JointOptimizer):
+                self._parameters = self.optimizer.parameters
+            else:
+                self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             self._parameters_of = sizes
         return self._parameters
+
+    def order_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Put the parameters of several optimizers in the order of the model."""
+        if isinstance(self.optimizer, JointOptimizer):
+            self.optimizer.order_like(parameters)
+            self._parameters_of = []
 
     def samples_in(self, batch: Any) -> int:
         """The number of samples in a batch, by the spec's ``samples`` if it has one.
@@ -323,14 +188,45 @@ class UpdateState:
         """
         if self.spec.samples is None:
             return samples_in(batch)
-        count = self.spec.samples(batch)
-        if isinstance(count, Tensor) and count.numel() == 1:
+        given = self.spec.samples
+        count = self._at(batch, given, "samples")
+        if isinstance(count, Tensor) and not callable(given):
+            count = count.shape[0] if count.dim() else int(count)
+        elif isinstance(count, Tensor) and count.numel() == 1:
             count = int(count)
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
             raise TypeError(
                 f"update {self.name!r}: samples= returned {count!r}; expected the number of samples in the batch"
             )
         return int(count)
+
+    def output_in(self, output: Any) -> Any:
+        """The output itself in what the forward returned, by the spec's ``output``.
+
+        Raises:
+            TypeError: if there is none, saying what there is.
+        """
+        place = self.spec.output
+        if place is None or (isinstance(output, Tensor) and not callable(place)):
+            return output
+        return self._at(output, place, "output")
+
+    def input_in(self, batch: Any) -> Any:
+        """The inputs of a batch, by the spec's ``input``; see `output_in`."""
+        return self._at(batch, 0 if self.spec.input is None else self.spec.input, "input")
+
+    def target_in(self, batch: Any) -> Any:
+        """The targets of a batch, by the spec's ``target``; see `output_in`."""
+        return self._at(batch, 1 if self.spec.target is None else self.spec.target, "target")
+
+    def _at(self, value: Any, place: Place, argument: str) -> Any:
+        try:
+            return value_at(value, place)
+        except PlaceError as error:
+            what = "what its forward returned" if argument == "output" else "a batch"
+            raise TypeError(
+                f"update {self.name!r} has no {argument} in {what}: {error}; say where it is: Update(..., {argument}=)"
+            ) from None
 
     def skip(self, reason: str) -> None:
         """Skip the step, or the whole update if its forward was not made yet; the first reason is kept.
@@ -388,12 +284,6 @@ def read_together(tensors: Sequence[Tensor]) -> list[float]:
 
 def _not_again() -> Tensor:
     raise RuntimeError("again(): the gradients of a step can be computed again inside the step only")
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether this optimizer evaluates the loss inside its step, as LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from signalfire.distributed import is_sharded, lost_another
 from signalfire.frozen import FrozenBase, without
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
+from signalfire.plain import plain_mapping
 from signalfire.planning import comes_up
 
 from ._common.checkpoint_findings import report_base, report_folder, report_hyperparameters, report_nothing_saved
@@ -58,7 +59,7 @@ class Checkpoint(Handler):
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
             names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
         weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
-        hyperparameters: Mapping of JSON values to store with each version; `hyperparameters` returns them.
+        hyperparameters: Configuration to store as plain values (`plain_mapping`); `hyperparameters` returns them.
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
             completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
             in every iteration. It does not count towards ``keep``.
@@ -104,7 +105,7 @@ class Checkpoint(Handler):
         every: str | Interval | AnyEvent | None = None,
         filename: str = checkpoints.DEFAULT_FILENAME,
         weights_only: bool = False,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Any = None,
         on_exception: bool = False,
         resume: bool = False,
         sync_files: bool = True,
@@ -138,12 +139,11 @@ class Checkpoint(Handler):
                 raise ValueError(
                     f"Checkpoint({option}=True, weights_only=True): no run can resume from weights only; remove one of the two"
                 )
-        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            raise TypeError(f"Checkpoint(hyperparameters={hyperparameters!r}): expected a mapping")
+        given = None if hyperparameters is None else plain_mapping("Checkpoint(hyperparameters", hyperparameters)
         self.retention = checkpoints.Retention(keep)
         self._saver = checkpoints.Saver(
             self.folder, self.retention, handler=self.name, weights_only=self.weights_only, monitor=monitor,
-            hyperparameters=checkpoints.check_json("Checkpoint(hyperparameters)", hyperparameters), sync=self.sync_files,
+            hyperparameters=checkpoints.check_json("Checkpoint(hyperparameters)", given), sync=self.sync_files,
         )  # fmt: skip
         self._failures = checkpoints.ResumeFailures(self.folder, self.name)
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run

@@ -29,8 +29,8 @@ class CutMix(SampleMixing):
             everything; the paper uses 1.
         share: Share of the batches that it mixes beside `MixUp`, relative to the share of that one. One of the two is drawn for
             each batch from the run's seed and the iteration; alone, the handler mixes every batch.
-        input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        target: Index or key of the targets: a tensor of shape (N, ...).
+        input: Index, key or name of the inputs in the batch: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+        target: The same of the targets, a tensor of shape (N, ...); by default where the update has them.
 
     Attributes:
         lam: Fraction of each sample kept in the last mixed batch; None before the first.
@@ -53,7 +53,7 @@ class CutMix(SampleMixing):
         *,
         share: float = 1.0,
         input: int | str = 0,
-        target: int | str = 1,
+        target: int | str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(alpha, share=share, input=input, target=target, name="cutmix" if name is None else name)

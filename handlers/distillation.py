@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from signalfire import Engine, Events, Phase, on
+from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_number
 from signalfire.distributed import whole_tensor
+from signalfire.from_model import call_by_keyword, model_by_keyword
 from signalfire.randomness import random_state, unchanged_random_state
 from signalfire.restore import Modes
 
@@ -48,14 +49,14 @@ class Distillation(LossTerm):
         weight: Factor of the teacher's part. With 0, the teacher is not called.
         task_weight: Factor of the loss; by default ``1 - weight``.
         dim: Dimension of the classes in the outputs: 1, or -1 for language models with logits of shape (N, T, C).
-        forward: Called as ``forward(teacher, batch)``, returns the teacher's logits; by default ``teacher(batch[0])``, with
-            inputs in the teacher's dtype.
+        forward: Called as ``forward(teacher, batch)``, returns the teacher's logits. By default the teacher gets the inputs,
+            where `Update` has them, in its dtype; or the batch by keyword, for `Update.from_model`.
         update: Name of the update that trains the student; all by default.
 
     Raises:
         ValueError: At the start of a run, if the teacher shares parameters with the model, or for an update that is a single
             function. In a run, for outputs of different shapes.
-        TypeError: If the outputs are no tensors of logits. Outputs with an attribute ``logits`` are taken as that.
+        TypeError: If the outputs are no tensors of logits: those at the update's ``output``, or their attribute ``logits``.
 
     Source:
         Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015).
@@ -160,7 +161,7 @@ class Distillation(LossTerm):
         if self.task_weight != 1:
             loss = self.task_weight * loss
         if self.weight:
-            term = self._divergence(update.output, self._teach(engine.state.batch), update.name)
+            term = self._divergence(update, self._teach(update, engine.state.batch))
             loss = loss + self.weight * term
             self.record(engine, update, term)
         update.backward_loss = loss
@@ -172,42 +173,44 @@ class Distillation(LossTerm):
             self._modes.put_back()
         self._modes, self._parts = None, []
 
-    def _teach(self, batch: Any) -> Any:
+    def _teach(self, update: UpdateState, batch: Any) -> Any:
         """The teacher's output, without gradients and without a trace in the random generators."""
         if any(part.training for part in self._parts):  # somebody has called train() on it
             self.teacher.eval()
         with torch.no_grad():
             if self._draws:
                 with unchanged_random_state():
-                    return self._forward(batch)
+                    return self._forward(update, batch)
             if self._draws is None:
                 with unchanged_random_state():
                     before = random_state()
-                    output = self._forward(batch)
+                    output = self._forward(update, batch)
                     self._draws = not _same(before, random_state())
                 return output
-            return self._forward(batch)
+            return self._forward(update, batch)
 
-    def _forward(self, batch: Any) -> Any:
+    def _forward(self, update: UpdateState, batch: Any) -> Any:
         if self.forward is not None:
             return self.forward(self.teacher, batch)
-        if not isinstance(batch, tuple | list) or not batch:
+        if update.forward is model_by_keyword:
+            return call_by_keyword(self.teacher, batch, repr(self.name))
+        if update.spec.input is None and (not isinstance(batch, tuple | list) or not batch):
             raise TypeError(
-                f"{self.name!r}: the batch is a {type(batch).__name__}, of which the inputs are not known; pass "
-                "forward=lambda teacher, batch: ..."
+                f"{self.name!r}: the batch is a {type(batch).__name__}, of which the inputs are not known; say where they are: "
+                "Update(..., input=), or pass forward=lambda teacher, batch: ..."
             )
-        inputs = batch[0]
+        inputs = update.input_in(batch)
         if isinstance(inputs, Tensor) and inputs.is_floating_point():
             first = next((p for p in self.teacher.parameters() if p.is_floating_point()), inputs)
             inputs = inputs.to(first.dtype)
         return self.teacher(inputs)
 
-    def _divergence(self, student: Any, teacher: Any, update: str) -> Tensor:
-        ours = self._logits(student, f"the output of update {update!r}")
-        theirs = self._logits(teacher, "the output of the teacher")
+    def _divergence(self, update: UpdateState, teacher: Any) -> Tensor:
+        ours = self._logits(update, update.output, f"the output of update {update.name!r}")
+        theirs = self._logits(update, teacher, "the output of the teacher")
         if ours.shape != theirs.shape:
             raise ValueError(
-                f"{self.name!r}: the output of update {update!r} has the shape {tuple(ours.shape)}, that of the teacher "
+                f"{self.name!r}: the output of update {update.name!r} has the shape {tuple(ours.shape)}, that of the teacher "
                 f"{tuple(theirs.shape)}; both need the same classes for the same samples"
             )
         positions = ours.numel() // ours.shape[self.dim]
@@ -216,8 +219,11 @@ class Distillation(LossTerm):
         # The target is not in logarithms: a probability of exactly 0 is one then, and no NaN.
         return F.kl_div(log_student, target, reduction="sum") / positions * T**2
 
-    def _logits(self, output: Any, what: str) -> Tensor:
-        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    def _logits(self, update: UpdateState, output: Any, what: str) -> Tensor:
+        if update.spec.output is not None:
+            logits = update.output_in(output)
+        else:
+            logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         axis = self.dim if self.dim > 0 else -self.dim - 1
         fits = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > max(axis, 1)
         if not isinstance(logits, Tensor) or not fits or logits.shape[self.dim] < 2:

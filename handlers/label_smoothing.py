@@ -33,10 +33,11 @@ class LabelSmoothing(Handler):
     Args:
         alpha: Weight of the uniform distribution, above 0 and at most 1; usually 0.1.
         update: Name of the update whose loss is smoothed; all updates by default.
+        dim: Dimension of the classes in the logits: 1, or -1 for language models with logits of shape (N, T, C).
 
     Raises:
         ValueError: At the start of a run, for an update that is a single function, whose output is not available.
-        TypeError: If the output is not a tensor of logits of shape (N, C) or (N, C, ...) with at least two classes, or if the
+        TypeError: If the output (see `Update`, ``output``) is not a tensor of logits with at least two classes, or if the
             loss is no cross entropy over classes, such as binary_cross_entropy or mse_loss.
 
     Source:
@@ -50,9 +51,12 @@ class LabelSmoothing(Handler):
     capture = Capture.INSIDE
     trains = True
 
-    def __init__(self, alpha: float = 0.1, *, update: str | None = None, name: str | None = None) -> None:
+    def __init__(self, alpha: float = 0.1, *, update: str | None = None, dim: int = 1, name: str | None = None) -> None:
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
+            raise ValueError(f"LabelSmoothing(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
+        self.dim = dim
         self.update = check_name(self, "update", update)
         self._checked: set[str] = set()  # updates whose loss was looked at in this run
 
@@ -91,19 +95,21 @@ class LabelSmoothing(Handler):
         update = engine.state.update
         if self.update not in (None, update.name):
             return
-        logits = update.output
-        fits = isinstance(logits, Tensor) and logits.dim() > 1 and logits.is_floating_point() and logits.shape[1] > 1
+        logits = update.output_in(update.output)
+        fits = isinstance(logits, Tensor) and logits.dim() > 1 and logits.is_floating_point()
+        fits = fits and logits.dim() > max(self.dim, -self.dim - 1) and logits.shape[self.dim] > 1
         if not fits:
             found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(
                 f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
-                "(N, C) or (N, C, ...) with at least two classes"
+                f"(N, C) or (N, C, ...) with at least two classes, in dimension dim={self.dim}; say where it is in what the "
+                "forward returns: Update(..., output='logits')"
             )
         if update.name not in self._checked:
             self._check_loss(update.backward_loss, update.name)
         # Half precision is not enough for the logarithm; cross_entropy under autocast computes in float32, too.
         half = logits.dtype in (torch.float16, torch.bfloat16)
-        uniform = -torch.log_softmax(logits, dim=1, dtype=torch.float32 if half else None).mean()
+        uniform = -torch.log_softmax(logits, dim=self.dim, dtype=torch.float32 if half else None).mean()
         update.loss = update.backward_loss = (1 - self.alpha) * update.backward_loss + self.alpha * uniform
 
     def _check_loss(self, loss: Any, update: str) -> None:

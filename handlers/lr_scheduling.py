@@ -14,14 +14,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from signalfire import AnyEvent, Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_int, check_name
+from signalfire.checks import check_name
 from signalfire.findings import finding
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
 from signalfire.planning import last_epoch, last_iteration, steps_to_come
 
+from ._common.joint_schedule import JointSchedule
 from ._common.ranks import CHECK_METRIC
 from ._common.schedule_findings import ScheduledRun, schedule_findings
+from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
     base_of,
     given_argument,
@@ -29,6 +31,7 @@ from ._common.torch_schedulers import (
     restore_rates,
     set_mode,
     step,
+    takes_metric,
     unwrap_step,
 )
 from ._common.updates import made_step
@@ -40,15 +43,18 @@ class LRScheduling(Handler):
     """Steps a learning-rate scheduler after optimizer steps, after epochs, or at new values of a metric.
 
     The scheduler is built at the start of the run, when the optimizer exists and the number of steps is known: a factory
-    with an unset ``total_steps`` (or ``T_max``) gets the number of scheduler steps of the run. The scheduler is stepped once
-    per accumulation window and not after a skipped step. `simulate` and `plot` show a schedule without training.
+    with an unset ``total_steps``, ``T_max``, ``num_training_steps`` (Hugging Face) or ``t_initial`` (timm) gets the number of
+    scheduler steps of the run. The scheduler is stepped once per accumulation window and not after a skipped step. `simulate` and
+    `plot` show a schedule without training.
 
     Schedulers with timm's interface are supported, too: ``step_update(steps)`` is called if they count steps, and
-    ``step(epochs)`` if they count epochs (``t_in_epochs``).
+    ``step(epochs)`` if they count epochs (``t_in_epochs``). One whose ``step`` requires an argument is stepped with a metric, as
+    ReduceLROnPlateau is.
 
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
-            `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``.
+            `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``. For several optimizers that
+            step together, a mapping from their names to a factory for each of them, all or some.
         every: Interval between scheduler steps: "1step" (every optimizer step), "5steps", "1ep", ...
         monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
             without ``mode`` gets the metric's own direction.
@@ -71,7 +77,7 @@ class LRScheduling(Handler):
 
     def __init__(
         self,
-        scheduler: Callable[[Optimizer], Any],
+        scheduler: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
         every: str | Interval | None = None,
         monitor: str | None = None,
@@ -80,6 +86,8 @@ class LRScheduling(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        if isinstance(scheduler, Mapping):
+            scheduler = JointSchedule(scheduler)
         if not callable(scheduler):
             raise TypeError(
                 f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
@@ -188,11 +196,12 @@ class LRScheduling(Handler):
                 "this run would change; build the scheduler for its argument: lambda optimizer: StepLR(optimizer, ...)"
             )
         kind = type(scheduler).__name__
-        if isinstance(scheduler, ReduceLROnPlateau) and self.monitor is None:
+        if takes_metric(scheduler) and self.monitor is None:
             raise ValueError(f"{self.name!r}: the factory returned a {kind}; give the name of its metric as monitor=")
-        if isinstance(scheduler, ReduceLROnPlateau) != (self.monitor is not None):
+        if takes_metric(scheduler) != (self.monitor is not None):
             raise ValueError(
-                f"{self.name!r}: monitor= is only for ReduceLROnPlateau, but the factory returned a {kind}; omit monitor="
+                f"{self.name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the "
+                f"factory returned a {kind}; omit monitor="
             )
         if _takes_count(scheduler):
             if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
@@ -254,7 +263,7 @@ class LRScheduling(Handler):
     def check_metric(self, engine: Engine) -> None:
         """Find the metric's direction; raise an error for a name that nobody announced or writes."""
         assert self.monitor is not None
-        if not self._finds_mode:
+        if not self._finds_mode and getattr(self.scheduler, "mode", None) in ("min", "max"):
             self.monitor.given = self.scheduler.mode
         self.monitor.start(engine, self.name)
 
@@ -264,8 +273,9 @@ class LRScheduling(Handler):
         assert self.monitor is not None
         if (value := self.monitor.new_value(engine)) is not None:
             self.monitor.report_nan(engine, value, self.name, "which counts as no improvement")
-            assert self.monitor.mode is not None
-            set_mode(self.scheduler, self.monitor.mode)
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                assert self.monitor.mode is not None
+                set_mode(self.scheduler, self.monitor.mode)
             self.scheduler.step(value)
 
     @on("check_metric_event", phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
@@ -358,7 +368,9 @@ class LRScheduling(Handler):
             >>> LRScheduling(partial(StepLR, step_size=2, gamma=0.5)).simulate(6, lr=0.8)
             [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
         """
-        scheduler_steps = self._scheduler_steps(steps, epochs, metric_values)
+        scheduler_steps = steps_of_scheduler(
+            self.every, steps, epochs, metric_values, by_metric=self.monitor is not None
+        )
         initial_rates = _as_list(lr)
         groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in initial_rates]
         optimizer = torch.optim.SGD(groups, lr=initial_rates[0], momentum=momentum)
@@ -381,29 +393,6 @@ class LRScheduling(Handler):
                     self._step_scheduler(scheduler, stepped)
         return rates if isinstance(lr, Sequence) else rates[0]
 
-    def _scheduler_steps(self, steps: int, epochs: int | None, metric_values: Sequence[float] | None) -> list[int]:
-        """The optimizer steps, counted from 1, after which the scheduler is stepped."""
-        for argument, value in (("steps", steps), ("epochs", epochs)):
-            if value is not None:
-                check_int("LRScheduling.simulate", argument, value)
-        if (metric_values is None) != (self.monitor is None):
-            raise ValueError(
-                "LRScheduling.simulate(): ReduceLROnPlateau needs a metric; give metric_values="
-                if metric_values is None
-                else f"LRScheduling.simulate(metric_values={metric_values!r}): this schedule uses no metric; omit metric_values="
-            )
-        if metric_values is not None:
-            return [value * steps // len(metric_values) for value in range(1, len(metric_values) + 1)]
-        if self.every.unit == "st":
-            return list(range(int(self.every.value), steps + 1, int(self.every.value)))
-        if epochs is None or steps % epochs:
-            raise ValueError(
-                f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped after epochs; give a number "
-                "of epochs that divides the number of steps"
-            )
-        length = steps // epochs * int(self.every.value)
-        return list(range(length, steps + 1, length))
-
     def plot(
         self,
         path: str | Path,
@@ -423,22 +412,8 @@ class LRScheduling(Handler):
         Raises:
             ImportError: If matplotlib is not installed; the extra ``examples`` includes it.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "LRScheduling.plot() needs matplotlib: pip install matplotlib; simulate() returns the numbers without it"
-            ) from error
         rates = self.simulate(steps, lr=_as_list(lr), epochs=epochs, momentum=momentum, metric_values=metric_values)
-        figure = Figure(figsize=(7, 3), layout="constrained")
-        axes = figure.add_subplot()
-        for number, used in enumerate(rates):
-            axes.step(range(1, steps + 1), used, where="mid", label=f"group {number}")
-        axes.set(xlabel="optimizer step", ylabel="learning rate")
-        axes.grid(alpha=0.3)
-        if len(rates) > 1:
-            axes.legend()
-        figure.savefig(path, dpi=120)
+        plot_rates(path, rates)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """What does not fit between the schedule and the run, and optimizers that no schedule drives."""

@@ -29,7 +29,7 @@ from ._common.updates import only_update, selected_updates
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
 
-Inputs = Callable[[Engine], tuple[Any, ...]]
+Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
 
 
 @runtime_checkable
@@ -53,8 +53,8 @@ class Metrics(Handler):
             values by name: those of ``scores`` are written as "scores/f1" and so on. Each metric's ``higher_is_better`` tells
             monitors which way is better.
         inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics: a tuple, or a mapping of
-            keyword arguments; by default the output and the batch's second element. Needed if the output is a dict, or if the
-            targets are elsewhere.
+            keyword arguments; by default the output and the targets, where `Update` has them (``output``, ``target``): all that
+            the forward returns, and the batch's second element.
         update: Name of the update that is measured; required if there are several.
         named: The same as ``metrics``, as keyword arguments.
 
@@ -403,7 +403,8 @@ def _is_of_loss(metric: Any) -> TypeGuard[Average]:
 
 
 def _output_and_target(engine: Engine) -> tuple[Any, ...]:
-    return engine.state.update.output, engine.state.batch[1]
+    update = engine.state.update
+    return update.output_in(update.output), update.target_in(engine.state.batch)
 
 
 def _current(metric: Any) -> float | None:

@@ -25,15 +25,16 @@ class MixUp(SampleMixing):
             ImageNet and 1 for CIFAR.
         share: Share of the batches that it mixes beside `CutMix`, relative to the share of that one. One of the two is drawn for
             each batch from the run's seed and the iteration; alone, the handler mixes every batch.
-        input: Index or key of the inputs in the batch, a tuple, list or dict: floats of shape (N, ...).
-        target: Index or key of the targets: a tensor of shape (N, ...).
+        input: Index, key or name of the inputs in the batch: floats of shape (N, ...).
+        target: The same of the targets, a tensor of shape (N, ...); by default where the update has them.
 
     Attributes:
         lam: Weight of each sample in the last mixed batch; None before the first.
 
     Errors:
-        ValueError: At the start of a run, for an update that is a single function, since its loss cannot be computed again,
-            and together with a handler that computes gradients from parts of the batch, which would separate the pairs.
+        ValueError: At the start of a run, for an update that is a single function or takes the loss from the model's output,
+            since that cannot be computed again; and together with a handler that computes gradients from parts of the batch,
+            which would separate the pairs.
 
     Source:
         Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
@@ -49,7 +50,7 @@ class MixUp(SampleMixing):
         *,
         share: float = 1.0,
         input: int | str = 0,
-        target: int | str = 1,
+        target: int | str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(alpha, share=share, input=input, target=target, name="mixup" if name is None else name)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, on
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.capture import Capture
 from signalfire.checks import check_name
 from signalfire.data.loading import is_shuffled
+from signalfire.places import Place, PlaceError, value_at
 
 from ._common.folders import check_folder, open_folder
 from ._common.updates import only_update
@@ -34,8 +34,9 @@ class Predictions(Handler):
 
     Args:
         folder: Folder to write to, created if it does not exist; None to collect in memory.
-        inputs: Whether to collect the inputs, too: the first element of the batch, or what ``inputs(batch)`` returns.
-        targets: The same for the targets, by default the second element of the batch.
+        inputs: Whether to collect the inputs, too: those where `Update` has them (``input``), by default the first element of the
+            batch; or what is at another index, key or name; or what ``inputs(batch)`` returns.
+        targets: The same for the targets (``target``), by default the second element of the batch.
         update: Name of the update whose output is collected; required if the engine has several.
 
     Attributes:
@@ -58,23 +59,25 @@ class Predictions(Handler):
         self,
         folder: str | os.PathLike[str] | None = None,
         *,
-        inputs: bool | Callable[[Any], Any] = False,
-        targets: bool | Callable[[Any], Any] = False,
+        inputs: bool | Place = False,
+        targets: bool | Place = False,
         update: str | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         for argument, value in (("inputs", inputs), ("targets", targets)):
-            if not isinstance(value, bool) and not callable(value):
-                raise TypeError(f"Predictions({argument}={value!r}): expected a bool, or a function of the batch")
+            if not isinstance(value, bool | int | str) and not callable(value):
+                raise TypeError(
+                    f"Predictions({argument}={value!r}): expected a bool, an index or key, or a function of the batch"
+                )
         self.folder = None if folder is None else check_folder(self, folder)
         self.writes = self.folder is not None  # only files are omitted in a dry run
         self.update = check_name(self, "update", update)
         self.files: list[Path] = []
-        self._parts: dict[str, Callable[[Any], Any]] = {}
-        for place, (part, wanted) in enumerate((("inputs", inputs), ("targets", targets))):
+        self._parts: dict[str, Place] = {}  # True where the update knows it
+        for part, wanted in (("inputs", inputs), ("targets", targets)):
             if wanted is not False:
-                self._parts[part] = wanted if callable(wanted) else itemgetter(place)
+                self._parts[part] = wanted
         self._collected: dict[str, list[Any]] = {}
         self._iterations: list[int] = []  # one for each collected batch
         self._number = 0  # in the name of the last file
@@ -119,8 +122,8 @@ class Predictions(Handler):
         state = engine.state
         if self.update not in (None, state.update.name):
             return
-        found = {"outputs": _on_cpu(state.update.output)}
-        found |= {part: _on_cpu(function(state.batch)) for part, function in self._parts.items()}
+        found = {"outputs": _on_cpu(state.update.output_in(state.update.output))}
+        found |= {part: _on_cpu(self._part(state.update, part, state.batch)) for part in self._parts}
         self._iterations.append(state.iteration)
         if self.folder is None:
             for part, value in found.items():
@@ -141,6 +144,16 @@ class Predictions(Handler):
             temporary.unlink(missing_ok=True)
             raise
         self.files.append(path)
+
+    def _part(self, update: UpdateState, part: str, batch: Any) -> Any:
+        """The inputs or the targets of a batch."""
+        place = self._parts[part]
+        if place is True:
+            return update.input_in(batch) if part == "inputs" else update.target_in(batch)
+        try:
+            return value_at(batch, place)
+        except PlaceError as error:
+            raise TypeError(f"{self.name!r}: {part}={place!r}: {error}") from None
 
     @on(Events.COMPLETED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def gather(self, engine: Engine) -> None:

@@ -12,6 +12,7 @@ from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.findings.dropout import is_compiled
 from signalfire.interval import check_every, event_of
+from signalfire.places import Place, PlaceError, check_place, value_at
 
 from ._common.operations import OperationCounter
 from ._common.peaks import name_of, peak_of
@@ -35,7 +36,7 @@ class Throughput(Handler):
     Args:
         every: Interval between two measurements.
         warmup: Number of iterations of each run that are not measured.
-        tokens: Function from a batch to its number of tokens.
+        tokens: Function from a batch to its number of tokens; or the index, key or name of a tensor, whose elements are counted.
         waiting: Whether to measure the time spent waiting for data, which takes two more calls in an iteration.
         flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to those of
             the batch; or "count", which counts those of the first batch as torch does, not of compiled models. An LSTM is not
@@ -61,7 +62,7 @@ class Throughput(Handler):
         *,
         every: str | Interval | AnyEvent = "100it",
         warmup: int = 10,
-        tokens: Callable[[Any], int] | None = None,
+        tokens: Place | None = None,
         waiting: bool = False,
         flops: float | Callable[[Any], float] | Literal["count"] | None = None,
         peak: float | None = None,
@@ -71,9 +72,9 @@ class Throughput(Handler):
         super().__init__(name=name)
         self.every = check_every(self, every)
         self.warmup = check_int(self, "warmup", warmup, least=1)
-        for argument, function in (("tokens", tokens), ("clock", clock)):
-            if function is not None and not callable(function):
-                raise TypeError(f"Throughput({argument}={function!r}): expected a function")
+        if not callable(clock):
+            raise TypeError(f"Throughput(clock={clock!r}): expected a function")
+        check_place("Throughput(tokens", tokens)
         if isinstance(flops, str) and flops != "count":
             raise ValueError(f"Throughput(flops={flops!r}): expected a number, a function of the batch, or 'count'")
         if flops is not None and not isinstance(flops, str) and not callable(flops):
@@ -187,7 +188,7 @@ class Throughput(Handler):
             self._batches += 1
             self._samples += engine.updates[0].samples_in(batch)
             if self.tokens is not None:
-                self._tokens += self.tokens(batch)
+                self._tokens += self._tokens_in(batch)
             if callable(self.flops):
                 self._operations += self.flops(batch)
 
@@ -223,6 +224,14 @@ class Throughput(Handler):
         measured = self.metric_names(engine)
         named = {self._prefix + name: value for name, value in values.items()}
         engine.state.metrics.update({name: value for name, value in named.items() if name in measured})
+
+    def _tokens_in(self, batch: Any) -> int:
+        assert self.tokens is not None
+        try:
+            found = value_at(batch, self.tokens)
+        except PlaceError as error:
+            raise TypeError(f"{self.name!r}: tokens={self.tokens!r}: {error}") from None
+        return int(found if callable(self.tokens) else found.numel())
 
     def _peak(self, engine: Engine) -> float | None:
         """As given, or that of the model's device; None if it is not known."""

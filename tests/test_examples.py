@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from signalfire.handlers import Checkpoint
+from tests.kit import needs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -126,6 +127,27 @@ def check_finders(folder: Path) -> None:
     assert is_picture(folder / "learning_rate.png")
 
 
+def check_configured(folder: Path) -> None:
+    output = run("configured.py", "--hidden", "32", "--epochs", "3", folder=folder)
+    found = re.search(r"accuracy ([\d.]+)% with (.*)", output)
+    assert found is not None, output
+    assert float(found[1]) >= 85
+    stored = Checkpoint.hyperparameters(folder / "runs" / "configured")
+    assert (stored["hidden"], stored["epochs"], stored["folder"]) == ([32], 3, "runs/configured")
+    output = run("configured.py", "--continue-from", "runs/configured", "--folder", "runs/again", folder=folder)
+    assert Checkpoint.hyperparameters(folder / "runs" / "again") == stored | {"folder": "runs/again"}
+
+
+def check_hydra(folder: Path) -> None:
+    needs("neutral", "hydra", "omegaconf")
+    output = run("hydra_config.py", "optimizer.lr=0.1", "epochs=3", "hidden=[48]", folder=folder)
+    found = re.search(r"accuracy ([\d.]+)%, max_lr 0.1, hidden \[48\]", output)
+    assert found is not None, output
+    assert float(found[1]) >= 85
+    (left,) = folder.glob("outputs/*/*/checkpoints")
+    assert Checkpoint.hyperparameters(left)["optimizer"]["momentum"] == 0.9
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
@@ -136,6 +158,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "ablation.py": check_ablation,
     "distillation.py": check_distillation,
     "finders.py": check_finders,
+    "configured.py": check_configured,
+    "hydra_config.py": check_hydra,
 }
 
 

@@ -880,6 +880,41 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_the_main_example_shows_progress_within_ten_seconds_of_work",
         ],
     },
+    "I1 models that return their loss, batches of any kind": {
+        "engine/test_from_model.py": [
+            "test_f12_a_model_that_returns_its_loss_trains_as_in_a_plain_loop_on_batches_of_any_kind",
+            "test_predictions_and_metrics_find_output_inputs_and_targets",
+            "test_mixup_over_mappings_trains_as_over_tuples",
+            "test_distillation_passes_the_batch_to_the_teacher_as_to_the_student",
+            "test_a_batch_that_is_a_mapping_costs_nothing_more_than_a_tuple",
+            "test_a_mistake_is_refused_with_the_way_out",
+        ],
+        "test_interop.py": [
+            "test_f12_bert_trains_as_in_a_plain_loop_and_resumes",
+            "test_f12_batches_of_other_libraries_train_as_in_a_plain_loop",
+        ],
+    },
+    "I2 several optimizers as one step, and conventions of others": {
+        "engine/test_optimizers.py": [
+            "test_clipping_schedules_accumulation_average_and_fp16_scaling_equal_a_plain_loop",
+            "test_a_run_resumed_at_any_iteration_ends_in_the_same_state",
+            "test_a_tied_embedding_is_in_one_group_only_by_its_first_name",
+            "test_what_no_rule_matches_and_a_rule_that_matches_nothing_are_errors",
+        ],
+        "test_conventions.py": [
+            "test_f3_a_state_of_a_form_of_its_own_is_saved_and_loaded_as_the_optimizer_gives_it",
+            "test_f13_the_length_of_the_run_is_filled_in_by_the_names_of_other_libraries",
+            "test_f14_a_scheduler_whose_step_requires_a_metric_is_stepped_with_it",
+            "test_f15_optimizers_with_train_and_eval_are_put_in_the_right_mode",
+            "test_f18_configurations_are_stored_and_read_back_as_plain_values",
+            "test_f23_a_handler_that_computes_gradients_by_itself_trains_as_a_plain_loop",
+        ],
+        "test_interop.py": [
+            "test_f13_schedules_of_hugging_face_and_timm_get_their_totals",
+            "test_f15_schedule_free_optimizers_train_evaluate_and_resume",
+        ],
+        "engine/test_plugins.py": ["test_a_handler_of_another_package_is_found_listed_and_checked"],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",

@@ -45,6 +45,7 @@ WRITTEN = (
     "loop",
     "by_purpose",
     "recipes",
+    "ecosystem",
     "symptoms",
     "writing_a_handler",
     "publishing",

@@ -30,6 +30,7 @@ ROOMS = {
     "engine/ablation": {"engine", "engine/data", "engine/findings"},
     "engine/findings": {"engine", "engine/data", "engine/distributed"},
     "engine/commands": {"engine", "engine/ablation", "handlers"},
+    "engine/exact": {"engine", "engine/data", "engine/checkpoints"},
     "engine/tuning": {"engine", "engine/data", "engine/findings"},
     "engine/weights": {"engine", "engine/checkpoints", "engine/distributed"},
     "engine": {"engine/data", "engine/distributed", "engine/findings"},

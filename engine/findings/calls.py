@@ -113,7 +113,7 @@ class FirstCalls(TorchFunctionMode):
             return
         ignored = int(named.get("ignore_index", -100))
         mean = named.get("reduction", "mean") == "mean"
-        yield from self._padding(target, ignored)
+        yield from self._padding(target, ignored, scores.shape[1])
         if mean and bool((target == ignored).any()):
             self._means = self._means_of_tokens(ignored)
         classes = scores.shape[1]
@@ -136,10 +136,13 @@ class FirstCalls(TorchFunctionMode):
                 "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]",
             )
 
-    def _padding(self, target: Tensor, ignored: int) -> Iterator[Problem]:
+    def _padding(self, target: Tensor, ignored: int, classes: int) -> Iterator[Problem]:
+        """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
         parts = (part for root in self._engine.modules.values() for part in root.modules())
         padding = {
-            part.padding_idx for part in parts if isinstance(part, nn.Embedding) and part.padding_idx is not None
+            part.padding_idx
+            for part in parts
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
         for index in padding - {ignored}:
             share = int(torch.eq(target, index).sum()) / target.numel()

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..optimizers import optimizers_of
 from ..update import UpdateState
 from .composition import Composition
 from .reports import Finding, finding
@@ -166,7 +167,7 @@ def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
     factory = update.spec.optimizer
     if update.optimizer is None:
         return [(factory.func.__name__, factory.keywords)] if isinstance(factory, partial) else []
-    return [(type(update.optimizer).__name__, group) for group in update.optimizer.param_groups]
+    return [(type(one).__name__, group) for one in optimizers_of(update.optimizer) for group in one.param_groups]
 
 
 def _number(value: Any) -> float:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
+from ..optimizer_modes import weights_to_evaluate
+
 if TYPE_CHECKING:
     from ..engine import Engine
 
@@ -82,7 +84,8 @@ def averages_in_place(engine: Engine, average: str | Literal[False] | None, wher
     """
     averaging = find_averaging(engine, average, where)
     if averaging is None:
-        yield
+        with weights_to_evaluate(engine):
+            yield
         return
     with engine.regions.region():
         averaging.swap(engine)

@@ -2,60 +2,69 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch import Tensor
 
-from signalfire import Handler
+from signalfire import Engine, Handler
+from signalfire.places import PlaceError, described, value_at, with_value_at
 
-__all__ = ["changed", "check_data", "check_place", "tensor_at"]
+__all__ = ["changed", "check_data", "check_place", "find_target", "tensor_at"]
 
 
 # ---- a tensor of a batch, by its place -----------------------------------------------------------------------------------
 
 
 def check_place(handler: Handler, argument: str, place: Any) -> int | str:
-    """Check an argument that locates a tensor in a batch: an index into a tuple or list, or a key of a dict.
+    """Check an argument that locates a tensor in a batch: an index, a key of a mapping, or the name of an attribute.
 
     Raises:
         TypeError: If it is neither an int nor a str.
     """
     if isinstance(place, bool) or not isinstance(place, int | str):
         where = f"{type(handler).__name__}({argument}={place!r})"
-        raise TypeError(f"{where}: expected an index into a tuple or a key of a dict")
+        raise TypeError(f"{where}: expected an index into a tuple, a key of a mapping or a name")
     return place
 
 
+def find_target(handler: Handler, engine: Engine, given: int | str | None) -> int | str:
+    """Where the targets are in a batch: as given to the handler, or else to the first update, or the second element.
+
+    Raises:
+        ValueError: If the update finds them by a function, which cannot put others in their place.
+    """
+    place = given if given is not None else engine.updates[0].spec.target
+    if callable(place):
+        raise ValueError(
+            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} finds them by a function; give their "
+            f"index or key as {type(handler).__name__}(target=)"
+        )
+    return 1 if place is None else place
+
+
 def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
-    """The tensor of a batch at the index or key in the handler's attribute ``argument``.
+    """The tensor of a batch at the index, key or name in the handler's attribute ``argument``.
 
     Raises:
         TypeError: If there is no tensor with at least one dimension.
     """
     place = getattr(handler, argument)
     try:
-        part = batch[place] if isinstance(batch, tuple | list | dict) else None
-    except (IndexError, KeyError, TypeError):
+        part = value_at(batch, place)
+    except PlaceError:
         part = None
     if not isinstance(part, Tensor) or part.dim() == 0:
         raise TypeError(
-            f"{handler.name!r}: the batch ({type(batch).__name__}) has no tensor at {place!r}; "
+            f"{handler.name!r}: the batch, {described(batch)}, has no tensor at {place!r}; "
             f"give its index or key as {type(handler).__name__}({argument}=)"
         )
     return part
 
 
 def changed(batch: Any, place: Any, value: Tensor) -> Any:
-    """A copy of the batch with the tensor at this index or key replaced."""
-    if isinstance(batch, tuple):
-        items = list(batch)
-        items[place] = value
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    batch = copy.copy(batch)
-    batch[place] = value
-    return batch
+    """A copy of the batch with the tensor at this index, key or name replaced."""
+    return with_value_at(batch, place, value)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_number
+from signalfire.from_model import loss_in_output
 from signalfire.randomness import derived_seed
 
-from .batches import changed, check_place, tensor_at
+from .batches import changed, check_place, find_target, tensor_at
 from .ranks import MIX, MIX_LOSS
 
 __all__ = ["SampleMixing"]
@@ -30,8 +31,8 @@ class SampleMixing(Handler):
     Args:
         alpha: Parameter of the Beta distribution; greater than 0.
         share: Share of the batches that the handler mixes where others mix, too: each batch is mixed by one of them.
-        input: Index or key of the inputs in the batch, a tuple, list or dict.
-        target: Index or key of the targets: a tensor of shape (N, ...).
+        input: Index, key or name of the inputs in the batch.
+        target: Index, key or name of the targets: a tensor of shape (N, ...). By default that of the update.
 
     Attributes:
         lam: Weight of each sample in the last mixed batch; None before the first.
@@ -40,20 +41,28 @@ class SampleMixing(Handler):
     capture = Capture.FORBIDDEN  # the ratio is a Python number
     trains = True
 
-    def __init__(self, alpha: float, *, share: float, input: int | str, target: int | str, name: str | None) -> None:
+    def __init__(
+        self, alpha: float, *, share: float, input: int | str, target: int | str | None, name: str | None
+    ) -> None:
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0)
         self.share = check_number(self, "share", share, above=0)
         self.input = check_place(self, "input", input)
-        self.target = check_place(self, "target", target)
-        if input == target:
-            raise ValueError(
-                f"{type(self).__name__}(input={input!r}, target={target!r}): inputs and targets need different indices or keys"
-            )
+        self.target = 1 if target is None else check_place(self, "target", target)
+        self._given_target = target
+        if target is not None:
+            self._check_places()
         self.lam: float | None = None
         # lam and the targets that were mixed in, by the batch's own targets and for as long as these live: a step that
         # recomputes its gradients needs those of all batches of its window.
         self._mixed: WeakTensorKeyDictionary | None = None
+
+    def _check_places(self) -> None:
+        if self.input == self.target:
+            raise ValueError(
+                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): inputs and targets need different indices "
+                "or keys"
+            )
 
     def mixed(
         self, inputs: Tensor, partner: Tensor, gammas: Tensor, generator: torch.Generator
@@ -74,7 +83,14 @@ class SampleMixing(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check(self, engine: Engine) -> None:
         """Raise an error if the loss or the gradients are computed in a way that rules out mixing."""
+        self.target = find_target(self, engine, self._given_target)
+        self._check_places()
         for update in engine.updates:
+            if update.loss_function is loss_in_output:
+                raise ValueError(
+                    f"{self.name!r}: update {update.name!r} takes the loss from the model's output, so that it cannot be "
+                    "computed for the targets that are mixed in; give it: Update.from_model(optimizer, loss=cross_entropy)"
+                )
             if update.loss_function is None:
                 raise ValueError(
                     f"{self.name!r}: update {update.name!r} is a single function, so its loss cannot be computed for the "

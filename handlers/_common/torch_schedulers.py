@@ -11,9 +11,26 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["base_of", "given_argument", "missing_total", "restore_rates", "set_mode", "step", "unwrap_step"]
+from signalfire.optimizers import optimizers_of
 
-_TOTALS = ("total_steps", "T_max")
+__all__ = [
+    "base_of",
+    "given_argument",
+    "missing_total",
+    "restore_rates",
+    "set_mode",
+    "step",
+    "takes_metric",
+    "unwrap_step",
+]
+
+_TOTALS = {
+    "total_steps": (),
+    "T_max": (),
+    "num_training_steps": ("num_stable_steps",),  # Hugging Face
+    "t_initial": (),  # timm
+}
+"""The names of the argument for the number of steps, each with those that may be given in its place."""
 
 
 def base_of(factory: Any) -> Any:
@@ -45,17 +62,39 @@ def set_mode(scheduler: ReduceLROnPlateau, mode: Literal["min", "max"]) -> None:
 
 def missing_total(factory: Any) -> str | None:
     """Name of the factory's argument for the number of steps, if it has one that is required and not given."""
+    own = getattr(factory, "missing_total", None)
+    if own is not None:
+        return "total_steps" if own() else None
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return None
     if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):
         return None  # OneCycleLR derives its total from these
-    for name in _TOTALS:
+    for name, others in _TOTALS.items():
         parameter = parameters.get(name)
+        if any(given_argument(factory, other) is not None for other in others):
+            continue
         if parameter is not None and parameter.default in (inspect.Parameter.empty, None):
             return name
     return None
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with the value of a metric: ReduceLROnPlateau, or one whose ``step`` requires an argument.
+
+    timm's are stepped with a number of epochs or updates.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    if hasattr(scheduler, "step_update"):
+        return False
+    try:
+        first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return first is not None and first.kind in positional and first.default is inspect.Parameter.empty
 
 
 def unwrap_step(optimizer: Optimizer) -> None:
@@ -63,8 +102,9 @@ def unwrap_step(optimizer: Optimizer) -> None:
 
     torch uses it only to warn about calls in the wrong order, which the engine rules out.
     """
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
-        del optimizer.step
+    for one in {optimizer, *optimizers_of(optimizer)}:
+        if hasattr(vars(one).get("step"), "_wrapped_by_lr_sched"):
+            del one.step
 
 
 def step(scheduler: Any) -> None:

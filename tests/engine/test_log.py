@@ -295,7 +295,7 @@ def test_hyperparameters_are_flat_and_plain() -> None:
     assert type(engine.log.given["depth"]) is int
     assert told == [engine.log.given]
     with pytest.raises(TypeError, match="expected a mapping"):
-        engine.log.hyperparameters([1])  # type: ignore[arg-type]
+        engine.log.hyperparameters([1])
 
 
 def test_logging_changes_nothing_of_the_training() -> None:

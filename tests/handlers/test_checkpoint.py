@@ -984,7 +984,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         (TypeError, {"on_exception": None}),
         (ValueError, {"on_exception": True, "weights_only": True}),
         (TypeError, {"hyperparameters": [1]}),
-        (TypeError, {"hyperparameters": {"sizes": (1, 2)}}),
+        (TypeError, {"hyperparameters": {"sizes": b"ab"}}),
     ],
     ids=str,
 )

@@ -473,7 +473,10 @@ def test_a_factory_that_gives_no_scheduler_is_refused_before_the_first_batch() -
 
 def test_a_monitor_goes_with_plateau_only() -> None:
     for handler, reported in (
-        (LRScheduling(partial(StepLR, step_size=1), monitor="loss"), "monitor= is only for ReduceLROnPlateau"),
+        (
+            LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
+            "monitor= is for schedulers that are stepped with a metric",
+        ),
         (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
     ):
         engine, rates = engine_of(network(), handler)
@@ -724,6 +727,7 @@ def test_a_scheduler_that_gets_the_count_is_driven_as_in_its_own_loop(kind: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.filterwarnings("ignore:W18")
 def test_a_scheduler_that_gets_the_count_goes_on_from_where_it_was_saved(kind: str, every: str) -> None:
     factory = partial(COUNTED[kind], t_in_epochs=every == "1ep")
     check_handler(lambda: engine_of(network())[0], lambda: LRScheduling(factory, every=every), batches(3), max_epochs=3)

@@ -202,8 +202,8 @@ def test_what_was_not_collected_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"Predictions\(inputs=3\)"):
-        Predictions(inputs=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Predictions\(inputs=3\.5\)"):
+        Predictions(inputs=3.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Predictions\(folder=3\): expected a path"):
         Predictions(3)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")

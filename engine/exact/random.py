@@ -1,0 +1,37 @@
+"""The global random generators, in a form that files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import randomness
+
+__all__ = ["random_state", "restore_random_state"]
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the global generators of Python, NumPy and torch on all devices; ``torch.load(weights_only=True)`` takes it.
+
+    Example:
+        >>> import torch
+        >>> state = random_state()
+        >>> drawn = torch.rand(3)
+        >>> restore_random_state(state)
+        >>> torch.equal(torch.rand(3), drawn)
+        True
+    """
+    return randomness.packed(randomness.random_state())
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put the global generators back to what `random_state` returned; those that are not in it stay as they are.
+
+    Raises:
+        ValueError: for what is no such state.
+    """
+    if not isinstance(state, Mapping) or not {"python", "numpy", "torch"} <= state.keys():
+        raise ValueError(
+            "restore_random_state(): this is no state of random_state(), which has python, numpy and torch"
+        )
+    randomness.set_random_state(dict(state))

@@ -1,0 +1,126 @@
+"""Configurations as plain values, which files and loggers hold: of dataclasses, Namespace, OmegaConf, pydantic and attrs."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import inspect
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
+from os import PathLike, fspath
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batches import field_names
+
+__all__ = ["fields_of", "plain_mapping", "plain_value"]
+
+_ATOMS = (NoneType, bool, int, float, str)
+_MOST = 1000  # numbers in an array; more are data
+
+
+def plain_mapping(where: str, values: Any) -> dict[str, Any]:
+    """A configuration as a dict of plain values by name.
+
+    | given | becomes |
+    |---|---|
+    | mappings of any class, OmegaConf's ``DictConfig`` (interpolations resolved) | a dict; keys that are numbers, bools, None or enums become strings |
+    | dataclasses, attrs, pydantic, named tuples, ``SimpleNamespace``, ``argparse.Namespace`` | a dict of their fields |
+    | tuples, sets (sorted), ranges, OmegaConf's ``ListConfig`` | a list |
+    | NumPy's numbers and arrays, tensors, of at most 1,000 numbers | a number, or nested lists |
+    | paths | a str |
+    | enums | their value, if it is plain, else their name |
+    | ``torch.dtype``, ``torch.device``, dates and times, time deltas | a str, ISO 8601 for times |
+    | classes and functions | their qualified name |
+
+    Args:
+        where: the call with its argument, for the error.
+        values: a mapping, or an object with fields.
+
+    Raises:
+        TypeError: for what is no configuration, and for a value that is not in the table, naming its place.
+
+    Example:
+        >>> from pathlib import Path
+        >>> plain_mapping("f(config", argparse.Namespace(sizes=(1, 2), folder=Path("runs"), rate=np.float64(0.5)))
+        {'sizes': [1, 2], 'folder': 'runs', 'rate': 0.5}
+    """  # noqa: E501
+    mapping = fields_of(values)
+    if mapping is None:
+        raise TypeError(
+            f"{where}={values!r}): expected a mapping, or an object with fields: a dataclass, Namespace, OmegaConf, pydantic or "
+            "attrs"
+        )
+    return _plain_items(where, mapping)
+
+
+def plain_value(where: str, value: Any) -> Any:
+    """A value as `plain_mapping` converts those of a configuration.
+
+    Raises:
+        TypeError: for a value that is not in its table.
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, Enum):
+        inner = value.value
+        return inner if type(inner) in _ATOMS else value.name
+    if isinstance(value, _ATOMS):  # of a subclass
+        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    if isinstance(value, np.generic):
+        return plain_value(where, value.item())
+    if isinstance(value, np.ndarray | Tensor):
+        count = value.numel() if isinstance(value, Tensor) else value.size
+        if count <= _MOST:
+            return value.tolist()
+        raise TypeError(
+            f"{where}={type(value).__name__} of {count} numbers): this is data; store its shape or its name"
+        )
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, torch.dtype | torch.device | datetime.timedelta):
+        return str(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if (mapping := fields_of(value)) is not None:
+        return _plain_items(where, mapping)
+    if isinstance(value, Set):
+        return [plain_value(where, one) for one in sorted(value, key=repr)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
+    raise TypeError(
+        f"{where}={value!r}): a {type(value).__name__} is no plain value; give a str, a number, True, False, None, or a list or "
+        "mapping of these"
+    )
+
+
+def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        name = plain_value(where, key)
+        if not isinstance(name, _ATOMS):
+            raise TypeError(f"{where}={mapping!r}): the key {key!r} is no name")
+        name = str(name)
+        if name in found:
+            raise TypeError(f"{where}={mapping!r}): two keys are {name!r} as strings")
+        found[name] = plain_value(f"{where}[{name!r}]", value)
+    return found
+
+
+def fields_of(value: Any) -> Mapping[Any, Any] | None:
+    """The fields of a configuration by name; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, argparse.Namespace):
+        return vars(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        named: dict[str, Any] = value._asdict()
+        return named
+    names = field_names(value)
+    return None if names is None else {name: getattr(value, name) for name in names}

@@ -1,0 +1,25 @@
+"""Print the tables: ``python -m tests.neutral [suite ...]``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from . import metrics, optimizers, schedulers
+from .outcomes import table
+
+SUITES = {
+    "optimizers of torch.optim": optimizers.of_torch,
+    "optimizers of pytorch_optimizer": optimizers.of_pytorch_optimizer,
+    "schedulers of torch": schedulers.of_torch,
+    "schedulers of transformers": schedulers.of_transformers,
+    "schedulers of timm": schedulers.of_timm,
+    "classes of torchmetrics": metrics.of_torchmetrics,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, suite in SUITES.items():
+        if len(sys.argv) == 1 or any(word in name for word in sys.argv[1:]):
+            print(table(name, suite()), flush=True)

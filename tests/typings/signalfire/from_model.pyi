@@ -1,0 +1,1 @@
+from engine.from_model import *

@@ -1,0 +1,1 @@
+from engine.optimizer_modes import *
