@@ -80,9 +80,7 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
     assert (GUIDE.parent.parent / "CHANGELOG.md").read_text() in texts
 
 
-def test_every_public_name_is_in_the_interface_and_every_error_in_the_list_of_errors(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_public_name_is_in_the_interface_and_every_error_in_the_list_of_errors(site: Path) -> None:
     interface = (site / "interface.html").read_text()
     names = [f"signalfire.{name}" for name in vars(signalfire)["__all__"]]
     names += [f"{module.__name__}.{name}" for module in (ablation, testing, tuning) for name in vars(module)["__all__"]]
@@ -97,7 +95,7 @@ def test_every_public_name_is_in_the_interface_and_every_error_in_the_list_of_er
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
         and isinstance(node.exc.args[0], ast.Constant) and isinstance(node.exc.args[0].value, str)
     ]  # fmt: skip
-    assert len(raised) > 100
+    assert len(raised) > 40, "most texts are filled in, and are not looked at here"
     assert [text for text in raised if text not in shown] == []
 
 
@@ -108,9 +106,7 @@ def text_of(file: Path) -> str:
 def test_each_handlers_page_has_its_example_with_what_it_prints(site: Path) -> None:
     for kind in shipped():
         page = (site / "handlers" / f"{kind.__name__}.html").read_text(encoding="utf-8")
-        blocks = re.findall(
-            r'<div class="highlight-(?:default|pycon)[^"]*"><div class="highlight"><pre>(.*?)</pre>', page, re.DOTALL
-        )
+        blocks = re.findall(r'<div class="highlight"><pre>(.*?)</pre>', page, re.DOTALL)
         shown = html.unescape(re.sub(r"<[^>]+>", "", "\n".join(blocks)))
         lines = [line.strip() for line in (inspect.getdoc(kind) or "").partition("Example:")[2].splitlines()]
         example = [line for line in lines if line]

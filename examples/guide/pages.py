@@ -91,12 +91,13 @@ def codes_page() -> str:
 def interface_page() -> str:
     """All public names but the handlers."""
     text = ["# The interface", "", "```{eval-rst}"]
-    for name in vars(signalfire)["__all__"]:
-        one = getattr(signalfire, name)
-        kind = "autoclass" if inspect.isclass(one) else "autofunction" if callable(one) else "autodata"
-        text += [f".. {kind}:: signalfire.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
-    for module in ("testing", "tuning", "ablation"):
-        text += [f".. automodule:: signalfire.{module}", "   :members:", ""]
+    for module in (signalfire, testing, tuning, ablation):
+        if module is not signalfire:
+            text += [f".. automodule:: {module.__name__}", ""]
+        for name in vars(module)["__all__"]:
+            one = getattr(module, name)
+            kind = "autoclass" if inspect.isclass(one) else "autofunction" if callable(one) else "autodata"
+            text += [f".. {kind}:: {module.__name__}.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
     return "\n".join([*text, "```", ""])
 
 
