@@ -15,6 +15,7 @@ from sphinx.addnodes import pending_xref
 import signalfire
 import signalfire.handlers
 from signalfire import Handler, ablation, testing, tuning
+from signalfire.capture import Capture
 from signalfire.codes import CODES
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
@@ -50,6 +51,11 @@ def handler_page(kind: type[Handler]) -> str:
         "rank_zero_only": "With several processes it works on rank 0 only.",
     }
     text += [sentence for name, sentence in traits.items() if getattr(kind, name, False)]
+    graphs = {
+        Capture.INSIDE: "What it does within a step could be recorded as a CUDA graph.",
+        Capture.FORBIDDEN: "A step with it cannot be recorded as a CUDA graph.",
+    }
+    text += [sentence for capture, sentence in graphs.items() if kind.capture is capture]
     return "\n".join([*text, "", f"Its code: `handlers/{file}`.", ""])
 
 
