@@ -19,6 +19,7 @@ import pytest
 import signalfire
 from signalfire import ablation, testing, tuning
 from signalfire.codes import CODES
+from tests.engine.ablation.reports import WORSE, report
 from tests.kit import finished, needs, shipped, wait_until
 from tests.test_guide import CONTINUED, GUIDE, RECIPES, WRITTEN
 
@@ -247,3 +248,15 @@ def test_the_search_finds_the_page_without_a_server(words: str, expected: str, s
         for link in tab.query_selector_all("#search-results li a")
     ]
     assert expected in found[:10], found[:10]
+
+
+def test_the_page_of_a_report_is_readable_in_a_window_and_on_a_phone(tmp_path: Path, tab: Any) -> None:
+    path = tmp_path / "report.html"
+    report({f"- handler_{place}": WORSE for place in range(12)}).html(path)
+    tab.goto(path.as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    assert tab.locator("h1").inner_text() == "accuracy: 12 variants, 8 seeds"
+    picture, tables = tab.locator("svg"), tab.locator("table")
+    assert (picture.count(), tables.count()) == (1, 1)
+    assert tables.locator("tbody tr").count() == 13
+    assert picture.bounding_box()["width"] > 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from os import PathLike
+from typing import TextIO
 
 from .formats import p_text
 from .rows import Findings, Row
@@ -13,14 +14,15 @@ from .statistics import Comparison
 __all__ = ["draw"]
 
 
-def draw(report: Findings, path: str | PathLike[str]) -> None:
+def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | None = None) -> None:
     """Plot the difference of every seed as a dot, with the mean and interval of each variant and a line at zero.
 
     The dots of a variant are in the order of the seeds, from top to bottom.
 
     Args:
         report: Report to plot.
-        path: File to write; its extension sets the format, such as .png, .pdf or .svg.
+        path: File to write, or an open one.
+        format: The format, such as "svg"; by default that of the extension: .png, .pdf or .svg.
     """
     try:
         from matplotlib.figure import Figure
@@ -62,7 +64,7 @@ def draw(report: Findings, path: str | PathLike[str]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.06)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=format)
 
 
 def _ends(row: Row, comparison: Comparison) -> tuple[float, float]:

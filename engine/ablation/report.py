@@ -27,9 +27,11 @@ from .formats import (
     size_text,
     without_nan,
 )
+from .frames import framed, record_of, records_of_runs
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
 from .orders import Cumulative, Shapley
+from .paper import methods, write_page
 from .plot import draw
 from .results import BASELINE, Result, Variant
 from .rows import Row, make_rows
@@ -43,10 +45,11 @@ __all__ = ["Report"]
 class Report:
     """The results of a study: each variant compared with the baseline over the seeds that both finished.
 
-    ``print(report)`` shows the table, :meth:`sentences` puts it into words, and :meth:`markdown`, :meth:`csv`, :meth:`latex`,
-    :meth:`to_dict` and :meth:`plot` export it. Tests are exact sign-flip tests, adjusted over all variants except the baseline by
-    the step-down test over joint sign flips; the intervals hold for all of them together (:mod:`signalfire.ablation.joint`). A
-    failed run counts as worse than any finished one (:mod:`signalfire.ablation.failures`).
+    ``print(report)`` shows the table, and :meth:`sentences` puts it into words. :meth:`markdown`, :meth:`csv`, :meth:`latex`,
+    :meth:`frame`, :meth:`html`, :meth:`to_dict` and :meth:`plot` export it; :meth:`methods` is a paragraph for a paper. Tests are
+    exact sign-flip tests, adjusted over all variants except the baseline by the step-down test over joint sign flips; the
+    intervals hold for all of them together (:mod:`signalfire.ablation.joint`). A failed run counts as worse than any finished one
+    (:mod:`signalfire.ablation.failures`).
 
     Args:
         results: Results of the runs, including failed ones; at most one per variant and seed.
@@ -319,38 +322,11 @@ class Report:
 
         The columns low and high are the simultaneous interval.
         """
-        columns = [
-            "variant",
-            "finished",
-            "planned",
-            "mean",
-            "sd",
-            "pairs",
-            "difference",
-            "low",
-            "high",
-            "p",
-            "p_adjusted",
-            "d_z",
-            "verdict",
-            "failed_pairs_variant",
-            "failed_pairs_baseline",
-            "failed_pairs_both",
-        ]
-        columns += ["seconds", "steps", "memory", "failed_seeds", "missing_seeds", "seeds_without_pair"]
+        records = [record_of(row) for row in self.rows]
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
-        for row in self.rows:
-            one, end, failures = row.comparison, row.conclusion, row.failures
-            line: list[Any] = [row.variant.name, row.finished, row.planned, row.mean, row.sd]
-            line += [one.n, one.mean] if one else [None] * 2
-            line += [end.low, end.high, row.p, row.adjusted] if end else [None] * 4
-            line += [one.effect if one else None, row.verdict]
-            line += [failures.variant, failures.baseline, failures.both] if failures else [0 if one else None] * 3
-            line += [row.seconds, row.steps, row.memory or None]
-            line += [" ".join(map(str, seeds)) for seeds in (row.failed, row.missing, row.without_pair)]
-            writer.writerow([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in line])
+        writer = csv.DictWriter(text, records[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
         return text.getvalue()
 
     def latex(self) -> str:
@@ -368,6 +344,40 @@ class Report:
             parts.append(f"{' & '.join([escaped_latex(name), *(latex_number(cell) for cell in cells)])} \\\\")
         parts += [r"\bottomrule", r"\end{tabular}"]
         return "\n".join(parts) + "\n"
+
+    def frame(self) -> Any:
+        """The columns of `csv`, one row per variant: a ``pandas.DataFrame`` if pandas is installed, else a dict of columns."""
+        return framed([record_of(row) for row in self.rows])
+
+    def runs(self) -> Any:
+        """All runs, one row each, with seed, costs and metrics; failed ones with the last line of their error. As `frame`."""
+        return framed(records_of_runs(self._results, self.metric))
+
+    def methods(self) -> str:
+        """One paragraph for a paper: what was compared, over which seeds, and how it was tested.
+
+        Example:
+            >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
+            >>> runs = [Result(one.name, seed, 0.9 + seed / 100) for one in variants for seed in range(6)]
+            >>> Report(runs, variants, metric="accuracy", mode="max").methods()[:55]
+            '1 variant was compared with "baseline" over 6 seeds (0 '
+        """
+        return methods(self)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write the report as one HTML file that needs no other: findings, picture, tables, and how it was made.
+
+        Args:
+            path: File to write, ending with ".html"; its folder is created if necessary.
+        """
+        write_page(
+            self,
+            path,
+            tables=[table for table in (self._table(), self._effects_table()) if table],
+            sentences=self.sentences(),
+            warnings=self.warnings(),
+            legend=self._legend(),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the report, as JSON types; None where there is no number."""

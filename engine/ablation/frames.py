@@ -1,0 +1,65 @@
+"""The runs and the comparisons of a study as tables of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .results import Result
+from .rows import Row
+
+__all__ = ["framed", "record_of", "records_of_runs"]
+
+Record = dict[str, Any]
+
+
+def record_of(row: Row) -> Record:
+    """A variant as one line of numbers and names; None where there is no number."""
+    one, end, failures = row.comparison, row.conclusion, row.failures
+    found: Record = {
+        "variant": row.variant.name,
+        "finished": row.finished,
+        "planned": row.planned,
+        "mean": row.mean,
+        "sd": row.sd,
+        "pairs": one.n if one else None,
+        "difference": one.mean if one else None,
+        "low": end.low if end else None,
+        "high": end.high if end else None,
+        "p": row.p if end else None,
+        "p_adjusted": row.adjusted if end else None,
+        "d_z": one.effect if one else None,
+        "verdict": row.verdict,
+        "failed_pairs_variant": failures.variant if failures else 0 if one else None,
+        "failed_pairs_baseline": failures.baseline if failures else 0 if one else None,
+        "failed_pairs_both": failures.both if failures else 0 if one else None,
+        "seconds": row.seconds,
+        "steps": row.steps,
+        "memory": row.memory or None,
+    }
+    for name, seeds in (("failed", row.failed), ("missing", row.missing), ("without_pair", row.without_pair)):
+        found["seeds_without_pair" if name == "without_pair" else f"{name}_seeds"] = " ".join(map(str, seeds))
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
+
+
+def records_of_runs(results: Sequence[Result], metric: str) -> list[Record]:
+    """Each run as one line: variant, seed, the value of the metric, the first line of its error, its costs, and all metrics."""
+    names = dict.fromkeys(name for result in results for name in result.metrics)
+    records = []
+    for one in results:
+        error = None if one.error is None else one.error.strip().rpartition("\n")[2]
+        found: Record = {"variant": one.variant, "seed": one.seed, metric: one.value, "error": error}
+        found |= {"seconds": one.seconds, "steps": one.steps, "memory": one.memory or None}
+        records.append(found | {name: one.metrics.get(name) for name in names if name != metric})
+    return records
+
+
+def framed(records: Sequence[Record]) -> Any:
+    """A ``pandas.DataFrame`` if pandas is installed; else a dict of columns, which are lists of equal length."""
+    columns = {name: [record[name] for record in records] for name in records[0]} if records else {}
+    try:
+        import pandas
+    except ImportError:
+        return columns
+    return pandas.DataFrame(columns)
