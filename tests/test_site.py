@@ -21,9 +21,11 @@ from signalfire import ablation, testing, tuning
 from signalfire.codes import CODES
 from tests.engine.ablation.reports import WORSE, report
 from tests.kit import finished, needs, shipped, wait_until
-from tests.test_guide import CONTINUED, GUIDE, RECIPES, WRITTEN
 
-needs("docs", "sphinx", "furo", "myst_parser")
+needs("docs", "sybil", "sphinx", "furo", "myst_parser", "lightning", "ignite")
+
+from tests.test_guide import CONTINUED, GUIDE, RECIPES, WRITTEN  # noqa: E402
+
 pytestmark = pytest.mark.slow
 
 PHONE = {"width": 390, "height": 800}
