@@ -20,7 +20,6 @@ from .events import Events
 from .findings.resumption import check_complete, composition
 from .frozen import fill_in
 from .modules import bare_name, differences, unwrapped
-from .optimizers import kind_of
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
-        "kind": None if optimizer is None else kind_of(optimizer),
+        "kind": update.kind,
         "parameters": _parameter_names(engine, update, engine.modules),
         # Parameters of no module, such as a learned temperature, are saved here only.
         "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
@@ -324,7 +323,7 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
         if part["optimizer"] is None or update.optimizer is None:
             continue  # one side has no optimizer: nothing to compare
         names = _parameter_names(engine, update, saved["modules"])
-        kind = kind_of(update.optimizer)
+        kind = update.kind
         if part["kind"] != kind:
             raise ValueError(
                 f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, here by {kind}"

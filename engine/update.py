@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .batches import samples_in
-from .optimizers import JointOptimizer, needs_closure
+from .optimizers import JointOptimizer, kind_of, needs_closure
 from .places import Place, PlaceError, value_at
 from .spec import Update, loss_module
 from .window import ONE, Window
@@ -48,6 +48,7 @@ class UpdateState:
         omitted_in: at ITERATION_COMPLETED, the number of the iteration if it was made without this update, by its plan or for a
             stop; another number if not.
         share: with several ranks, the weight of this rank's batch; see `Feed.share`.
+        kind: the name of the optimizer's class; None without one.
         can_skip: whether the step can still be skipped.
     """
 
@@ -62,6 +63,7 @@ class UpdateState:
         "forward",
         "function",
         "hidden",
+        "kind",
         "last_skip",
         "loss_function",
         "more",
@@ -89,6 +91,7 @@ class UpdateState:
         self.function: Any = spec.function
         self.optimizer = spec.optimizer if training and isinstance(spec.optimizer, Optimizer) else None
         self.options = _options(self.optimizer)
+        self.kind = None if self.optimizer is None else kind_of(self.optimizer)
         self.window = Window()
         self.again: Callable[[], Tensor] = _not_again
         self.one_step_per_batch = True
@@ -149,6 +152,7 @@ class UpdateState:
             )
         self.optimizer = optimizer
         self.options = _options(optimizer)
+        self.kind = None if optimizer is None else kind_of(optimizer)
         self._parameters_of = []
 
     @property

@@ -76,6 +76,7 @@ def outcome(engine: Engine) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor
 def test_a_run_continues_from_a_checkpoint_of_version_0_1(tmp_path: Path) -> None:
     (saved,) = FILES.glob("version-0.1/*")
     engine, data = build(tmp_path)
@@ -92,6 +93,7 @@ def test_a_run_continues_from_a_checkpoint_of_version_0_1(tmp_path: Path) -> Non
         torch.testing.assert_close(torch.tensor(ended["weights"][name]), torch.tensor(values), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor
 def test_what_such_a_checkpoint_holds_is_put_in_place_bit_for_bit(tmp_path: Path) -> None:
     (path,) = FILES.glob("version-0.1/*")
     saved = Checkpoint.load(path)
