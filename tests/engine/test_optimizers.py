@@ -130,6 +130,7 @@ def test_clipping_schedules_accumulation_average_and_fp16_scaling_equal_a_plain_
     assert engine.updates[0].steps == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 7, 30, 61])
 def test_a_run_resumed_at_any_iteration_ends_in_the_same_state(cut: int) -> None:
     whole = trainer(network(), *full_stack())

@@ -114,6 +114,7 @@ def test_histories_are_in_the_store_as_the_metrics_were_at_each_epoch(tmp_path: 
     assert [list(point) for point in result.history["val_loss"]] == seen
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_long_run_is_thinned_out_and_keeps_its_end() -> None:
     def run(engine: object) -> None:
         engine.run(builds.data(0)[:1], max_epochs=450)  # type: ignore[attr-defined]

@@ -436,6 +436,7 @@ def evaluated(decay: float | None) -> Build:
     return build
 
 
+@pytest.mark.slow
 def test_averages_and_the_metrics_measured_with_them_part_the_runs() -> None:
     averages = divergence(evaluated(0.9), evaluated(0.5), run=train)
     assert place(averages)[1:3] == (2, "handlers")
@@ -457,6 +458,7 @@ def test_metrics_of_time_do_not_part_the_runs() -> None:
     assert divergence(timed, timed, run=train) is None
 
 
+@pytest.mark.slow
 def test_files_are_compared_where_each_run_has_its_folder(tmp_path: Path) -> None:
     def logged(folder: str, text: str) -> Build:
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -131,6 +131,7 @@ def test_of_all_sign_patterns_of_a_study_at_most_5_percent_find_anything(compari
     assert share == 12 / 256 if comparisons <= 6 else share > 0.02
 
 
+@pytest.mark.slow
 def test_planned_looks_err_as_seldom_as_one_and_stop_early() -> None:
     plan = [7, 9, 11]
     nulls = simulated(300, plan, [0.0] * 3)
@@ -238,6 +239,7 @@ def test_looks_without_a_plan_are_said_and_so_are_those_beside_it() -> None:
     assert beside.startswith("Some runs were made for looks at 8 seeds, which the plan of looks does not have")
 
 
+@pytest.mark.slow
 def test_a_study_makes_no_more_runs_of_what_a_look_has_decided(tmp_path: Path) -> None:
     build = partial(builds.noted, folder=str(tmp_path))
     store = tmp_path / "store.jsonl"

@@ -277,6 +277,7 @@ def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> Non
     assert "made with another alternative" in str(plan)
 
 
+@pytest.mark.slow
 def test_what_build_reads_from_a_file_shows_in_the_handlers_and_the_model(tmp_path: Path) -> None:
     file, store = tmp_path / "options.json", tmp_path / "store.jsonl"
 
