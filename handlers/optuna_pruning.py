@@ -38,6 +38,8 @@ class OptunaPruning(MetricReports):
         ...     engine.attach(OptunaPruning(trial, "accuracy"))
         ...     engine.run(loader, max_epochs=10)
         ...     return engine.state.metrics["accuracy"]
+        >>> OptunaPruning(None, "accuracy").name  # as on other ranks than 0
+        'optuna_pruning'
     """
 
     def __init__(

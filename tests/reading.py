@@ -22,6 +22,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+import signalfire
+import signalfire.handlers
 from signalfire import Connection, Engine, Events, Handler, Phase, Signal, Update
 from signalfire.batches import tensors_in
 from signalfire.connection import Receiver
@@ -62,10 +64,10 @@ from tests.watching import COMPOSITIONS, Place, Terminal, meant, place_of
 
 __all__ = ["MORE", "THREADED", "TOGETHER", "Reading", "read_by", "reading"]
 
-ROOT = Path(__file__).parents[1]
+PACKAGE = Path(signalfire.__path__[0])  # where its code runs from, which links to the repository
 HANDLERS = (
-    str(ROOT / "handlers"),
-    *(str(ROOT / "engine" / name) for name in ("monitor.py", "planning.py", "checkpoints")),
+    str(Path(signalfire.handlers.__path__[0])),
+    *(str(PACKAGE / name) for name in ("monitor.py", "planning.py", "checkpoints")),
 )
 """Whose code reads for a handler."""
 

@@ -69,6 +69,7 @@ NOT_IN_THESE_RUNS = {
     ): "the whole weights are put in place and taken away within its region",
     ("Profiler", "begin"): "it calls receivers through functions of its own, as the test does",
     ("Profiler", "report"): "it calls receivers through functions of its own, as the test does",
+    ("MetricReports", "report_value"): "nobody asks for a stop",
     ("EarlyStopping", "print_reason"): "only a line on stderr",
     ("FastDevRun", "report"): "only a line on stderr",
     ("ChannelsLast", "convert"): "only a line on stderr",
