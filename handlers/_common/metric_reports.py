@@ -48,7 +48,7 @@ class MetricReports(Handler):
     @on(
         Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED,
         phase=Phase.CONTROL,
-        reads=["metrics"],
+        reads=["metrics", "processes"],
         writes=["stop"],
     )
     def report_value(self, engine: Engine) -> None:
