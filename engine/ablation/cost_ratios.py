@@ -63,7 +63,7 @@ def costs(results: Sequence[Result], *, baseline: str = BASELINE, level: float =
         >>> runs = [Result("baseline", s, 1.0, seconds=2.0 + s, steps=10) for s in range(3)]
         >>> runs += [Result("- ema", s, 1.0, seconds=1.0 + 0.4 * s, steps=10) for s in range(3)]
         >>> print(*costs(runs))
-        0.47 [0.43, 0.52] - 1.00
+        0.47 [0.41, 0.54] - 1.00
     """
     finished = {(one.variant, one.seed): one for one in results if one.error is None and one.value is not None}
     names = list(dict.fromkeys(one.variant for one in results))

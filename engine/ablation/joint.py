@@ -71,7 +71,7 @@ def step_down(family: Sequence[Differences]) -> list[float]:
     Example:
         >>> rows = [3, 1, 2, 4, 2, 3], [1, -1, 2, 0, 1, -2]
         >>> step_down([{seed: Fraction(value) for seed, value in enumerate(row)} for row in rows])
-        [0.03125, 0.875]
+        [0.03125, 1.0]
     """
     numbers = integers(family)
     observed = [abs(sum(row)) for row in numbers]

@@ -80,8 +80,8 @@ class Shapley(Design):
         >>> design = Shapley(["ema", "mixup"])
         >>> [variant.name for variant in design.variants([])]
         ['baseline', '- mixup', '- ema', '- ema - mixup']
-        >>> {name: str(weight) for name, weight in design.weights()["ema"].items()}
-        {'baseline': '1/2', '- ema': '-1/2', '- mixup': '1/2', '- ema - mixup': '-1/2'}
+        >>> {name: str(weight) for name, weight in sorted(design.weights()["ema"].items())}
+        {'- ema': '-1/2', '- ema - mixup': '-1/2', '- mixup': '1/2', 'baseline': '1/2'}
     """
 
     def __init__(self, handlers: Iterable[str], *, orders: int | None = None, seed: int = 0) -> None:
