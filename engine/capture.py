@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .events import Events
-
-__all__ = ["STEP", "Capture"]
-
-STEP = (
-    Events.FORWARD_STARTED,
-    Events.FORWARD_COMPLETED,
-    Events.LOSS_COMPUTED,
-    Events.BACKWARD_STARTED,
-    Events.BACKWARD_COMPLETED,
-    Events.GRADIENTS_READY,
-    Events.OPTIMIZER_STEP_STARTED,
-)
-"""The events within a step: what a graph of it would record lies between the first and the optimizer's step."""
+__all__ = ["Capture"]
 
 
 class Capture(Enum):

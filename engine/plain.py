@@ -28,7 +28,7 @@ def plain_mapping(where: str, values: Any) -> dict[str, Any]:
 
     | given | becomes |
     |---|---|
-    | mappings of any class, OmegaConf's ``DictConfig`` (interpolations resolved) | a dict; keys that are numbers, bools, None or enums become strings |
+    | mappings of any class; OmegaConf, resolved | a dict; keys that are numbers, bools, None or enums become strings |
     | dataclasses, attrs, pydantic, named tuples, ``SimpleNamespace``, ``argparse.Namespace`` | a dict of their fields |
     | tuples, sets (sorted), ranges, OmegaConf's ``ListConfig`` | a list |
     | NumPy's numbers and arrays, tensors, of at most 1,000 numbers | a number, or nested lists |
@@ -48,7 +48,7 @@ def plain_mapping(where: str, values: Any) -> dict[str, Any]:
         >>> from pathlib import Path
         >>> plain_mapping("f(config", argparse.Namespace(sizes=(1, 2), folder=Path("runs"), rate=np.float64(0.5)))
         {'sizes': [1, 2], 'folder': 'runs', 'rate': 0.5}
-    """  # noqa: E501
+    """
     mapping = fields_of(values)
     if mapping is None:
         raise TypeError(

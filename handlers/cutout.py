@@ -10,8 +10,9 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
+from signalfire.places import with_value_at
 
-from ._common.batches import changed, check_place, tensor_at
+from ._common.batches import check_place, tensor_at
 
 __all__ = ["Cutout"]
 
@@ -94,4 +95,4 @@ class Cutout(Handler):
                 covered = covered.unsqueeze(-1) & side.view(*side.shape[:2], *[1] * (covered.dim() - 2), size)
         assert covered is not None
         filled = inputs.masked_fill(covered.any(0).unsqueeze(1), self.fill)
-        engine.state.batch = changed(batch, self.input, filled)
+        engine.state.batch = with_value_at(batch, self.input, filled)

@@ -13,9 +13,10 @@ from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_number
+from signalfire.places import with_value_at
 from signalfire.planning import last_iteration
 
-from ._common.batches import changed, check_place, tensor_at
+from ._common.batches import check_place, tensor_at
 from ._common.ranks import RESIZE
 
 __all__ = ["ProgressiveResizing"]
@@ -167,7 +168,7 @@ class ProgressiveResizing(Handler):
         wanted = [self._side(side, self.scale) for side in sides]
         if wanted == sides:
             return
-        batch = changed(batch, self.input, self._resized(images, wanted))
+        batch = with_value_at(batch, self.input, self._resized(images, wanted))
         if self.target is not None:
             targets = tensor_at(self, batch, "target")
             if list(targets.shape[-len(sides) :]) != sides or targets.dim() <= len(sides):
@@ -175,7 +176,7 @@ class ProgressiveResizing(Handler):
                     f"{self.name!r}: targets of shape {tuple(targets.shape)} do not have the sides of the inputs, "
                     f"{tuple(sides)}, as their last dimensions"
                 )
-            batch = changed(batch, self.target, _nearest(targets, wanted))
+            batch = with_value_at(batch, self.target, _nearest(targets, wanted))
         engine.state.batch = batch
 
     def _scale(self, engine: Engine, shortest: int) -> float:

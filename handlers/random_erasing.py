@@ -12,8 +12,9 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, on
 from signalfire.acts import Override
 from signalfire.checks import check_int, check_number
+from signalfire.places import with_value_at
 
-from ._common.batches import changed, check_place, tensor_at
+from ._common.batches import check_place, tensor_at
 
 __all__ = ["RandomErasing"]
 
@@ -122,7 +123,7 @@ class RandomErasing(Handler):
                 raise ValueError(
                     f"{self.name!r}: value={self.value!r} has {len(values)} numbers, but the inputs {inputs.shape[1]} channels"
                 )
-        engine.state.batch = changed(batch, self.input, torch.where(erased, values, inputs))
+        engine.state.batch = with_value_at(batch, self.input, torch.where(erased, values, inputs))
 
     def _draw(self, sizes: Sequence[int], samples: int, generator: torch.Generator) -> Tensor:
         """Where each sample is erased: (N, H, W) or (N, L)."""

@@ -348,7 +348,8 @@ def _as_completed(futures: Iterable[Future[Outcome]]) -> Iterator[Future[Outcome
         yield from done
         waiting = [future for future in waiting if future not in done]
         pause = _POLL if done else min(2 * pause, 20 * _POLL)
-        time.sleep(pause if waiting else 0)
+        if waiting:
+            time.sleep(pause)
 
 
 def pickled(task: Task) -> bytes:

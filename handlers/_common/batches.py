@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Engine, Handler
-from signalfire.places import PlaceError, described, value_at, with_value_at
+from signalfire.places import PlaceError, described, value_at
 
-__all__ = ["changed", "check_data", "check_place", "find_target", "tensor_at"]
+__all__ = ["check_data", "check_place", "find_target", "tensor_at"]
 
 
 # ---- a tensor of a batch, by its place -----------------------------------------------------------------------------------
@@ -60,11 +60,6 @@ def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
             f"give its index or key as {type(handler).__name__}({argument}=)"
         )
     return part
-
-
-def changed(batch: Any, place: Any, value: Tensor) -> Any:
-    """A copy of the batch with the tensor at this index, key or name replaced."""
-    return with_value_at(batch, place, value)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------------

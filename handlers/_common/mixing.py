@@ -14,9 +14,10 @@ from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_number
 from signalfire.from_model import loss_in_output
+from signalfire.places import with_value_at
 from signalfire.randomness import derived_seed
 
-from .batches import changed, check_place, find_target, tensor_at
+from .batches import check_place, find_target, tensor_at
 from .ranks import MIX, MIX_LOSS
 
 __all__ = ["SampleMixing"]
@@ -123,7 +124,7 @@ class SampleMixing(Handler):
         assert self._mixed is not None
         own = targets.view_as(targets)  # a new tensor object as the key, even if the data yields the same one again
         self._mixed[own] = (self.lam, targets[partner.to(targets.device, non_blocking=True)])
-        engine.state.batch = changed(changed(batch, self.input, mixed), self.target, own)
+        engine.state.batch = with_value_at(with_value_at(batch, self.input, mixed), self.target, own)
 
     def _is_its_turn(self, engine: Engine) -> bool:
         """Whether this handler mixes the current batch: of several, one is drawn for each batch, whatever their order."""
@@ -151,7 +152,7 @@ class SampleMixing(Handler):
                 "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data; and let MicroBatching(split=) slice them, without copies"
             )
         lam, targets = found
-        other = update.loss_function(engine, update.output, changed(batch, self.target, targets))
+        other = update.loss_function(engine, update.output, with_value_at(batch, self.target, targets))
         update.loss = update.backward_loss = lam * update.backward_loss + (1 - lam) * other
 
     def _mixed_into(self, targets: Tensor) -> tuple[float, Tensor] | None:
