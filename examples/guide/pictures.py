@@ -33,6 +33,7 @@ def main(kept: Path) -> None:
                 exec(compile(code, "pictures.md", "exec"), names)
         finally:
             os.chdir(before)
+        kept.mkdir(parents=True, exist_ok=True)
         for name in PICTURE.findall(page):
             shutil.copy(Path(folder, name), kept / name)
             print(kept / name)
