@@ -68,11 +68,12 @@ def measured(engine: Engine, count: int = 100, epochs: int = 1, **bounds: Any) -
     return seen
 
 
-def test_rates_are_those_of_the_iterations_after_the_warm_up() -> None:
+@pytest.mark.parametrize("tokens", [lambda batch: batch[0].numel(), 0], ids=["a function", "an index"])
+def test_rates_are_those_of_the_iterations_after_the_warm_up(tokens: Any) -> None:
     engine, clock = build(), Clock()
     engine.connect(Events.ITERATION_STARTED(before=6), clock.passes(3.0))  # compilation, and caches that fill
     timed(engine, clock)
-    engine.attach(Throughput(every="20it", clock=clock, tokens=lambda batch: batch[0].numel()))
+    engine.attach(Throughput(every="20it", clock=clock, tokens=tokens))
     found = measured(engine)
     assert [iteration for iteration, _ in found] == [20, 40, 60, 80, 100]
     for _, values in found:
@@ -256,7 +257,7 @@ def test_only_what_is_asked_for_is_announced() -> None:
     [
         ({"every": "often"}, "every='often'"),
         ({"warmup": 0}, "warmup=0"),
-        ({"tokens": 3}, "tokens=3"),
+        ({"tokens": 3.5}, "tokens=3.5"),
         ({"flops": "all"}, "flops='all'"),
         ({"flops": -1}, "flops=-1"),
         ({"peak": 1e12}, "give flops= as well"),

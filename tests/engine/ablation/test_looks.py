@@ -147,7 +147,7 @@ def test_unplanned_looks_err_too_often() -> None:
     assert unplanned(1000, [8, 10, 12, 14], 1) > 0.05 + two_errors(1000)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("effects", [[0.0] * 5, [2.0, 0, 0, 0, 0], [2.0, 2.0, 2.0, 0, 0]])
 def test_over_1000_studies_the_error_of_the_family_is_kept(effects: list[float]) -> None:
@@ -161,7 +161,7 @@ def test_over_a_plan_of_four_looks_the_error_is_kept() -> None:
     assert simulated(1000, [7, 10, 13, 16], [0.0] * 3)["wrong"] <= 0.05 + two_errors(1000)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_five_large_effects_take_at_most_60_percent_of_the_runs_of_the_last_look() -> None:
     found = simulated(200, PLAN, [2.0] * 5)

@@ -149,7 +149,8 @@ def test_no_verdict_contradicts_its_interval(margin: float | None) -> None:
     assert contradictions(np.random.default_rng(1), 60, margin)[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("margin", [None, 0.8, 2.5])
 def test_in_10000_reports_no_verdict_contradicts_its_interval(margin: float | None) -> None:
     assert contradictions(np.random.default_rng(2), 3400, margin)[0] == 0
