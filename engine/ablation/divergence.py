@@ -148,26 +148,31 @@ def divergence(
     state = random_state()
     a = _Side("a", build_a, run, state, dry=folders is None)
     b = _Side("b", build_b, run, state, other=a, dry=folders is None)
-    sides = (a, b)
     try:
-        for side in sides:
-            side.advance()
-        while not (a.ended and b.ended):
-            if a.position == b.position:
-                if not _in_micro_batch(a, b) and (found := _compared(a, b, watch, rtol)) is not None:
-                    return found
-                a.advance()
-                b.advance()
-                continue
-            behind, ahead = sides if a.position < b.position else (b, a)
-            if behind.event is Events.GET_BATCH_COMPLETED and ahead.event is Events.COMPLETED:
-                return _one_ended(ahead, behind)
-            behind.advance()
-        return None if folders is None else _files_compared(a, *folders)
+        found = _in_lockstep(a, b, watch, rtol)
+        return _files_compared(a, *folders) if found is None and folders is not None else found
     finally:
-        for side in sides:
+        for side in (a, b):
             side.stop()
         set_random_state(state)
+
+
+def _in_lockstep(a: _Side, b: _Side, watch: tuple[str, ...], rtol: float) -> Divergence | None:
+    """Run both to their ends, or to the first event after which they differ."""
+    for side in (a, b):
+        side.advance()
+    while not (a.ended and b.ended):
+        if a.position == b.position:
+            if not _in_micro_batch(a, b) and (found := _compared(a, b, watch, rtol)) is not None:
+                return found
+            a.advance()
+            b.advance()
+            continue
+        behind, ahead = (a, b) if a.position < b.position else (b, a)
+        if behind.event is Events.GET_BATCH_COMPLETED and ahead.event is Events.COMPLETED:
+            return _one_ended(ahead, behind)
+        behind.advance()
+    return None
 
 
 def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rtol: float) -> None:
