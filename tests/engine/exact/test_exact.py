@@ -155,7 +155,7 @@ def test_it_continues_after_every_batch(tmp_path: Path, workers: int) -> None:
         pass
 
     whole = train(None, workers=workers)
-    for cut in range(1, 24, 1 if workers == 0 else 4):
+    for cut in range(1, EPOCHS * len(loader()), 1 if workers == 0 else 4):
         seen = 0
 
         def tick(place: str, cut: int = cut) -> None:
