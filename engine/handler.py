@@ -167,7 +167,7 @@ class Handler:
     decides_alike: ClassVar[bool] = False
     rank_zero_only: ClassVar[bool] = False
     device_features: frozenset[DeviceFeature] = frozenset()
-    capture: ClassVar[Capture | None] = None
+    capture: Capture | None = None
     _name: str | None = None
     _enabled: bool = True
     _engine: weakref.ref[Engine] | None = None

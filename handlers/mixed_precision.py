@@ -57,7 +57,6 @@ class MixedPrecision(Handler):
         torch.bfloat16
     """
 
-    capture = Capture.INSIDE
     decides_alike = True
     device_features = frozenset({DeviceFeature.AUTOCAST, DeviceFeature.SCALER})
 
@@ -76,6 +75,8 @@ class MixedPrecision(Handler):
             precision = _OTHER_NAMES.get(precision, precision)
         precision = check_choice(self, "precision", precision, tuple(_DTYPES))
         self.dtype = _DTYPES[precision]
+        # Whether the step is made depends on flags that are read from the device.
+        self.capture = Capture.FORBIDDEN if self.dtype is torch.float16 else Capture.INSIDE
         self.scaler_options = {
             "init_scale": float(check_number(self, "init_scale", init_scale, above=0)),
             "growth_factor": float(check_number(self, "growth_factor", growth_factor, above=1)),

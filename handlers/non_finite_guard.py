@@ -53,7 +53,7 @@ class NonFiniteGuard(Handler):
         3
     """
 
-    capture = Capture.INSIDE
+    capture = Capture.FORBIDDEN  # the flags are read from the device
     trains = True
     decides_alike = True
 

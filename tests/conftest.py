@@ -2,7 +2,7 @@
 
 The quick tier runs by default: at most 3 cases of each test, evenly spread, unless it is marked `whole`. `--full` runs all of
 them, and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that
-is named by its id runs whatever its marks are.
+is named by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the slow tests as well: all but the campaigns")
+    parser.addoption(
+        "--cuda", action="store_true", help="let the tests see the GPUs: for tests/test_cuda.py and the like"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--cuda"):  # processes that are forked could not use them, and would expect one each
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if left := not_installed():
         raise pytest.UsageError(
             f"{left[0]} ({len(left)} such files) is not in the installed package, since it is newer than the installation: "

@@ -344,7 +344,9 @@ def digest(value: Any) -> str:
 
     def feed(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.contiguous().view(-1).numpy().tobytes())
+            found.update(
+                f"{value.dtype}{tuple(value.shape)}".encode() + value.cpu().contiguous().view(-1).numpy().tobytes()
+            )
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 found.update(f"{key}:".encode())

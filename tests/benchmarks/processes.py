@@ -254,7 +254,8 @@ def work(
     warnings.simplefilter("ignore")
     if latency:
         slow_network.use(latency / 1000)
-    process_group(backend="slow" if latency else None, timeout=300.0)
+    on_cpu = os.environ["SIGNALFIRE_DEVICE"] == "cpu"
+    process_group(backend="slow" if latency else "gloo" if on_cpu else None, timeout=300.0)
     for case, (name, loop, build) in cases(size, folder).items():
         if only not in case or (latency and "FSDP2" in case):
             continue

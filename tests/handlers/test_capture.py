@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Generator, Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from signalfire import Engine, Events, Handler, Phase, Update
@@ -28,6 +29,8 @@ STEP = SKIPPABLE[1:]
 """The events within a step: what a graph would record lies between the forward and the optimizer's step."""
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "lift_fresh"}
 """Operations that read a value of the device, or copy one to it."""
+READS = {"tolist", "numpy", "item", "cpu", "__bool__", "__float__", "__int__", "__index__"}
+"""Functions that read a value; on the CPU, some of them look into the memory, and make no operation."""
 
 # What is declared more strictly than a step in one process shows, and why.
 STRICTER = {
@@ -49,6 +52,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, ...]] = []
         self.obstacles: set[str] = set()
+        self._functions = _Functions(self.obstacles)
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,6 +73,18 @@ class Recorder(TorchDispatchMode):
         if any(isinstance(one, Generator) for one in (*args, *kwargs.values())):
             self.obstacles.add("a generator of its own")
         return func(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, obstacles: set[str]) -> None:
+        super().__init__()
+        self.obstacles = obstacles
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.obstacles.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 def described(value: Any) -> Any:
@@ -86,10 +111,10 @@ def steps_of(make: Callable[[], Handler] | None) -> list[Recorder]:
 
     def begin(engine: Engine) -> None:
         found.append(Recorder())
-        found[-1].__enter__()  # type: ignore[no-untyped-call]
+        found[-1].__enter__()
 
     def end(engine: Engine) -> None:
-        found[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        found[-1].__exit__(None, None, None)
 
     engine.connect(Events.UPDATE_STARTED, begin, phase=list(Phase)[-1], rank=10**6)
     engine.connect(Events.OPTIMIZER_STEP_COMPLETED, end, phase=next(iter(Phase)), rank=-(10**6))
