@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -108,19 +109,20 @@ def steps_of(make: Callable[[], Handler] | None) -> list[Recorder]:
     if make is not None:
         engine.attach(make())
     found: list[Recorder] = []
+    recording = ExitStack()  # what an update begins without ending it is closed as the next one begins
 
     def begin(engine: Engine) -> None:
-        found.append(Recorder())
-        found[-1].__enter__()
+        recording.close()
+        found.append(recording.enter_context(Recorder()))
 
     def end(engine: Engine) -> None:
-        found[-1].__exit__(None, None, None)
+        recording.close()
 
     engine.connect(Events.UPDATE_STARTED, begin, phase=list(Phase)[-1], rank=10**6)
     engine.connect(Events.OPTIMIZER_STEP_COMPLETED, end, phase=next(iter(Phase)), rank=-(10**6))
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(5, 2, 6, generator=generator), torch.arange(5) % 2) for _ in range(4)]
-    with warnings.catch_warnings():
+    with recording, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of short runs, about which this is not
         engine.run(data, max_epochs=3)
     return found[len(data) :]
