@@ -1,8 +1,8 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
-The quick tier runs by default: at most 3 cases of each test, evenly spread, unless it is marked `whole`. `--full` runs all of
-them, and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that
-is named by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
+The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--full` runs all of them,
+and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is named
+by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 torch.set_num_threads(1)
 
 
-MOST_CASES = 3
 ROOT = Path(__file__).parent.parent
 
 
@@ -102,14 +101,9 @@ def pytest_collection_finish() -> None:
 
 
 def _beyond(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases of each test beyond the most that the quick tier runs of it."""
+    """The cases of each test that the quick tier does not run: those between the first and the last."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("whole") is None:
             tests[item.nodeid.partition("[")[0]].append(item)
-    beyond = []
-    for cases in tests.values():
-        last = len(cases) - 1
-        kept = {round(place * last / (MOST_CASES - 1)) for place in range(MOST_CASES)}
-        beyond += [case for place, case in enumerate(cases) if last >= MOST_CASES and place not in kept]
-    return beyond
+    return [case for cases in tests.values() for case in cases[1:-1]]

@@ -209,7 +209,7 @@ def test_mistakes_name_the_way_out() -> None:
         engine.replay(3).run(0)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_on_mnist_1d_spikes_are_found_named_and_told_apart() -> None:
     found = campaign("spikes", "--seeds", 2, "--steps", 600, "--runs", 6)
     assert found["alarms"]["false alarms"] == 0

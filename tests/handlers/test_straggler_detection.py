@@ -151,10 +151,13 @@ def undisturbed(runs: int, iterations: int) -> list[list[str]]:
     ]
 
 
-@pytest.mark.slow
-def test_nobody_is_named_in_undisturbed_runs() -> None:
-    for found in run_together(undisturbed, 3, 10, 1000):
-        assert found == [[]] * 10
+@pytest.mark.parametrize(
+    ("runs", "iterations"),
+    [pytest.param(3, 400, marks=pytest.mark.slow), pytest.param(10, 1000, marks=pytest.mark.campaign)],
+)
+def test_nobody_is_named_in_undisturbed_runs(runs: int, iterations: int) -> None:
+    for found in run_together(undisturbed, 3, runs, iterations):
+        assert found == [[]] * runs
 
 
 def calls_of(*handlers: Handler) -> float:

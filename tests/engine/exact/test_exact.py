@@ -133,7 +133,7 @@ def killed(folder: Path, after: int, workers: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("points", kit.quick([3, 100], 3))
+@pytest.mark.parametrize("points", [3, pytest.param(100, marks=pytest.mark.campaign)])
 def test_a_plain_loop_that_is_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path, points: int) -> None:
     whole = train(None)
     draw = random.Random(1)
