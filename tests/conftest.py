@@ -1,8 +1,8 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
 The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--full` runs all of them,
-and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is named
-by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
+and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is
+named by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
 """
 
 from __future__ import annotations
