@@ -14,6 +14,7 @@ from .factors import Variants
 from .kfold import Folds, KFold
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
+from .pruning import Halving, Pruned
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
 from .study import Study
@@ -38,11 +39,13 @@ __all__ = [
     "Effect",
     "Factorial",
     "Folds",
+    "Halving",
     "KFold",
     "LeaveOneOut",
     "OneAtATime",
     "Plan",
     "PlannedRun",
+    "Pruned",
     "Report",
     "Result",
     "Row",

@@ -71,6 +71,7 @@ class Task:
         off: Names of the handlers that are switched off.
         swaps: For each replaced handler, its name and the factory of the alternative.
         nonce: Makes repeated attempts distinct, for executors that cache the results of equal calls.
+        until: Epoch after which the run ends, with the metrics that it has then.
     """
 
     build: Build
@@ -81,6 +82,7 @@ class Task:
     off: tuple[str, ...] = ()
     swaps: tuple[tuple[str, Callable[[], Handler]], ...] = ()
     nonce: str = ""
+    until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,18 @@ def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handl
     return handler
 
 
+class _EpochReached(BaseException):
+    """Ends a run after an epoch; not an `Exception`, so that ``except Exception`` does not catch it."""
+
+
+def _end_after(engine: Engine, epoch: int) -> None:
+    def end(engine: Engine) -> None:
+        if engine.state.epoch == epoch:
+            raise _EpochReached
+
+    engine.connect(Events.EPOCH_COMPLETED, end, phase=Phase.PERSIST, rank=sys.maxsize)
+
+
 def make(task: Task) -> Outcome:
     """Make a run in this process; an error it raises becomes part of the outcome."""
     with _run_lock, unchanged_random_state(), one_thread():
@@ -179,8 +193,11 @@ def make(task: Task) -> Outcome:
                 exchange(engine, name, factory)
             if not engine.snapshots.has_loaded_state:  # a state loaded in build() is the same for all variants
                 engine.connect(Events.STARTED, _check_not_resumed)
+            if task.until is not None:
+                _end_after(engine, task.until)
             began = time.perf_counter()
-            run(engine)
+            with contextlib.suppress(_EpochReached):
+                run(engine)
         except (Exception, SystemExit):
             # Addresses of objects differ from process to process.
             error = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x...", traceback.format_exc())
