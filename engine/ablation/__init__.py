@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
 from .factors import Variants
+from .fractions import FractionalFactorial
 from .kfold import Folds, KFold
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
@@ -39,6 +40,7 @@ __all__ = [
     "Effect",
     "Factorial",
     "Folds",
+    "FractionalFactorial",
     "Halving",
     "KFold",
     "LeaveOneOut",

@@ -10,7 +10,17 @@ from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 
-__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "check_names", "factories_of", "variants_of"]
+__all__ = [
+    "Design",
+    "Factorial",
+    "LeaveOneOut",
+    "OneAtATime",
+    "Swap",
+    "check_names",
+    "factories_of",
+    "handlers_of",
+    "variants_of",
+]
 
 Factory = Callable[[], Handler]
 Groups = Mapping[str, Iterable[str]]
@@ -114,17 +124,14 @@ class Factorial(Design):
     """
 
     def __init__(self, factors: Iterable[str] | Groups, *, limit: int = 64) -> None:
-        if isinstance(factors, Mapping):
-            self.factors = _disjoint(self, _groups(self, "factors", factors))
-        else:
-            self.factors = {name: frozenset([name]) for name in check_names(self, "factors", factors)}
+        self.factors = handlers_of(self, factors)
         if not self.factors:
             raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
         if (runs := 2 ** len(self.factors)) > self.limit:
             raise ValueError(
                 f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs per seed, more than limit={limit}; "
-                "use fewer factors, combine some into a group, raise the limit, or use LeaveOneOut"
+                "use fewer factors, combine some into a group, raise the limit, or use FractionalFactorial or LeaveOneOut"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -212,6 +219,13 @@ def factories_of(designs: Sequence[Design]) -> dict[tuple[str, str], Factory]:
         for name, factories in design.factories.items()
         for alternative, factory in factories.items()
     }
+
+
+def handlers_of(owner: object, factors: Iterable[str] | Groups) -> dict[str, frozenset[str]]:
+    """The handlers that each factor switches, by its name."""
+    if isinstance(factors, Mapping):
+        return _disjoint(owner, _groups(owner, "factors", factors))
+    return {name: frozenset([name]) for name in check_names(owner, "factors", factors)}
 
 
 def check_names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:

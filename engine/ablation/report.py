@@ -27,6 +27,7 @@ from .formats import (
     size_text,
     without_nan,
 )
+from .fractions import aliased_effects, is_fraction
 from .frames import framed, record_of, records_of_runs
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
@@ -149,7 +150,9 @@ class Report:
         return len(self.rows) - 1 + len(self.pruned)
 
     def effects(self, order: int = 2) -> list[Effect]:
-        """Main effects and interactions, if the variants are a full factorial design (:func:`effects`).
+        """Main effects and interactions, if the variants are a full factorial design (:func:`effects`) or a regular fraction.
+
+        In a fraction, an effect is the sum of those that cannot be told apart; ``aliases`` has the others.
 
         Args:
             order: Maximum number of factors in an interaction; 1 for main effects only.
@@ -157,6 +160,8 @@ class Report:
         Raises:
             ValueError: if they are not.
         """
+        if is_fraction(self._variants):
+            return aliased_effects(self._results, self._variants, order, self.level)
         factors = [name for name, _ in self._variants[0].level]
         return effects(
             self._results, factors, min(order, max(1, len(factors))), variants=self._variants, level=self.level
@@ -211,6 +216,10 @@ class Report:
                 "Effects: contrasts within each seed; intervals and adjusted p: jointly over "
                 f"{count(len(factorial) - 1, 'effect')}."
             )
+            if is_fraction(self._variants):
+                notes.append(
+                    "Fraction of a factorial design: effects with + cannot be told apart; the estimate is their sum."
+                )
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
         if warnings := self.warnings():
             blocks.append("\n".join(textwrap.fill(f"! {line}", WIDTH, subsequent_indent="  ") for line in warnings))
@@ -305,7 +314,7 @@ class Report:
             return []
         try:
             return self.effects()
-        except ValueError:  # a fraction of a factorial design: variants are compared, but effects cannot be estimated
+        except ValueError:  # combinations from which no effects can be estimated: only variants are compared
             return []
 
     def _effects_table(self) -> list[list[str]]:

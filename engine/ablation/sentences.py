@@ -182,7 +182,10 @@ class Sentences:
     def _of_effect(self, effect: Effect, family: int) -> str:
         one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
         subject = effect.name if len(effect.factors) == 1 else f"the interaction {effect.name}"
-        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 else subject
+        if effect.aliases:
+            own, *others = " x ".join(effect.factors), *effect.alias_names
+            subject = f"the sum of {own} and, not told apart from it, {listed(others)}"
+        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 or effect.aliases else subject
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out).capitalize()
@@ -210,7 +213,8 @@ class Sentences:
             found = self._would_have_found(n, one, family)
             return f"{subject} has no significant effect on {metric} ({change}){found}.{omitted}"
         verb = "raises" if conclusion.sign > 0 else "lowers"
-        better = "" if len(effect.factors) > 1 or effect.left_out else f": {self._side(conclusion.verdict == 'better')}"
+        is_clear = len(effect.factors) == 1 and not effect.left_out and not effect.aliases
+        better = f": {self._side(conclusion.verdict == 'better')}" if is_clear else ""
         size = self._amount(abs(one.mean), unit=True)
         facts = f"{self._between(one, conclusion, conclusion.sign)}, {p}, {seeds}"
         over = "" if len(effect.factors) > 1 else ", averaged over the other factors"
