@@ -13,6 +13,7 @@ from .divergence import Divergence, divergence
 from .factors import Variants
 from .fractions import FractionalFactorial
 from .kfold import Folds, KFold
+from .nuisance import Tuned, tune
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
 from .pruning import Halving, Pruned
@@ -56,6 +57,7 @@ __all__ = [
     "StoreWarning",
     "Study",
     "Swap",
+    "Tuned",
     "Variant",
     "Variants",
     "compare",
@@ -73,6 +75,7 @@ __all__ = [
     "power",
     "read_reports",
     "step_down",
+    "tune",
 ]
 
 _LAZY = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from signalfire import Handler
 from signalfire.checks import check_int
@@ -33,9 +34,13 @@ class Design:
 
     Attributes:
         factories: For each replaced handler, by name, the factories of its alternatives, by name.
+        facts: Sentences for the paragraph on methods: how the variants were made.
+        limits: What limits the conclusions, for the warnings of the report.
     """
 
     factories: Mapping[str, Mapping[str, Factory]] = {}
+    facts: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
         """The variants to compare.
@@ -44,6 +49,10 @@ class Design:
             candidates: Names of the handlers to switch if the design does not name its own.
         """
         raise NotImplementedError
+
+    def baseline_arguments(self) -> tuple[tuple[str, Any], ...]:
+        """Pairs of an argument of ``build`` and its value in the baseline, if the design sets any."""
+        return ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from .. import markup
-from .formats import count, listed
+from .formats import count, listed, numbers_in_words
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import CLOSED_UP_TO
 from .plot import draw
@@ -42,14 +42,14 @@ def _what_was_run(report: Findings) -> list[str]:
     variants = count(compared_variants, "variant")
     compared = f'{variants} {"was" if compared_variants == 1 else "were"} compared with "{report.baseline}"'
     text = [
-        f"{compared} over {count(len(seeds), 'seed')} ({_seeds(seeds)}), with differences paired by seed.",
+        f"{compared} over {count(len(seeds), 'seed')} ({numbers_in_words(seeds)}), with differences paired by seed.",
         f"The metric is {report.metric} at the end of a run; {better} is better.",
     ]
     planned, finished = sum(row.planned for row in report.rows), sum(row.finished for row in report.rows)
     failed = sum(len(row.failed) for row in report.rows)
     note = f", and {failed} failed; a failed run counts as worse than any finished one" if failed else ""
     pruned = [pruned_in_words(report.pruned, report.comparisons)] if report.pruned else []
-    return [*text, f"{finished} of {count(planned, 'run')} finished{note}.", *pruned]
+    return [*text, *report.facts, f"{finished} of {count(planned, 'run')} finished{note}.", *pruned]
 
 
 def _how_it_was_tested(report: Findings) -> list[str]:
@@ -105,14 +105,6 @@ def _what_it_could_find(report: Findings) -> list[str]:
         f"By simulation, {count(seeds, 'seed')} find a single difference of {size:.2g} standard deviations with a probability of "
         "80 %."
     ]
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    if not seeds:
-        return "none"
-    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
-        return f"{seeds[0]} to {seeds[-1]}"
-    return listed([str(seed) for seed in seeds])
 
 
 def write_page(

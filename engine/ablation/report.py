@@ -67,6 +67,8 @@ class Report:
         seen: Numbers of seeds after which the runs were looked at, as far as the store knows.
         pruned: Variants that were pruned by successive halving. They have no row, and results of them are ignored; they count in
             the family, with p = 1, and p-values are adjusted by Holm's procedure (:mod:`signalfire.ablation.pruning`).
+        facts: Further sentences for `methods`: how the variants were made.
+        limits: Further warnings.
         percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
             of its name and all of its values are between 0 and 1.
 
@@ -102,6 +104,8 @@ class Report:
         looks: Looks | None = None,
         seen: Sequence[int] = (),
         pruned: Sequence[Pruned] = (),
+        facts: Sequence[str] = (),
+        limits: Sequence[str] = (),
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"Report(mode={mode!r}): expected 'min' or 'max'")
@@ -109,7 +113,7 @@ class Report:
             raise ValueError(f"Report(level={level!r}): expected a number between 0 and 1, such as 0.95")
         self.metric, self.mode, self.baseline, self.level = metric, mode, baseline, level
         self.margin, self.looks, self.seen = check_margin("Report", margin), looks, tuple(seen)
-        self.pruned = tuple(pruned)
+        self.pruned, self.facts, self.limits = tuple(pruned), tuple(facts), tuple(limits)
         gone = {one.variant.name for one in self.pruned}
         variants = [one for one in variants if one.name not in gone]
         results = [one for one in results if one.variant not in gone]

@@ -100,6 +100,8 @@ class Findings(Protocol):
     looks: Looks | None
     seen: tuple[int, ...]
     pruned: tuple[Pruned, ...]
+    facts: tuple[str, ...]
+    limits: tuple[str, ...]
 
     @property
     def alpha(self) -> float: ...

@@ -51,7 +51,7 @@ class Sentences:
                 f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
                 f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
             )
-        return sentences + self._looks()
+        return [*sentences, *self.report.limits, *self._looks()]
 
     def _looks(self) -> list[str]:
         looks = self.report.looks

@@ -18,7 +18,7 @@ from signalfire.randomness import unchanged_random_state
 
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, factories_of, variants_of
-from .factors import Variants, with_arguments
+from .factors import with_arguments
 from .identity import Identity
 from .lines import check_stored, differences, no_metric, to_line, to_result
 from .looks import Looks
@@ -284,6 +284,8 @@ class Study:
             looks=self.looks,
             seen=self._seen(plan),
             pruned=self._pruned(plan.variants),
+            facts=[fact for design in designs for fact in design.facts],
+            limits=[limit for design in designs for limit in design.limits],
         )
 
     def results(self, plan: Plan) -> list[Result]:
@@ -321,8 +323,8 @@ class Study:
 
     def _usual(self, designs: Sequence[Design]) -> Variant:
         """The baseline's arguments of build."""
-        given = [design.variants([])[0] for design in designs if isinstance(design, Variants)]
-        return given[0] if given else Variant(BASELINE)
+        given = [design.baseline_arguments() for design in designs]
+        return Variant(BASELINE, arguments=next((arguments for arguments in given if arguments), ()))
 
     def _look_at(self, engine: Engine, usual: Variant) -> None:
         """Take the composition into the keys of the runs."""

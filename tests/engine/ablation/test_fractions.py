@@ -185,7 +185,7 @@ def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -
     design = FractionalFactorial(["ema", "mixup", "clip"], resolution=3)
     cells = design.variants([])
     runs = [
-        Result(variant.name, seed, 0.5 + dict(variant.level)["ema"] / 4 + seed / 100 + place * seed / 10**4)
+        Result(variant.name, seed, 0.5 + int(dict(variant.level)["ema"]) / 4 + seed / 100 + place * seed / 10**4)
         for place, variant in enumerate(cells)
         for seed in range(8)
     ]
