@@ -175,7 +175,7 @@ class FractionalFactorial(Design):
 
 
 def is_fraction(variants: Sequence[Variant]) -> bool:
-    """Whether the variants are a regular fraction of the combinations of factors on and off, the baseline first."""
+    """Whether the variants are a regular fraction of the combinations of factors on and off, of resolution III or more."""
     factors = [name for name, _ in variants[0].level]
     levels = [dict(variant.level) for variant in variants]
     if not factors or len(factors) > MOST or any(list(one) != factors for one in levels):
@@ -184,7 +184,10 @@ def is_fraction(variants: Sequence[Variant]) -> bool:
         return False
     cells = {_cell(variant) for variant in variants}
     closed = all(one ^ other in cells for one, other in itertools.combinations(cells, 2))
-    return 1 < len(cells) == len(variants) < 2 ** len(factors) and 0 in cells and closed
+    if not (1 < len(cells) == len(variants) < 2 ** len(factors) and 0 in cells and closed):
+        return False
+    short = (one for one in range(1, 2 ** len(factors)) if one.bit_count() < 3)
+    return not any(all(_sign(word, cell) > 0 for cell in cells) for word in short)
 
 
 def aliased_effects(results: Sequence[Result], variants: Sequence[Variant], order: int, level: float) -> list[Effect]:
