@@ -17,6 +17,7 @@ from .nuisance import Tuned, tune
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
 from .pruning import Halving, Pruned
+from .ray_executor import RayExecutor
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
 from .study import Study
@@ -49,6 +50,7 @@ __all__ = [
     "Plan",
     "PlannedRun",
     "Pruned",
+    "RayExecutor",
     "Report",
     "Result",
     "Row",

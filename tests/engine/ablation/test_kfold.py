@@ -76,16 +76,18 @@ def test_each_sample_is_validated_once_and_each_fold_is_the_plain_training() -> 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    whole = validation(store=one).run()
-    assert validation(store=other).run(folds=[2]).values == {2: whole.values[2]}
-    assert "! fold 0: not trained yet" in str(validation(store=other).results())
-    validation(store=other).run(folds=[4, 1], workers=workers)
-    assert validation(store=other).run(workers=workers).values == whole.values
+    whole = validation(predict=predict, store=one).run()
+    assert validation(predict=predict, store=other).run(folds=[2]).values == {2: whole.values[2]}
+    assert "! fold 0: not trained yet" in str(validation(predict=predict, store=other).results())
+    validation(predict=predict, store=other).run(folds=[4, 1], workers=workers)
+    assert validation(predict=predict, store=other).run(workers=workers).values == whole.values
     assert apart_from_timings(one) == apart_from_timings(other)
+    found = validation(predict=predict, store=other).results().predictions
+    assert torch.equal(found, whole.predictions)
     before = one.read_bytes()
-    validation(store=one).run()
+    validation(predict=predict, store=one).run()
     assert one.read_bytes() == before
-    assert validation(store=one, seed=1).results().values == {}  # another cross-validation
+    assert validation(predict=predict, store=one, seed=1).results().values == {}  # another cross-validation
 
 
 def test_a_fold_that_fails_is_one_of_five_with_its_reason() -> None:
@@ -130,11 +132,10 @@ def plain_predictions(train: Sequence[int], test: Sequence[int]) -> torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_each_sample_is_predicted_by_a_run_that_has_not_seen_it(workers: int, tmp_path: Path) -> None:
+def test_each_sample_is_predicted_by_a_run_that_has_not_seen_it(tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     one = validation(predict=predict, store=path)
-    found = one.run(workers=workers).predictions
+    found = one.run().predictions
     expected = torch.full((300, 10), float("nan"))
     for train, test in one.folds:
         expected[list(test)] = plain_predictions(train, test)

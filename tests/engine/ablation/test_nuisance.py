@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,11 @@ def test_the_store_is_read_without_the_code(stored: Path) -> None:
     assert own.seeds == (0, 1)
 
 
-@pytest.mark.slow
-def test_tuning_by_processes_leaves_the_same_store(stored: Path, tmp_path: Path) -> None:
+def test_tuning_by_an_executor_leaves_the_same_store(stored: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     study = study_of(store=path)
-    study.run(tune(study, DESIGN, arguments={"lr": VALUES}, seeds=SEEDS, workers=2), workers=0)
+    with ThreadPoolExecutor(3) as executor:
+        study.run(tune(study, DESIGN, arguments={"lr": VALUES}, seeds=SEEDS, workers=executor), workers=executor)
     assert apart_from_timings(path) == apart_from_timings(stored)
 
 
