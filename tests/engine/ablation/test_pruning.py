@@ -96,7 +96,8 @@ def test_a_study_that_was_killed_comes_to_the_same_store(count: int, stored: Pat
     assert apart_from_timings(path) == apart_from_timings(stored)
 
 
-@pytest.mark.parametrize("workers", ["threads", pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["threads", 2])
 def test_decisions_do_not_depend_on_where_the_runs_are_made(workers: Any, stored: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     study = make_study(store=path, seeds=range(6), prune=PLAN)
