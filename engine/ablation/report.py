@@ -256,6 +256,14 @@ class Report:
             f"{adjusted} {family}. d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; "
             "memory: maximum peak.",
         ]
+        if self.pruned:
+            evidence = [
+                f"{one.variant.name} after epoch {one.epoch} (place {one.place} of {one.of})" for one in self.pruned
+            ]
+            notes.append(
+                f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These were not trained to the end: no effect of "
+                "them is stated."
+            )
         if self.margin is not None:
             notes.append(f"Verdict: equivalent if the interval is inside +-{self.margin:g}, else by its side of 0.")
         if any(row.failures for row in self.rows):

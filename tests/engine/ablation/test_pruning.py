@@ -121,6 +121,9 @@ def test_the_report_has_no_effect_and_no_average_of_what_was_pruned(stored: Path
     assert "was pruned after epoch 1: place 3 of 3 by the mean rank over 6 seeds" in sentence
     assert "no effect is stated" in sentence
     assert "by Holm's procedure for 3 comparisons, 1 of them pruned" in " ".join(str(found).split())
+    assert f"Pruned, by the mean rank within seeds: {name} after epoch 1 (place 3 of 3)." in " ".join(
+        str(found).split()
+    )
     assert f"| {name} | pruned | - |" in found.markdown().replace("\\", "")
     assert f"\n{name},0,6,,," in found.csv()
     assert found.csv().splitlines()[-1].endswith(",1")
