@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
 from .factors import Variants
+from .fractions import FractionalFactorial
 from .kfold import Folds, KFold
+from .nuisance import Tuned, tune
 from .orders import Cumulative, Shapley
 from .plan import Plan, PlannedRun
+from .pruning import Halving, Pruned
+from .ray_executor import RayExecutor
 from .results import BASELINE, Result, Variant
 from .store import StoreError, StoreWarning
 from .study import Study
@@ -38,11 +42,15 @@ __all__ = [
     "Effect",
     "Factorial",
     "Folds",
+    "FractionalFactorial",
+    "Halving",
     "KFold",
     "LeaveOneOut",
     "OneAtATime",
     "Plan",
     "PlannedRun",
+    "Pruned",
+    "RayExecutor",
     "Report",
     "Result",
     "Row",
@@ -51,6 +59,7 @@ __all__ = [
     "StoreWarning",
     "Study",
     "Swap",
+    "Tuned",
     "Variant",
     "Variants",
     "compare",
@@ -68,6 +77,7 @@ __all__ = [
     "power",
     "read_reports",
     "step_down",
+    "tune",
 ]
 
 _LAZY = {

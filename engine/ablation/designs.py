@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from signalfire import Handler
 from signalfire.checks import check_int
 
 from .results import BASELINE, Variant
 
-__all__ = ["Design", "Factorial", "LeaveOneOut", "OneAtATime", "Swap", "check_names", "factories_of", "variants_of"]
+__all__ = [
+    "Design",
+    "Factorial",
+    "LeaveOneOut",
+    "OneAtATime",
+    "Swap",
+    "check_names",
+    "factories_of",
+    "handlers_of",
+    "variants_of",
+]
 
 Factory = Callable[[], Handler]
 Groups = Mapping[str, Iterable[str]]
@@ -23,9 +34,13 @@ class Design:
 
     Attributes:
         factories: For each replaced handler, by name, the factories of its alternatives, by name.
+        facts: Sentences for the paragraph on methods: how the variants were made.
+        limits: What limits the conclusions, for the warnings of the report.
     """
 
     factories: Mapping[str, Mapping[str, Factory]] = {}
+    facts: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
         """The variants to compare.
@@ -34,6 +49,10 @@ class Design:
             candidates: Names of the handlers to switch if the design does not name its own.
         """
         raise NotImplementedError
+
+    def baseline_arguments(self) -> tuple[tuple[str, Any], ...]:
+        """Pairs of an argument of ``build`` and its value in the baseline, if the design sets any."""
+        return ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -114,17 +133,14 @@ class Factorial(Design):
     """
 
     def __init__(self, factors: Iterable[str] | Groups, *, limit: int = 64) -> None:
-        if isinstance(factors, Mapping):
-            self.factors = _disjoint(self, _groups(self, "factors", factors))
-        else:
-            self.factors = {name: frozenset([name]) for name in check_names(self, "factors", factors)}
+        self.factors = handlers_of(self, factors)
         if not self.factors:
             raise ValueError("Factorial(factors=[]): expected at least one factor")
         self.limit = check_int(self, "limit", limit)
         if (runs := 2 ** len(self.factors)) > self.limit:
             raise ValueError(
                 f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs per seed, more than limit={limit}; "
-                "use fewer factors, combine some into a group, raise the limit, or use LeaveOneOut"
+                "use fewer factors, combine some into a group, raise the limit, or use FractionalFactorial or LeaveOneOut"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -212,6 +228,13 @@ def factories_of(designs: Sequence[Design]) -> dict[tuple[str, str], Factory]:
         for name, factories in design.factories.items()
         for alternative, factory in factories.items()
     }
+
+
+def handlers_of(owner: object, factors: Iterable[str] | Groups) -> dict[str, frozenset[str]]:
+    """The handlers that each factor switches, by its name."""
+    if isinstance(factors, Mapping):
+        return _disjoint(owner, _groups(owner, "factors", factors))
+    return {name: frozenset([name]) for name in check_names(owner, "factors", factors)}
 
 
 def check_names(owner: object, argument: str, names: Iterable[str]) -> tuple[str, ...]:

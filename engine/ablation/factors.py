@@ -76,6 +76,9 @@ class Variants(Design):
             chosen = [usual, *({**usual, name: one} for name, levels in names.items() for one in levels[1:])]
         return [self._variant(levels) for levels in chosen]
 
+    def baseline_arguments(self) -> tuple[tuple[str, Any], ...]:
+        return self.variants([])[0].arguments
+
     def _variant(self, levels: Mapping[str, str]) -> Variant:
         changed = [f"{name} = {one}" for name, one in levels.items() if one != next(iter(self.levels[name]))]
         arguments = {**self.baseline, **{name: self.levels[name][one] for name, one in levels.items()}}

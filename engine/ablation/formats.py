@@ -19,6 +19,7 @@ __all__ = [
     "latex_number",
     "listed",
     "number_text",
+    "numbers_in_words",
     "p_text",
     "seeds_in_words",
     "short_text",
@@ -36,6 +37,15 @@ def count(n: int, what: str) -> str:
 
 def seeds_in_words(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {listed([str(seed) for seed in seeds])}"
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """Numbers as "0 to 7" if they follow each other, else as a list; "none" without any."""
+    if not numbers:
+        return "none"
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return listed([str(one) for one in numbers])
 
 
 def listed(names: Sequence[str]) -> str:

@@ -94,7 +94,10 @@ class Identity:
         for key, line in lines.items():
             if key in own or _place(line["off"], line["swapped"], line["seed"]) not in planned:
                 continue
-            parts = tuple(self.provenance.differing(line.get("provenance", {}))) or ("alternative",)
+            parts = tuple(self.provenance.differing(line.get("provenance", {})))
+            if "until" in line and not parts:  # ended early, to decide what is pruned: never a run of the report
+                continue
+            parts = parts or ("alternative",)
             if "config" not in parts:  # another config= is meant to be another study
                 reasons[parts] += 1
         notes = [

@@ -7,13 +7,16 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from signalfire import Engine
 from signalfire.checks import check_int
 
 from .lines import to_line, to_result
+from .out_of_fold import Predict, Predicting, decoded, out_of_fold
 from .plan import PlannedRun
 from .provenance import Provenance, digest_code
 from .results import Result, Variant
@@ -39,6 +42,9 @@ class KFold:
             ``random_state``, so that it splits alike each time.
         data: Passed to ``split`` as its arguments: ``X``, or a tuple ``(X, y)`` or ``(X, y, groups)``.
         metric: Name of the metric: its last value in ``engine.state.metrics``.
+        predict: Called as ``predict(engine, test)`` at the end of each run, in evaluation mode and without gradients; returns a
+            prediction for each of the samples ``test``, as a tensor or an array of shape ``(len(test), ...)``. They are in the
+            store, and by sample in `Folds.predictions`.
         seed: Seed of all folds.
         store: File for the finished folds; None keeps them in memory.
         config: As for `Study`.
@@ -64,6 +70,7 @@ class KFold:
         data: Any,
         *,
         metric: str,
+        predict: Predict | None = None,
         seed: int = 0,
         store: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -76,7 +83,11 @@ class KFold:
             )
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"KFold(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
-        self.build, self.metric = build, metric
+        if predict is not None and not callable(predict):
+            raise TypeError(
+                f"KFold(predict={predict!r}): expected a function of the engine and the indices of the samples"
+            )
+        self.build, self.metric, self.predict = build, metric, predict
         self.seed = check_int("KFold", "seed", seed, least=0)
         self.config = dict(config or {})
         self.store = Store(store)
@@ -90,7 +101,7 @@ class KFold:
         is_stored = store is not None
         self._provenance = Provenance(
             build=digest_code(build, "build", config=self.config, is_stored=is_stored),
-            run="",
+            run="" if predict is None else digest_code(predict, "predict", config=self.config, is_stored=is_stored),
             config=digest_code(self.config, "config", config={}, is_stored=True),
             composition="",
             streams="kfold",
@@ -121,7 +132,7 @@ class KFold:
                 for one in wanted
                 if (line := lines.get(self._keys[one])) is None or (retry_failed and line["error"] is not None)
             ]
-            tasks = [Task(_Fold(self.build, *self.folds[one]), None, None, False, self.seed) for one in missing]
+            tasks = [self._task(one) for one in missing]
             try:
                 for place, outcome in outcomes(tasks, workers):
                     self.store.append(self._line(missing[place], outcome))
@@ -135,12 +146,23 @@ class KFold:
         found = {
             one: to_result(f"fold {one}", lines[key], self.metric) for one, key in enumerate(self._keys) if key in lines
         }
-        return Folds(self.metric, self.folds, found)
+        predicted = {
+            one: decoded(packed)
+            for one, key in enumerate(self._keys)
+            if (packed := lines.get(key, {}).get("predictions")) is not None
+        }
+        return Folds(self.metric, self.folds, found, predicted, self.samples)
+
+    def _task(self, fold: int) -> Task:
+        train, test = self.folds[fold]
+        predict = None if self.predict is None else Predicting(self.predict, test)
+        return Task(_Fold(self.build, train, test), None, None, False, self.seed, predict=predict)
 
     def _line(self, fold: int, outcome: Outcome) -> dict[str, Any]:
         run = PlannedRun(Variant(f"fold {fold}"), self.seed, self._keys[fold], "missing", True, None)
         line = to_line(run, outcome, self._provenance, config=self.config, metric=self.metric, mode=None)
-        return {**line, "fold": fold}
+        predictions = {} if outcome.predictions is None else {"predictions": outcome.predictions}
+        return {**line, **predictions, "fold": fold}
 
 
 @dataclass(frozen=True)
@@ -163,11 +185,23 @@ class Folds:
         metric: Name of the metric.
         folds: Indices to train on and to evaluate on, for each fold.
         results: Results of the folds that were trained, by number.
+        predicted: Predictions of the folds that were trained, by number, in the order of their indices.
+        samples: Number of samples.
     """
 
     metric: str
     folds: tuple[Fold, ...]
     results: Mapping[int, Result]
+    predicted: Mapping[int, Tensor] = field(default_factory=dict)
+    samples: int = 0
+
+    @property
+    def predictions(self) -> Tensor:
+        """The prediction of each sample by a run that has not seen it, shape (samples, ...), in the order of the data.
+
+        A sample that several folds predict gets the mean; one that none has predicted, NaN. See `out_of_fold`.
+        """
+        return out_of_fold(self.predicted, [test for _, test in self.folds], self.samples)
 
     @property
     def values(self) -> dict[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from signalfire.state import did_you_mean
@@ -12,7 +12,7 @@ from .provenance import Provenance
 from .results import Result
 from .runs import Outcome
 
-__all__ = ["differences", "no_metric", "to_line", "to_result"]
+__all__ = ["check_stored", "differences", "no_metric", "to_line", "to_result"]
 
 
 def to_line(
@@ -25,7 +25,9 @@ def to_line(
     mode: str | None,
 ) -> dict[str, Any]:
     """The line of a run; of two runs that are equal, only ``timing`` differs."""
+    until = {} if run.until is None else {"until": run.until}
     return {
+        **until,
         "begins": list(outcome.begins),
         "config": config,
         "configuration": provenance.key,
@@ -78,6 +80,34 @@ def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
     if line["steps"] != outcome.steps:
         found.append(f"it made {line['steps']} steps, and now {outcome.steps}")
     return "; ".join(found)
+
+
+def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence[str], begins: Sequence[str]) -> None:
+    """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now.
+
+    Args:
+        line: The stored run, if there is one.
+        variant: Name of its variant.
+        enabled: Names of the handlers that are enabled now.
+        begins: Digests of the weights and of the data that it would begin with; empty if they cannot be compared.
+    """
+    if line is None or line["error"] is not None:
+        return
+    what = ""
+    if line["handlers"] != enabled:
+        differing = sorted({*line["handlers"]} ^ {*enabled})
+        what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
+    else:
+        names = [
+            name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
+        ]
+        if names:
+            what = f"began with other {' and other '.join(names)} than a run would begin with now"
+    if what:
+        raise ValueError(
+            f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use another "
+            "store"
+        )
 
 
 def no_metric(metric: str, variant: str, there: Iterable[str]) -> str:

@@ -10,11 +10,12 @@ from os import PathLike
 from pathlib import Path
 
 from .. import markup
-from .formats import count, listed
+from .formats import count, listed, numbers_in_words
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import CLOSED_UP_TO
 from .plot import draw
 from .power import detectable
+from .pruning import pruned_in_words
 from .rows import Findings
 
 __all__ = ["methods", "write_page"]
@@ -37,16 +38,18 @@ def methods(report: Findings) -> str:
 
 def _what_was_run(report: Findings) -> list[str]:
     better, seeds = "larger" if report.mode == "max" else "smaller", report.seeds
-    variants = count(report.comparisons, "variant")
-    compared = f'{variants} {"was" if report.comparisons == 1 else "were"} compared with "{report.baseline}"'
+    compared_variants = report.comparisons - len(report.pruned)
+    variants = count(compared_variants, "variant")
+    compared = f'{variants} {"was" if compared_variants == 1 else "were"} compared with "{report.baseline}"'
     text = [
-        f"{compared} over {count(len(seeds), 'seed')} ({_seeds(seeds)}), with differences paired by seed.",
+        f"{compared} over {count(len(seeds), 'seed')} ({numbers_in_words(seeds)}), with differences paired by seed.",
         f"The metric is {report.metric} at the end of a run; {better} is better.",
     ]
     planned, finished = sum(row.planned for row in report.rows), sum(row.finished for row in report.rows)
     failed = sum(len(row.failed) for row in report.rows)
     note = f", and {failed} failed; a failed run counts as worse than any finished one" if failed else ""
-    return [*text, f"{finished} of {count(planned, 'run')} finished{note}."]
+    pruned = [pruned_in_words(report.pruned, report.comparisons)] if report.pruned else []
+    return [*text, *report.facts, f"{finished} of {count(planned, 'run')} finished{note}.", *pruned]
 
 
 def _how_it_was_tested(report: Findings) -> list[str]:
@@ -71,6 +74,11 @@ def _how_it_was_tested(report: Findings) -> list[str]:
             f"boundaries from the joint sign flips of {family} in {test}. Variants that were found to differ made no further "
             "runs."
         )
+    elif report.pruned:
+        text.append(
+            f"p-values were adjusted for {family}, those that were pruned included, by Holm's procedure (1979), at a level of "
+            f"{alpha} for the family."
+        )
     elif report.comparisons > 1:
         text.append(
             f"p-values were adjusted for {family} by the step-down procedure over joint sign flips (Westfall and Young, 1993; "
@@ -89,19 +97,14 @@ def _what_it_could_find(report: Findings) -> list[str]:
     seeds = len(report.seeds)
     if report.looks is not None or report.comparisons == 0 or report.needed is None or seeds < report.needed:
         return []
-    size = detectable(seeds, report.comparisons, alpha=report.alpha)
+    if report.pruned:  # Holm's first step
+        size = detectable(seeds, 1, alpha=round(report.alpha / report.comparisons, 12))
+    else:
+        size = detectable(seeds, report.comparisons, alpha=report.alpha)
     return [
         f"By simulation, {count(seeds, 'seed')} find a single difference of {size:.2g} standard deviations with a probability of "
         "80 %."
     ]
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    if not seeds:
-        return "none"
-    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
-        return f"{seeds[0]} to {seeds[-1]}"
-    return listed([str(seed) for seed in seeds])
 
 
 def write_page(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from signalfire.checks import check_int
 
 from ..markup import preformatted
 from .formats import WIDTH
 from .results import Variant
 
-__all__ = ["Plan", "PlannedRun", "duration"]
+__all__ = ["Plan", "PlannedRun", "check_seeds", "duration"]
 
 
 @dataclass(frozen=True)
@@ -21,17 +24,19 @@ class PlannedRun:
     Attributes:
         variant, seed: Variant and seed of the run.
         key: Key of the run in the store.
-        status: Whether the store has the run, "finished" or "failed", or it is "missing".
+        status: Whether the store has the run, "finished" or "failed", or it is "missing"; or its variant was "pruned".
         make: Whether `Study.run` will make it.
         seconds: Estimated duration: the mean over the finished runs of its variant, or else of all variants; None without any.
+        until: Epoch after which the run ends, for a decision on pruning; None for a run that is trained to the end.
     """
 
     variant: Variant
     seed: int
     key: str
-    status: Literal["finished", "failed", "missing"]
+    status: Literal["finished", "failed", "missing", "pruned"]
     make: bool
     seconds: float | None
+    until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Plan:
         metric: Name of the metric, for the sentence about its spread.
         spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
         looks: Planned numbers of seeds at each look; empty without.
+        pruning: The plan of successive halving in words, and what was pruned so far; empty without.
     """
 
     variants: tuple[Variant, ...]
@@ -54,6 +60,7 @@ class Plan:
     metric: str = ""
     spread: float | None = None
     looks: tuple[int, ...] = ()
+    pruning: tuple[str, ...] = ()
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
@@ -85,9 +92,13 @@ class Plan:
         from .power import detectable
 
         n, comparisons = len(self.seeds), len(self.variants) - 1
-        at_best = f"the smallest p of {n} seed{'s' if n > 1 else ''} is {smallest_p(n):.2g}"
-        size = detectable(n, comparisons) if comparisons else math.inf
-        if smallest_p(n) > 0.05:
+        share = comparisons if self.pruning else 1  # what is pruned may have been the best by chance: see pruning.py
+        smallest = min(1.0, smallest_p(n) * share)
+        at_best = f"the smallest p of {n} seed{'s' if n > 1 else ''} is {smallest:.2g}"
+        size = detectable(n, 1 if self.pruning else comparisons, alpha=0.05 / share) if comparisons else math.inf
+        if self.pruning and smallest > 0.05:
+            return f"{at_best}, among {comparisons} comparisons: no direction can be shown; that takes more seeds"
+        if smallest > 0.05:
             return f"{at_best}: no direction of any difference can be shown; that takes at least 6 seeds"
         if math.isinf(size):
             return at_best
@@ -113,6 +124,7 @@ class Plan:
             lines.append(
                 f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"
             )
+        lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.pruning]
         cost = "unknown" if self.seconds is None else duration(self.seconds)
         lines.append(
             f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
@@ -122,6 +134,18 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return preformatted(self)
+
+
+def check_seeds(owner: str, seeds: Iterable[int]) -> tuple[int, ...]:
+    """The seeds as a tuple; an error if there are none, or not distinct ints from 0 on."""
+    if isinstance(seeds, int) or not isinstance(seeds, Iterable):
+        raise TypeError(f"{owner}(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
+    found = tuple(check_int(owner, "seeds", seed, least=0) for seed in seeds)
+    if not found:
+        raise ValueError(f"{owner}(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
+    if len(set(found)) < len(found) or max(found) >= 2**32:
+        raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints less than 2**32")
+    return found
 
 
 def duration(seconds: float) -> str:

@@ -27,12 +27,14 @@ from .formats import (
     size_text,
     without_nan,
 )
+from .fractions import aliased_effects, is_fraction
 from .frames import framed, record_of, records_of_runs
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
 from .orders import Cumulative, Shapley
 from .paper import methods, write_page
 from .plot import draw
+from .pruning import Pruned
 from .results import BASELINE, Result, Variant
 from .rows import Row, make_rows
 from .sentences import Sentences
@@ -63,6 +65,10 @@ class Report:
             is inside the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
         looks: Plan of looks that the study follows.
         seen: Numbers of seeds after which the runs were looked at, as far as the store knows.
+        pruned: Variants that were pruned by successive halving. They have no row, and results of them are ignored; they count in
+            the family, with p = 1, and p-values are adjusted by Holm's procedure (:mod:`signalfire.ablation.pruning`).
+        facts: Further sentences for `methods`: how the variants were made.
+        limits: Further warnings.
         percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
             of its name and all of its values are between 0 and 1.
 
@@ -97,6 +103,9 @@ class Report:
         margin: float | None = None,
         looks: Looks | None = None,
         seen: Sequence[int] = (),
+        pruned: Sequence[Pruned] = (),
+        facts: Sequence[str] = (),
+        limits: Sequence[str] = (),
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"Report(mode={mode!r}): expected 'min' or 'max'")
@@ -104,6 +113,10 @@ class Report:
             raise ValueError(f"Report(level={level!r}): expected a number between 0 and 1, such as 0.95")
         self.metric, self.mode, self.baseline, self.level = metric, mode, baseline, level
         self.margin, self.looks, self.seen = check_margin("Report", margin), looks, tuple(seen)
+        self.pruned, self.facts, self.limits = tuple(pruned), tuple(facts), tuple(limits)
+        gone = {one.variant.name for one in self.pruned}
+        variants = [one for one in variants if one.name not in gone]
+        results = [one for one in results if one.variant not in gone]
         self.seeds = tuple(sorted({result.seed for result in results}) if seeds is None else dict.fromkeys(seeds))
         self.rows = make_rows(
             results,
@@ -115,6 +128,7 @@ class Report:
             level=level,
             margin=self.margin,
             looks=looks,
+            pruned=len(self.pruned),
         )
         self._results, self._variants = list(results), list(variants)
         values = [value for row in self.rows for value in row.values.values()]
@@ -122,7 +136,7 @@ class Report:
             percent = "accuracy" in metric.lower() and all(0 <= value <= 1 for value in values)
         self.percent = percent
         try:
-            self.needed: int | None = fewest_seeds(1, self.alpha)
+            self.needed: int | None = fewest_seeds(self.comparisons if self.pruned else 1, self.alpha)
         except ValueError:
             self.needed = None
         compared = [row.comparison for row in self.rows if row.comparison is not None]
@@ -136,11 +150,13 @@ class Report:
 
     @property
     def comparisons(self) -> int:
-        """Number of variants compared with the baseline: the size of the family."""
-        return len(self.rows) - 1
+        """Number of variants compared with the baseline, or pruned before: the size of the family."""
+        return len(self.rows) - 1 + len(self.pruned)
 
     def effects(self, order: int = 2) -> list[Effect]:
-        """Main effects and interactions, if the variants are a full factorial design (:func:`effects`).
+        """Main effects and interactions, if the variants are a full factorial design (:func:`effects`) or a regular fraction.
+
+        In a fraction, an effect is the sum of those that cannot be told apart; ``aliases`` has the others.
 
         Args:
             order: Maximum number of factors in an interaction; 1 for main effects only.
@@ -148,6 +164,8 @@ class Report:
         Raises:
             ValueError: if they are not.
         """
+        if is_fraction(self._variants):
+            return aliased_effects(self._results, self._variants, order, self.level)
         factors = [name for name, _ in self._variants[0].level]
         return effects(
             self._results, factors, min(order, max(1, len(factors))), variants=self._variants, level=self.level
@@ -202,6 +220,10 @@ class Report:
                 "Effects: contrasts within each seed; intervals and adjusted p: jointly over "
                 f"{count(len(factorial) - 1, 'effect')}."
             )
+            if is_fraction(self._variants):
+                notes.append(
+                    "Fraction of a factorial design: effects with + cannot be told apart; the estimate is their sum."
+                )
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
         if warnings := self.warnings():
             blocks.append("\n".join(textwrap.fill(f"! {line}", WIDTH, subsequent_indent="  ") for line in warnings))
@@ -226,11 +248,22 @@ class Report:
                 f"{interval} for all looks",
                 f"looks at {listed([str(n) for n in self.looks.sizes])} seeds,",
             )
+        if self.pruned:
+            adjusted = "by Holm's procedure for"
+            family += f", {len(self.pruned)} of them pruned"
         notes = [
             f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {interval}. p: {test}; adjusted: "
             f"{adjusted} {family}. d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; "
             "memory: maximum peak.",
         ]
+        if self.pruned:
+            evidence = [
+                f"{one.variant.name} after epoch {one.epoch} (place {one.place} of {one.of})" for one in self.pruned
+            ]
+            notes.append(
+                f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These were not trained to the end: no effect of "
+                "them is stated."
+            )
         if self.margin is not None:
             notes.append(f"Verdict: equivalent if the interval is inside +-{self.margin:g}, else by its side of 0.")
         if any(row.failures for row in self.rows):
@@ -252,6 +285,7 @@ class Report:
             line += [row.verdict or "-"] if self.margin is not None else []
             line += [short_text(row.seconds), short_text(row.steps, whole=True), size_text(row.memory)]
             lines.append(line)
+        lines += [[one.variant.name, "pruned", *["-"] * len(lines[0][2:])] for one in self.pruned]
         return lines
 
     def _of_row(self, row: Row) -> list[str]:
@@ -292,7 +326,7 @@ class Report:
             return []
         try:
             return self.effects()
-        except ValueError:  # a fraction of a factorial design: variants are compared, but effects cannot be estimated
+        except ValueError:  # combinations from which no effects can be estimated: only variants are compared
             return []
 
     def _effects_table(self) -> list[list[str]]:
@@ -322,7 +356,7 @@ class Report:
 
         The columns low and high are the simultaneous interval.
         """
-        records = [record_of(row) for row in self.rows]
+        records = self._records()
         text = io.StringIO()
         writer = csv.DictWriter(text, records[0], lineterminator="\n")
         writer.writeheader()
@@ -347,7 +381,19 @@ class Report:
 
     def frame(self) -> Any:
         """The columns of `csv`, one row per variant: a ``pandas.DataFrame`` if pandas is installed, else a dict of columns."""
-        return framed([record_of(row) for row in self.rows])
+        return framed(self._records())
+
+    def _records(self) -> list[dict[str, Any]]:
+        records = [record_of(row) for row in self.rows]
+        if self.pruned:
+            empty = dict.fromkeys(records[0])
+            records = [one | {"pruned_after_epoch": None} for one in records]
+            records += [
+                empty
+                | {"variant": one.variant.name, "finished": 0, "planned": one.seeds, "pruned_after_epoch": one.epoch}
+                for one in self.pruned
+            ]
+        return records
 
     def runs(self) -> Any:
         """All runs, one row each, with seed, costs and metrics; failed ones with the last line of their error. As `frame`."""
@@ -411,6 +457,7 @@ class Report:
             "margin": self.margin,
             "looks": None if self.looks is None else list(self.looks.sizes),
             "seen": list(self.seen),
+            "pruned": [{"variant": one.variant.name, **one.evidence()} for one in self.pruned],
         }
         content: dict[str, Any] = without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})
         return content

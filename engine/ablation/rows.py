@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from .failures import Failures, failures_of, signed_ranks
 from .joint import intervals, step_down
 from .looks import Looks, Sequential
+from .pruning import Pruned, adjusted_with_pruned
 from .results import BASELINE, Result, Variant
 from .statistics import Comparison, compare, exact
 from .verdicts import Conclusion, Verdict, conclude, conclude_failures
@@ -98,6 +99,9 @@ class Findings(Protocol):
     margin: float | None
     looks: Looks | None
     seen: tuple[int, ...]
+    pruned: tuple[Pruned, ...]
+    facts: tuple[str, ...]
+    limits: tuple[str, ...]
 
     @property
     def alpha(self) -> float: ...
@@ -174,11 +178,12 @@ def make_rows(
     level: float,
     margin: float | None = None,
     looks: Looks | None = None,
+    pruned: int = 0,
 ) -> list[Row]:
-    """One row per variant, the baseline first; the arguments are those of `Report`."""
+    """One row per variant, the baseline first; the arguments are those of `Report`; ``pruned`` is a number of variants."""
     runs = _Runs(results, variants, baseline, seeds)
     if looks is None:
-        tested = _tested(runs, seeds, mode, level)
+        tested = _tested(runs, seeds, mode, level, pruned)
     else:
         tested = _tested_at_looks(runs, _sequence(runs, seeds, mode, looks), seeds, mode, looks)
     own = {baseline: seeds[: max((len(one.seeds) for one in tested.values()), default=len(seeds))]}
@@ -228,9 +233,15 @@ def _sequence(runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], lo
     return found
 
 
-def _tested(runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], level: float) -> dict[str, _Tested]:
-    adjusted = step_down([runs.scores(name, seeds, mode) for name in runs.names])
-    between = intervals([runs.differences(name, seeds) for name in runs.names], level)
+def _tested(
+    runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], level: float, pruned: int
+) -> dict[str, _Tested]:
+    scores = [runs.scores(name, seeds, mode) for name in runs.names]
+    differences = [runs.differences(name, seeds) for name in runs.names]
+    if pruned:
+        adjusted, between = adjusted_with_pruned(scores, differences, pruned, level)
+    else:
+        adjusted, between = step_down(scores), intervals(differences, level)
     alpha = round(1 - level, 12)
     return {
         name: _Tested(seeds, p <= alpha, p, interval, None)

@@ -28,7 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import TensorDataset
@@ -71,6 +71,8 @@ class Task:
         off: Names of the handlers that are switched off.
         swaps: For each replaced handler, its name and the factory of the alternative.
         nonce: Makes repeated attempts distinct, for executors that cache the results of equal calls.
+        until: Epoch after which the run ends, with the metrics that it has then.
+        predict: Called with the engine once the run has ended; what it returns is in the outcome.
     """
 
     build: Build
@@ -81,6 +83,8 @@ class Task:
     off: tuple[str, ...] = ()
     swaps: tuple[tuple[str, Callable[[], Handler]], ...] = ()
     nonce: str = ""
+    until: int | None = None
+    predict: Callable[[Engine], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Outcome:
         steps, seconds, memory: As in `Result`.
         begins: Digests of the weights that build returned and of the data that the run began with, where they can be known.
         history: For each metric, pairs of an epoch and the value at its end; see `Result`.
+        predictions: What the task's function returned, packed as plain values; None without.
     """
 
     error: str | None = None
@@ -106,6 +111,7 @@ class Outcome:
     memory: int = 0
     begins: tuple[str, ...] = ()
     history: dict[str, list[list[float]]] = field(default_factory=dict)
+    predictions: dict[str, Any] | None = None
 
 
 def compose(
@@ -162,6 +168,18 @@ def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handl
     return handler
 
 
+class _EpochReached(BaseException):
+    """Ends a run after an epoch; not an `Exception`, so that ``except Exception`` does not catch it."""
+
+
+def _end_after(engine: Engine, epoch: int) -> None:
+    def end(engine: Engine) -> None:
+        if engine.state.epoch == epoch:
+            raise _EpochReached
+
+    engine.connect(Events.EPOCH_COMPLETED, end, phase=Phase.PERSIST, rank=sys.maxsize)
+
+
 def make(task: Task) -> Outcome:
     """Make a run in this process; an error it raises becomes part of the outcome."""
     with _run_lock, unchanged_random_state(), one_thread():
@@ -169,6 +187,7 @@ def make(task: Task) -> Outcome:
         engine: Engine | None = None
         began: float | None = None
         error: str | None = None
+        predictions: dict[str, Any] | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
             begins = beginnings_of(engine)
@@ -179,8 +198,13 @@ def make(task: Task) -> Outcome:
                 exchange(engine, name, factory)
             if not engine.snapshots.has_loaded_state:  # a state loaded in build() is the same for all variants
                 engine.connect(Events.STARTED, _check_not_resumed)
+            if task.until is not None:
+                _end_after(engine, task.until)
             began = time.perf_counter()
-            run(engine)
+            with contextlib.suppress(_EpochReached):
+                run(engine)
+            if task.predict is not None:
+                predictions = task.predict(engine)
         except (Exception, SystemExit):
             # Addresses of objects differ from process to process.
             error = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x...", traceback.format_exc())
@@ -199,6 +223,7 @@ def make(task: Task) -> Outcome:
             memory.peak(),
             tuple(begins[:2]),
             history.curves,
+            predictions,
         )
 
 

@@ -48,10 +48,10 @@ class Sentences:
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {smallest_p(n):.2g}, so that no "
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
                 f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
             )
-        return sentences + self._looks()
+        return [*sentences, *self.report.limits, *self._looks()]
 
     def _looks(self) -> list[str]:
         looks = self.report.looks
@@ -78,6 +78,9 @@ class Sentences:
             )
         return sentences
 
+    def _smallest(self, n: int) -> float:
+        return min(1.0, smallest_p(n) * (self.report.comparisons if self.report.pruned else 1))
+
     def _too_few(self, n: int) -> bool:
         return self.report.needed is None or n < self.report.needed
 
@@ -98,7 +101,7 @@ class Sentences:
                 finding = [f'Not all runs of "{row.variant.name}", with which the others are compared, finished.']
             if finding:
                 sentences.append(" ".join(finding + unfinished))
-        return sentences
+        return sentences + [str(one) for one in self.report.pruned]
 
     def _unfinished(self, row: Row) -> list[str]:
         sentences = []
@@ -179,7 +182,10 @@ class Sentences:
     def _of_effect(self, effect: Effect, family: int) -> str:
         one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
         subject = effect.name if len(effect.factors) == 1 else f"the interaction {effect.name}"
-        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 else subject
+        if effect.aliases:
+            own, *others = " x ".join(effect.factors), *effect.alias_names
+            subject = f"the sum of {own} and, not told apart from it, {listed(others)}"
+        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 or effect.aliases else subject
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out).capitalize()
@@ -207,7 +213,8 @@ class Sentences:
             found = self._would_have_found(n, one, family)
             return f"{subject} has no significant effect on {metric} ({change}){found}.{omitted}"
         verb = "raises" if conclusion.sign > 0 else "lowers"
-        better = "" if len(effect.factors) > 1 or effect.left_out else f": {self._side(conclusion.verdict == 'better')}"
+        is_clear = len(effect.factors) == 1 and not effect.left_out and not effect.aliases
+        better = f": {self._side(conclusion.verdict == 'better')}" if is_clear else ""
         size = self._amount(abs(one.mean), unit=True)
         facts = f"{self._between(one, conclusion, conclusion.sign)}, {p}, {seeds}"
         over = "" if len(effect.factors) > 1 else ", averaged over the other factors"
@@ -220,7 +227,10 @@ class Sentences:
         """What could have been found: that nothing was found does not mean that nothing is there."""
         looks = self.report.looks
         alpha = self.report.alpha if looks is None or n not in looks.sizes else round(looks.added(n), 12)
-        size = detectable(n, family or self.report.comparisons, alpha=alpha) * comparison.sd
+        family = family or self.report.comparisons
+        if self.report.pruned:  # Holm's first step
+            alpha, family = round(alpha / family, 12), 1
+        size = detectable(n, family, alpha=alpha) * comparison.sd
         if not 0 < size < math.inf:
             return ""
         return f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, a smaller one may exist"

@@ -43,6 +43,7 @@ __all__ = [
     "effects",
     "exact",
     "fewest_seeds",
+    "finished_values",
     "holm",
     "make_effects",
 ]
@@ -216,6 +217,8 @@ class Effect:
         high: Upper end of it.
         contrasts: Contrast of each seed, by seed.
         left_out: Seeds without a contrast, because one of their runs failed or is missing.
+        aliases: In a fraction of a factorial design, the factors of each effect that cannot be told apart from this one: the
+            estimates are those of their sum.
     """
 
     factors: tuple[str, ...]
@@ -225,11 +228,21 @@ class Effect:
     high: float
     contrasts: dict[int, float]
     left_out: tuple[int, ...]
+    aliases: tuple[tuple[str, ...], ...] = ()
 
     @property
     def name(self) -> str:
-        """Name of the effect, such as "ema" or "ema x mixup"."""
-        return " x ".join(self.factors)
+        """Name of the effect, such as "ema" or "ema x mixup"; with aliases, "ema + mixup x swa"."""
+        return " + ".join([" x ".join(self.factors), *self.alias_names])
+
+    @property
+    def alias_names(self) -> list[str]:
+        """Names of the aliases of up to two factors, or else of the shortest; of longer ones, their number."""
+        if not self.aliases:
+            return []
+        shown = [one for one in self.aliases if len(one) <= max(2, len(self.aliases[0]))]
+        more = len(self.aliases) - len(shown)
+        return [*(" x ".join(one) for one in shown), *([f"{more} of more factors"] if more else [])]
 
 
 def effects(
@@ -264,7 +277,7 @@ def effects(
         raise ValueError(f"effects(factors={factors!r}): expected at least one name, each only once")
     if not 1 <= order <= len(factors):
         raise ValueError(f"effects(order={order!r}): expected 1 to {len(factors)}, the number of factors")
-    values = _finished(results)
+    values = finished_values(results)
     if any(not isinstance(on, bool) for variant in variants for _, on in variant.level):
         return _effects_of_levels(results, values, factors, order, variants, level)
     cells = _cells(factors, variants)
@@ -299,7 +312,7 @@ def contributions(
     Raises:
         ValueError: if a variant has no results.
     """
-    values = _finished(results)
+    values = finished_values(results)
     there = {result.variant for result in results}
     needed = sorted({name for those in weights.values() for name in those})
     if missing := [name for name in needed if name not in there]:
@@ -376,7 +389,7 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
     return cells
 
 
-def _finished(results: Sequence[Result]) -> dict[tuple[str, int], Fraction]:
+def finished_values(results: Sequence[Result]) -> dict[tuple[str, int], Fraction]:
     """The values of the finished runs, by variant and seed."""
     return {
         (result.variant, result.seed): exact(result.value)

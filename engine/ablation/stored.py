@@ -10,6 +10,7 @@ from typing import Any, Literal
 from signalfire.state import did_you_mean
 
 from .lines import to_result
+from .pruning import Pruned, pruned_of
 from .report import Report
 from .results import BASELINE, Result, Variant
 from .store import Store, StoreError
@@ -68,6 +69,7 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
     metric, mode = _metric(lines, metric, mode)
     variants: dict[str, Variant] = {}
     results: list[Result] = []
+    pruned: dict[str, Pruned] = {}
     for line in lines:
         name = _name(line)
         variant = Variant(name, frozenset(line["off"]), tuple(sorted(line["swapped"].items())))
@@ -77,6 +79,10 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
                 f"the store has different variants named {name!r} in one study, of different designs; make the report with "
                 "study.report(design)"
             )
+        if "until" in line:
+            if "pruned" in line:
+                pruned[name] = pruned_of(variant, line["pruned"])
+            continue
         if any((one.variant, one.seed) == (name, line["seed"]) for one in results):
             raise ValueError(
                 f"the store has two runs of {name!r} with seed {line['seed']} in one study, of which an alternative was changed; "
@@ -88,7 +94,13 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
             f"no run is of the variant {BASELINE!r}, with which the others are compared; there are: {', '.join(variants)}"
         )
     ordered = sorted(variants.values(), key=lambda one: one.name != BASELINE)
-    return Report(results, ordered, metric=metric, mode=mode)
+    return Report(results, ordered, metric=metric, mode=mode, pruned=_without_results(pruned, results))
+
+
+def _without_results(pruned: Mapping[str, Pruned], results: Iterable[Result]) -> list[Pruned]:
+    """The pruned variants that no other study has trained to the end."""
+    trained = {one.variant for one in results}
+    return [one for name, one in pruned.items() if name not in trained]
 
 
 def _name(line: Line) -> str:

@@ -18,11 +18,12 @@ from signalfire.randomness import unchanged_random_state
 
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, factories_of, variants_of
-from .factors import Variants, with_arguments
+from .factors import with_arguments
 from .identity import Identity
-from .lines import differences, no_metric, to_line, to_result
+from .lines import check_stored, differences, no_metric, to_line, to_result
 from .looks import Looks
-from .plan import Plan, PlannedRun
+from .plan import Plan, PlannedRun, check_seeds
+from .pruning import Halving, Pruned, Pruning
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
@@ -67,6 +68,8 @@ class Study:
         looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no
             more runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
             Without, all seeds are run, and adding seeds later is reported as another look.
+        prune: Plan of successive halving, such as ``Halving([1, 3])``: variants that look worst after these epochs are not
+            trained to the end, with all of their seeds; the report states no effect of them. Not together with looks.
 
     Raises:
         TypeError: for an argument of the wrong type; and if the runs are stored, no ``config`` is given, and ``build`` uses
@@ -109,6 +112,7 @@ class Study:
         files: bool = False,
         margin: float | None = None,
         looks: Sequence[int] | None = None,
+        prune: Halving | None = None,
     ) -> None:
         if isinstance(build, Engine) or not callable(build):
             raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
@@ -123,12 +127,17 @@ class Study:
         self.mode: Literal["min", "max"] | None = mode
         self.looks = None if looks is None else Looks(looks)
         last = 8 if self.looks is None else self.looks.sizes[-1]
-        self.seeds = _seeds(range(last) if seeds is None else seeds)
+        self.seeds = check_seeds("Study", range(last) if seeds is None else seeds)
         if self.looks is not None and len(self.seeds) != last:
             raise ValueError(
                 f"Study(looks={list(self.looks.sizes)}): the last look takes {last} seeds, and seeds= has {len(self.seeds)}"
             )
         self.margin = check_margin("Study", margin)
+        if prune is not None and not isinstance(prune, Halving):
+            raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
+        if prune is not None and looks is not None:
+            raise ValueError("Study(prune=..., looks=...): the error of planned looks does not cover pruning; give one")
+        self.prune = prune
         self.store = Store(store)
         if isinstance(handlers, str):
             raise TypeError(f"Study(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
@@ -184,11 +193,12 @@ class Study:
                 f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
             ) from problems[0][1]
         lines = self.store.read()
+        pruning = self._pruning(variants)
         for variant in variants:
             for seed in self.seeds:
-                line = lines.get(self._key(variant, seed))
                 comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
-                self._check_stored(line, variant, enabled[variant.name], begins if comparable else [])
+                for key in (self._key(variant, seed), *(pruning.keys(variant, seed) if pruning else ())):
+                    check_stored(lines.get(key), variant.name, enabled[variant.name], begins if comparable else [])
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
@@ -211,7 +221,7 @@ class Study:
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
-                self._make_looks(plan, factories_of(designs), workers)
+                self._make_stages(plan, factories_of(designs), workers, retry_failed)
             finally:
                 self.store.settle()
         return self.report(*designs, plan=plan)
@@ -273,14 +283,18 @@ class Study:
             margin=self.margin,
             looks=self.looks,
             seen=self._seen(plan),
+            pruned=self._pruned(plan.variants),
+            facts=[fact for design in designs for fact in design.facts],
+            limits=[limit for design in designs for limit in design.limits],
         )
 
     def results(self, plan: Plan) -> list[Result]:
-        """The stored results of a plan, variant by variant."""
+        """The stored results of a plan, variant by variant, without those of pruned variants."""
         lines = self.store.read()
+        pruned = {one.variant.name for one in self._pruned(plan.variants)}
         found = []
         for variant in plan.variants:
-            for run in plan.runs:
+            for run in plan.runs if variant.name not in pruned else ():
                 if run.variant is variant and (line := lines.get(run.key)) is not None:
                     found.append(to_result(variant.name, line, self.metric))
         return found
@@ -291,6 +305,15 @@ class Study:
         found = (lines.get(run.key, {}).get("look") for run in plan.runs)
         return sorted({look for look in found if look is not None})
 
+    def _pruning(self, variants: Sequence[Variant]) -> Pruning | None:
+        if self.prune is None or self.mode is None:
+            return None
+        return Pruning(self.prune, variants, self.seeds, self._key, metric=self.metric, mode=self.mode)
+
+    def _pruned(self, variants: Sequence[Variant]) -> tuple[Pruned, ...]:
+        pruning = self._pruning(variants)
+        return () if pruning is None else pruning.decide(self.store.read()).pruned
+
     # ---- planning -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -300,8 +323,8 @@ class Study:
 
     def _usual(self, designs: Sequence[Design]) -> Variant:
         """The baseline's arguments of build."""
-        given = [design.variants([])[0] for design in designs if isinstance(design, Variants)]
-        return given[0] if given else Variant(BASELINE)
+        given = [design.baseline_arguments() for design in designs]
+        return Variant(BASELINE, arguments=next((arguments for arguments in given if arguments), ()))
 
     def _look_at(self, engine: Engine, usual: Variant) -> None:
         """Take the composition into the keys of the runs."""
@@ -317,31 +340,11 @@ class Study:
     def _key(self, variant: Variant, seed: int) -> str:
         return self._identity.key(variant, seed)
 
-    def _check_stored(
-        self, line: Mapping[str, Any] | None, variant: Variant, enabled: list[str], begins: Sequence[str]
-    ) -> None:
-        """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now."""
-        if line is None or line["error"] is not None:
-            return
-        what = ""
-        if line["handlers"] != enabled:
-            differing = sorted({*line["handlers"]} ^ {*enabled})
-            what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
-        else:
-            names = [
-                name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
-            ]
-            if names:
-                what = f"began with other {' and other '.join(names)} than a run would begin with now"
-        if what:
-            raise ValueError(
-                f"the stored run of {variant.name!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use "
-                "another store"
-            )
-
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         took: dict[str, list[float]] = {}
-        statuses: dict[tuple[str, int], Literal["finished", "failed", "missing"]] = {}
+        statuses: dict[tuple[str, int], Literal["finished", "failed", "missing", "pruned"]] = {}
+        pruning = self._pruning(variants)
+        pruned = {one.variant.name for one in self._pruned(variants)}
         for variant in variants:
             for seed in self.seeds:
                 line = lines.get(self._key(variant, seed))
@@ -349,12 +352,14 @@ class Study:
                 statuses[variant.name, seed] = (
                     "missing" if result is None else "finished" if result.value is not None else "failed"
                 )
+                if variant.name in pruned:
+                    statuses[variant.name, seed] = "pruned"
                 if result is not None and result.error is None:
                     took.setdefault(variant.name, []).append(result.seconds)
         every = [
             line["timing"]["seconds"]
             for line in lines.values()
-            if line["configuration"] == self._identity.provenance.key and line["error"] is None
+            if line["configuration"] == self._identity.provenance.key and line["error"] is None and "until" not in line
         ]
         runs = []
         for seed in self.seeds:
@@ -379,14 +384,23 @@ class Study:
         ]
         sizes = () if self.looks is None else self.looks.sizes
         notes = self._identity.notes(variants, self.seeds, lines, self.store.old())
-        return Plan(tuple(variants), self.seeds, tuple(runs), notes, self.metric, spread(results), sizes)
+        stages = () if pruning is None else pruning.description(lines)
+        return Plan(tuple(variants), self.seeds, tuple(runs), notes, self.metric, spread(results), sizes, stages)
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def _make_looks(
-        self, plan: Plan, factories: Mapping[tuple[str, str], Callable[[], Handler]], workers: int | Executor
+    def _make_stages(
+        self,
+        plan: Plan,
+        factories: Mapping[tuple[str, str], Callable[[], Handler]],
+        workers: int | Executor,
+        retry_failed: bool,
     ) -> None:
-        """Make the runs of all looks, or of as many as it takes to decide on all variants."""
+        """Make the runs of all looks, or of as many as it takes to decide on all variants; with pruning, stage by stage."""
+        if (pruning := self._pruning(plan.variants)) is not None:
+            for runs in pruning.stages(self.store, plan.to_make, retry_failed=retry_failed):
+                self._make(plan, runs, len(self.seeds), factories, workers)
+            return
         if self.looks is None:
             self._make(plan, plan.to_make, len(self.seeds), factories, workers)
             return
@@ -422,6 +436,7 @@ class Study:
                 tuple(sorted(run.variant.off)),
                 tuple((name, factories[name, alternative]) for name, alternative in run.variant.swapped),
                 nonce,
+                run.until,
             )
             for run in runs
         ]
@@ -474,17 +489,6 @@ class Study:
             f"Study(metric={self.metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
             f"Announced metrics: {', '.join(names) or 'none'}{close_match(self.metric, names)}"
         )
-
-
-def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(seeds, int) or not isinstance(seeds, Iterable):
-        raise TypeError(f"Study(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
-    found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
-    if not found:
-        raise ValueError("Study(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
-    if len(set(found)) < len(found) or max(found) >= 2**32:
-        raise ValueError(f"Study(seeds={list(found)}): expected distinct ints less than 2**32")
-    return found
 
 
 def _workers(method: str, workers: int | Executor) -> int | Executor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from signalfire.ablation import LeaveOneOut
+from signalfire.ablation import LeaveOneOut, RayExecutor
 from tests.engine.ablation.builds import ROOT, make_study
 from tests.engine.ablation.test_study import apart_from_timings
-from tests.kit import needs
+from tests.kit import LIMIT, needs
 
 DESIGN = LeaveOneOut(["ema"])
 
@@ -95,3 +98,43 @@ def test_submitits_executor_leaves_the_same_store(here: bytes, tmp_path: Path, m
     executor.update_parameters(timeout_min=5)
     make_study(store=path, seeds=[0, 1]).run(DESIGN, workers=executor)
     assert apart_from_timings(path) == here
+
+
+ON_RAY = """
+import sys, time
+
+import ray
+
+from signalfire.ablation import LeaveOneOut, RayExecutor
+from tests.engine.ablation.builds import make_study
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+make_study(store=sys.argv[1]).run(LeaveOneOut(["ema"]), workers=RayExecutor(num_cpus=1))
+executor = RayExecutor()
+running, waiting = executor.submit(time.sleep, 1), executor.submit(time.sleep, 3600)
+print("cancelled:", waiting.cancel())
+running.result()
+print("the next:", executor.submit(divmod, 7, 2).result(timeout=300))  # the only worker is free again
+try:
+    executor.submit(int, "no number").result()
+except ValueError as error:
+    print("error: no number" if "'no number'" in str(error) else error)
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_ray_leave_the_same_store_and_can_be_cancelled(here: bytes, tmp_path: Path) -> None:
+    needs("cluster", "ray")
+    path = tmp_path / "store.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", ON_RAY, str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-3:] == ["cancelled: True", "the next: (3, 1)", "error: no number"]
+    assert apart_from_timings(path) == here
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_error_names_the_extra() -> None:
+    with pytest.raises(ImportError, match=r"RayExecutor needs Ray: pip install 'signalfire\[cluster\]'"):
+        RayExecutor()

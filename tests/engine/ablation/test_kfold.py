@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from sklearn.datasets import load_digits
 from sklearn.model_selection import KFold as PlainKFold
-from sklearn.model_selection import StratifiedKFold
+from sklearn.model_selection import RepeatedKFold, StratifiedKFold
 from torch import nn
 
 from signalfire import Engine, Update, seed_everything
@@ -76,16 +76,18 @@ def test_each_sample_is_validated_once_and_each_fold_is_the_plain_training() -> 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    whole = validation(store=one).run()
-    assert validation(store=other).run(folds=[2]).values == {2: whole.values[2]}
-    assert "! fold 0: not trained yet" in str(validation(store=other).results())
-    validation(store=other).run(folds=[4, 1], workers=workers)
-    assert validation(store=other).run(workers=workers).values == whole.values
+    whole = validation(predict=predict, store=one).run()
+    assert validation(predict=predict, store=other).run(folds=[2]).values == {2: whole.values[2]}
+    assert "! fold 0: not trained yet" in str(validation(predict=predict, store=other).results())
+    validation(predict=predict, store=other).run(folds=[4, 1], workers=workers)
+    assert validation(predict=predict, store=other).run(workers=workers).values == whole.values
     assert apart_from_timings(one) == apart_from_timings(other)
+    found = validation(predict=predict, store=other).results().predictions
+    assert torch.equal(found, whole.predictions)
     before = one.read_bytes()
-    validation(store=one).run()
+    validation(predict=predict, store=one).run()
     assert one.read_bytes() == before
-    assert validation(store=one, seed=1).results().values == {}  # another cross-validation
+    assert validation(predict=predict, store=one, seed=1).results().values == {}  # another cross-validation
 
 
 def test_a_fold_that_fails_is_one_of_five_with_its_reason() -> None:
@@ -102,6 +104,108 @@ def test_the_interval_is_the_corrected_one() -> None:
     half = stats.t.ppf(0.975, 4) * np.sqrt((1 / 5 + 60 / 240) * values.var(ddof=1))
     assert found.interval() == pytest.approx((values.mean() - half, values.mean() + half), rel=1e-12)
     assert "overlapping samples" in str(found)
+
+
+def predict(engine: Engine, test: Sequence[int]) -> Any:
+    return engine.model(torch.cat([x for x, _ in rows(test)])).softmax(1)
+
+
+def with_dropout(seed: int, train: Sequence[int], test: Sequence[int]) -> Any:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 10))
+    engine = Engine(Update.supervised(cross_entropy, partial(torch.optim.SGD, lr=0.5)), model=model, seed=seed)
+    evaluator = Engine(Update.supervised(cross_entropy).evaluation(), model=model)
+    evaluator.attach(Metrics(accuracy=Accuracy()))
+    engine.attach(Validation(evaluator, rows(test)))
+    return engine, lambda engine: engine.run(rows(train), max_epochs=1)
+
+
+def plain_predictions(train: Sequence[int], test: Sequence[int]) -> torch.Tensor:
+    seed_everything(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        for x, y in rows(train):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    found: torch.Tensor = model(torch.cat([x for x, _ in rows(test)])).detach().softmax(1)
+    return found
+
+
+def test_each_sample_is_predicted_by_a_run_that_has_not_seen_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.jsonl"
+    one = validation(predict=predict, store=path)
+    found = one.run().predictions
+    expected = torch.full((300, 10), float("nan"))
+    for train, test in one.folds:
+        expected[list(test)] = plain_predictions(train, test)
+    assert torch.equal(found, expected)
+    assert torch.equal(validation(predict=predict, store=path).results().predictions, expected)  # from the store
+    assert (found.argmax(1).numpy() == Y).mean() == pytest.approx(one.results().mean, rel=1e-12)  # folds of equal size
+    # Runs without predictions are not taken for those with them.
+    assert validation(store=path).results().values == {}
+
+
+def test_a_fold_that_fails_leaves_its_samples_without_a_prediction() -> None:
+    one = validation(build=failing, predict=predict)
+    found = one.run().predictions
+    (failed,) = (test for _, test in one.folds if 0 in test)
+    assert set(found.isnan().any(1).nonzero().flatten().tolist()) == set(failed)
+    some = validation(predict=predict)
+    assert int((~some.run(folds=[1]).predictions.isnan().any(1)).sum()) == 60
+
+
+def test_several_predictions_of_a_sample_are_averaged() -> None:
+    one = validation(predict=predict, splitter=RepeatedKFold(n_splits=2, n_repeats=2, random_state=0))
+    found = one.run()
+    expected = torch.zeros(300, 10)
+    for fold, (_, test) in enumerate(one.folds):
+        expected[list(test)] += found.predicted[fold]
+    assert torch.equal(found.predictions, expected / 2)
+
+
+def test_predictions_are_made_in_evaluation_mode() -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    def noting(engine: Engine, test: Sequence[int]) -> Any:
+        modes.append((engine.model.training, torch.is_grad_enabled()))
+        return predict(engine, test)
+
+    found = validation(build=with_dropout, predict=noting).run(folds=[0])
+    assert modes == [(False, False)]
+    assert not found.predicted[0].requires_grad
+
+
+def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
+    def classes(engine: Engine, test: Sequence[int]) -> Any:
+        return predict(engine, test).argmax(1).numpy()
+
+    one = validation(predict=classes)
+    with pytest.raises(
+        ValueError, match="240 samples have none and 0 have several; whole numbers have neither NaN nor a mean"
+    ):
+        one.run(folds=[0]).predictions  # noqa: B018
+    found = one.run()
+    assert found.predictions.dtype == torch.int64
+    assert (found.predictions.numpy() == Y).mean() == pytest.approx(found.mean)
+    with pytest.raises(ValueError, match=r"no fold has any; give KFold\(predict=...\)"):
+        validation().run(folds=[0]).predictions  # noqa: B018
+
+
+def test_predictions_of_another_shape_are_refused() -> None:
+    def short(engine: Engine, test: Sequence[int]) -> Any:
+        return predict(engine, test)[1:]
+
+    assert "returned the shape (59, 10) for 60 samples; expected one row for each" in str(
+        validation(predict=short).run(folds=[0])
+    )
+
+    def words(engine: Engine, test: Sequence[int]) -> Any:
+        return ["one"] * len(test)
+
+    assert "returned list; expected a tensor or an array of numbers" in str(validation(predict=words).run(folds=[0]))
+    with pytest.raises(TypeError, match=r"KFold\(predict=3\): expected a function of the engine"):
+        validation(predict=3)
 
 
 def test_what_is_wrong_is_refused() -> None:

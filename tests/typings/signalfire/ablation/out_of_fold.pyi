@@ -1,0 +1,1 @@
+from engine.ablation.out_of_fold import *
