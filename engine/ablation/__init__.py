@@ -19,6 +19,14 @@ from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
+    from .aggregate import (
+        bootstrap_interval,
+        interquartile_mean,
+        optimality_gap,
+        performance_profile,
+        probability_of_improvement,
+        resamples,
+    )
     from .cost_ratios import Cost, cost_table, costs
     from .joint import intervals, step_down
     from .pictures import plot_curves, plot_pareto
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
     from .stored import read_reports
+    from .task_report import TasksReport
 
 __all__ = [
     "BASELINE",
@@ -51,8 +60,10 @@ __all__ = [
     "StoreWarning",
     "Study",
     "Swap",
+    "TasksReport",
     "Variant",
     "Variants",
+    "bootstrap_interval",
     "compare",
     "cost_table",
     "costs",
@@ -62,11 +73,16 @@ __all__ = [
     "exact",
     "fewest_seeds",
     "holm",
+    "interquartile_mean",
     "intervals",
+    "optimality_gap",
+    "performance_profile",
     "plot_curves",
     "plot_pareto",
     "power",
+    "probability_of_improvement",
     "read_reports",
+    "resamples",
     "step_down",
 ]
 
@@ -76,6 +92,8 @@ _LAZY = {
     "Effect": "statistics",
     "Report": "report",
     "Row": "rows",
+    "TasksReport": "task_report",
+    "bootstrap_interval": "aggregate",
     "compare": "statistics",
     "detectable": "power",
     "cost_table": "cost_ratios",
@@ -84,8 +102,13 @@ _LAZY = {
     "exact": "statistics",
     "fewest_seeds": "statistics",
     "holm": "statistics",
+    "interquartile_mean": "aggregate",
     "intervals": "joint",
+    "optimality_gap": "aggregate",
+    "performance_profile": "aggregate",
     "power": "power",
+    "probability_of_improvement": "aggregate",
+    "resamples": "aggregate",
     "step_down": "joint",
     "plot_curves": "pictures",
     "plot_pareto": "pictures",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from signalfire.state import did_you_mean
 
 from .plan import PlannedRun
 from .provenance import Provenance
-from .results import Result
+from .results import Result, Variant
 from .runs import Outcome
 
-__all__ = ["differences", "no_metric", "to_line", "to_result"]
+__all__ = ["check_stored", "differences", "no_direction", "no_metric", "to_line", "to_result"]
 
 
 def to_line(
@@ -43,7 +43,7 @@ def to_line(
         "swapped": dict(run.variant.swapped),
         "timing": {"memory": outcome.memory, "seconds": outcome.seconds},
         "variant": run.variant.name,
-    }
+    } | ({"task": run.task} if run.task else {})
 
 
 def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
@@ -80,10 +80,52 @@ def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
     return "; ".join(found)
 
 
+def check_stored(
+    line: Mapping[str, Any] | None, variant: Variant, enabled: Sequence[str], begins: Sequence[str]
+) -> None:
+    """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now.
+
+    Args:
+        line: The line of the run; None if the store has none.
+        variant: Its variant.
+        enabled: Names of the handlers that are enabled now, sorted.
+        begins: Digests of the weights and the data that a run would begin with now, where they are known.
+
+    Raises:
+        ValueError: if it differs; a failed run never does, as it is not used.
+    """
+    if line is None or line["error"] is not None:
+        return
+    what = ""
+    if line["handlers"] != list(enabled):
+        differing = sorted({*line["handlers"]} ^ {*enabled})
+        what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
+    else:
+        names = [
+            name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
+        ]
+        if names:
+            what = f"began with other {' and other '.join(names)} than a run would begin with now"
+    if what:
+        raise ValueError(
+            f"the stored run of {variant.name!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use "
+            "another store"
+        )
+
+
 def no_metric(metric: str, variant: str, there: Iterable[str]) -> str:
     """The message for a run that ended without the metric."""
     names = sorted(there)
     return (
         f"the run of {variant!r} ended without the metric {metric!r}, or it is not a scalar. "
         f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{did_you_mean(metric, names)}"
+    )
+
+
+def no_direction(metric: str, there: Iterable[str]) -> ValueError:
+    """The error for a metric of which nobody knows whether smaller or greater is better."""
+    names = sorted(there)
+    return ValueError(
+        f"Study(metric={metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
+        f"Announced metrics: {', '.join(names) or 'none'}{did_you_mean(metric, names)}"
     )

@@ -24,6 +24,7 @@ class PlannedRun:
         status: Whether the store has the run, "finished" or "failed", or it is "missing".
         make: Whether `Study.run` will make it.
         seconds: Estimated duration: the mean over the finished runs of its variant, or else of all variants; None without any.
+        task: Name of its task; empty in a study without tasks.
     """
 
     variant: Variant
@@ -32,6 +33,7 @@ class PlannedRun:
     status: Literal["finished", "failed", "missing"]
     make: bool
     seconds: float | None
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Plan:
         metric: Name of the metric, for the sentence about its spread.
         spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
         looks: Planned numbers of seeds at each look; empty without.
+        tasks: Names of the tasks; empty without.
     """
 
     variants: tuple[Variant, ...]
@@ -54,6 +57,7 @@ class Plan:
     metric: str = ""
     spread: float | None = None
     looks: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
@@ -101,7 +105,7 @@ class Plan:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
         lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
         for variant in self.variants:
-            runs = [run for run in self.runs if run.variant is variant]
+            runs = [run for run in self.runs if run.variant.name == variant.name]
             finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
             swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
             what = ", ".join([*sorted(variant.off), *swaps]) or "-"
@@ -114,9 +118,10 @@ class Plan:
                 f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"
             )
         cost = "unknown" if self.seconds is None else duration(self.seconds)
+        tasks = f"{len(self.tasks)} tasks x " if self.tasks else ""
         lines.append(
-            f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
-            f"estimated time, run sequentially: {cost}"
+            f"{len(self.variants)} variants x {tasks}{len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to "
+            f"make, estimated time, run sequentially: {cost}"
         )
         return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 

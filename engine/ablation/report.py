@@ -202,6 +202,7 @@ class Report:
                 "Effects: contrasts within each seed; intervals and adjusted p: jointly over "
                 f"{count(len(factorial) - 1, 'effect')}."
             )
+        blocks += [aligned(table) for table in self._further_tables()]
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
         if warnings := self.warnings():
             blocks.append("\n".join(textwrap.fill(f"! {line}", WIDTH, subsequent_indent="  ") for line in warnings))
@@ -304,10 +305,14 @@ class Report:
             lines.append([one.name, f"{one.comparison.n}/{len(self.seeds)}", *of_it])
         return lines
 
+    def _further_tables(self) -> list[list[list[str]]]:
+        """Tables that come after these, in reports of several tasks."""
+        return []
+
     def markdown(self) -> str:
         """The table, its legend and the warnings as GitHub's Markdown."""
         parts = []
-        for table in (self._table(), self._effects_table()):
+        for table in (self._table(), self._effects_table(), *self._further_tables()):
             if table:
                 header, *lines = ([escaped_markdown(cell) for cell in line] for line in table)
                 rule = [":--"] + ["--:"] * (len(header) - 1)
@@ -373,7 +378,7 @@ class Report:
         write_page(
             self,
             path,
-            tables=[table for table in (self._table(), self._effects_table()) if table],
+            tables=[table for table in (self._table(), self._effects_table(), *self._further_tables()) if table],
             sentences=self.sentences(),
             warnings=self.warnings(),
             legend=self._legend(),

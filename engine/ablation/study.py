@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,18 +17,20 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
+from .arguments import check_build, check_workers, distinct_seeds, message_of
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, factories_of, variants_of
 from .factors import Variants, with_arguments
 from .identity import Identity
-from .lines import differences, no_metric, to_line, to_result
+from .lines import check_stored, differences, no_direction, no_metric, to_line, to_result
 from .looks import Looks
 from .plan import Plan, PlannedRun
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
 from .store import Store, StoreError
-from .trial import candidates, close_match, start, try_out
+from .tasks import Ends, check_scores, joined_plan, task_builds
+from .trial import candidates, start, try_out
 from .verdicts import check_margin
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ class Study:
 
     Args:
         build: Called as ``build(seed)`` in each run; returns a new ``Engine(..., seed=seed)`` with everything attached, and a
-            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
+            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``. None if each task has a
+            function of its own.
         metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
         mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
             `run` find.
@@ -67,6 +71,13 @@ class Study:
         looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no
             more runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
             Without, all seeds are run, and adding seeds later is reported as another look.
+        tasks: Several tasks, such as data sets, on which every variant runs with every seed: for each, by name, arguments of
+            ``build``, as in ``{"digits": {"data": load_digits}, "wine": {"data": load_wine}}``; or, without ``build``, a function
+            in its place. The report is a `TasksReport`, the runs of one task are those of the study ``study.tasks["digits"]``.
+            Not together with ``looks``.
+        scores: With tasks, the values of the metric that count as a score of 0 and of 1 in each task, such as
+            ``{"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)}`` (chance and perfection); or one pair for all. The scores of the tasks
+            are averaged, so that these values decide how much each task weighs. ``margin`` is then in units of the score.
 
     Raises:
         TypeError: for an argument of the wrong type; and if the runs are stored, no ``config`` is given, and ``build`` uses
@@ -96,7 +107,7 @@ class Study:
 
     def __init__(
         self,
-        build: Build,
+        build: Build | None = None,
         *,
         metric: str,
         mode: Literal["min", "max"] | None = None,
@@ -109,21 +120,19 @@ class Study:
         files: bool = False,
         margin: float | None = None,
         looks: Sequence[int] | None = None,
+        tasks: Mapping[str, Build | Mapping[str, Any]] | None = None,
+        scores: Mapping[str, Ends] | Ends | None = None,
     ) -> None:
-        if isinstance(build, Engine) or not callable(build):
-            raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
-        if run is not None and not callable(run):
-            raise TypeError(f"Study(run={run!r}): expected a function that takes the engine")
-        if not isinstance(metric, str) or not metric:
-            raise TypeError(f"Study(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
-        self.build = build
+        builds = task_builds(build, tasks, looks)
+        build = next(iter(builds.values()), build)
+        self.build = check_build(build, run, metric)
         self.metric = metric
         if mode is not None:
             check_choice(self, "mode", mode, ("min", "max"))
         self.mode: Literal["min", "max"] | None = mode
         self.looks = None if looks is None else Looks(looks)
         last = 8 if self.looks is None else self.looks.sizes[-1]
-        self.seeds = _seeds(range(last) if seeds is None else seeds)
+        self.seeds = distinct_seeds(range(last) if seeds is None else seeds)
         if self.looks is not None and len(self.seeds) != last:
             raise ValueError(
                 f"Study(looks={list(self.looks.sizes)}): the last look takes {last} seeds, and seeds= has {len(self.seeds)}"
@@ -140,6 +149,9 @@ class Study:
         self.files = check_bool(self, "files", files)
         self.config = dict(config or {})
         self._identity = Identity(build, run, self.config, streams, is_stored=store is not None)
+        self.task = ""
+        self.scores = check_scores(scores, builds)
+        self.tasks: Mapping[str, Study] = {name: self._of_task(name, one) for name, one in builds.items()}
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
         """The runs that `run` would make, and their estimated duration. Nothing is trained.
@@ -156,6 +168,10 @@ class Study:
                 requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
         """
         check_bool("plan", "retry_failed", retry_failed)
+        if self.tasks:
+            return joined_plan(
+                {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
+            )
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
         usual = self._usual(designs)
@@ -165,7 +181,7 @@ class Study:
             reference = start(engine, run, "the composition as built")
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
             if self.mode is None:
-                raise self._no_direction(reference)
+                raise no_direction(self.metric, reference)
             variants = variants_of(designs, candidates(engine, reference, self.handlers))
             enabled = {}
             problems = []
@@ -179,7 +195,7 @@ class Study:
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
-            listing = "\n".join(f"- {name!r}: {_message(error)}" for name, error in problems)
+            listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
             raise ValueError(
                 f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
             ) from problems[0][1]
@@ -188,7 +204,7 @@ class Study:
             for seed in self.seeds:
                 line = lines.get(self._key(variant, seed))
                 comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
-                self._check_stored(line, variant, enabled[variant.name], begins if comparable else [])
+                check_stored(line, variant, enabled[variant.name], begins if comparable else [])
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
@@ -207,7 +223,13 @@ class Study:
         Raises:
             KeyError: if a run ends without the metric, no handler announced it, and no other run has it.
         """
-        workers = _workers("run", workers)
+        workers = check_workers("run", workers)
+        if self.tasks:
+            self.plan(*designs)  # an invalid variant of the last task is an error before the first one runs
+            made = {
+                name: one.run(*designs, workers=workers, retry_failed=retry_failed) for name, one in self.tasks.items()
+            }
+            return self._of_tasks(made)
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
@@ -220,7 +242,7 @@ class Study:
         """Make stored runs again and compare them with the store, bit for bit; the store stays as it is.
 
         Args:
-            k: Number of runs to make again, spread evenly over the finished ones.
+            k: Number of runs to make again, spread evenly over the finished ones; with tasks, of each task.
             designs: As for `run`.
             workers: As for `run`.
 
@@ -232,6 +254,8 @@ class Study:
             ValueError: if the store has no finished run of these designs.
         """
         check_int("verify", "k", k)
+        if self.tasks:
+            return tuple(run for one in self.tasks.values() for run in one.verify(k, *designs, workers=workers))
         plan = self.plan(*designs)
         lines = self.store.read()
         stored = [run for run in plan.runs if run.status == "finished"]
@@ -240,7 +264,7 @@ class Study:
         count = min(k, len(stored))
         chosen = [stored[round(i * (len(stored) - 1) / max(1, count - 1))] for i in range(count)]
         problems = []
-        for place, outcome in outcomes(self._tasks(chosen, factories_of(designs)), _workers("verify", workers)):
+        for place, outcome in outcomes(self._tasks(chosen, factories_of(designs)), check_workers("verify", workers)):
             if found := differences(lines[chosen[place].key], outcome):
                 problems.append(f"- {chosen[place].variant.name!r} with seed {chosen[place].seed}: {found}")
         if problems:
@@ -259,9 +283,11 @@ class Study:
         """
         from .report import Report
 
+        if self.tasks:
+            return self._of_tasks({name: one.report(*designs) for name, one in self.tasks.items()})
         plan = plan or self.plan(*designs)
         if self.mode is None:
-            raise self._no_direction(())
+            raise no_direction(self.metric, ())
         results = self.results(plan)
         report_equal_runs(results)
         return Report(
@@ -276,7 +302,15 @@ class Study:
         )
 
     def results(self, plan: Plan) -> list[Result]:
-        """The stored results of a plan, variant by variant."""
+        """The stored results of a plan, variant by variant.
+
+        Raises:
+            ValueError: if the study has tasks, each of which has results of its own.
+        """
+        if self.tasks:
+            raise ValueError(
+                f"results(): the study has tasks; plan and ask one of them: study.tasks[{next(iter(self.tasks))!r}]"
+            )
         lines = self.store.read()
         found = []
         for variant in plan.variants:
@@ -290,6 +324,22 @@ class Study:
         lines = self.store.read()
         found = (lines.get(run.key, {}).get("look") for run in plan.runs)
         return sorted({look for look in found if look is not None})
+
+    def _of_task(self, name: str, build: Build) -> Study:
+        """The study of one task, with the same store."""
+        one = copy.copy(self)
+        one.build, one.task, one.tasks, one.scores = build, name, {}, {}
+        is_stored = self.store.path is not None
+        one._identity = Identity(build, self.own_run, self.config, self.streams, is_stored=is_stored, task=name)
+        if self.margin is not None:
+            zero, full = self.scores[name]
+            one.margin = self.margin * abs(full - zero)
+        return one
+
+    def _of_tasks(self, reports: Mapping[str, Report]) -> Report:
+        from .task_report import TasksReport
+
+        return TasksReport(reports, self.scores, margin=self.margin)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -316,28 +366,6 @@ class Study:
 
     def _key(self, variant: Variant, seed: int) -> str:
         return self._identity.key(variant, seed)
-
-    def _check_stored(
-        self, line: Mapping[str, Any] | None, variant: Variant, enabled: list[str], begins: Sequence[str]
-    ) -> None:
-        """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now."""
-        if line is None or line["error"] is not None:
-            return
-        what = ""
-        if line["handlers"] != enabled:
-            differing = sorted({*line["handlers"]} ^ {*enabled})
-            what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
-        else:
-            names = [
-                name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
-            ]
-            if names:
-                what = f"began with other {' and other '.join(names)} than a run would begin with now"
-        if what:
-            raise ValueError(
-                f"the stored run of {variant.name!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use "
-                "another store"
-            )
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         took: dict[str, list[float]] = {}
@@ -369,6 +397,7 @@ class Study:
                         status,
                         status == "missing" or (retry_failed and status == "failed"),
                         sum(known) / len(known) if known else None,
+                        self.task,
                     )
                 )
         results = [
@@ -467,29 +496,3 @@ class Study:
             finally:
                 if (close := getattr(made, "close", None)) is not None:
                     close()
-
-    def _no_direction(self, there: Iterable[str]) -> ValueError:
-        names = sorted(there)
-        return ValueError(
-            f"Study(metric={self.metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
-            f"Announced metrics: {', '.join(names) or 'none'}{close_match(self.metric, names)}"
-        )
-
-
-def _seeds(seeds: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(seeds, int) or not isinstance(seeds, Iterable):
-        raise TypeError(f"Study(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
-    found = tuple(check_int("Study", "seeds", seed, least=0) for seed in seeds)
-    if not found:
-        raise ValueError("Study(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
-    if len(set(found)) < len(found) or max(found) >= 2**32:
-        raise ValueError(f"Study(seeds={list(found)}): expected distinct ints less than 2**32")
-    return found
-
-
-def _workers(method: str, workers: int | Executor) -> int | Executor:
-    return workers if callable(getattr(workers, "submit", None)) else check_int(method, "workers", workers, least=0)
-
-
-def _message(error: Exception) -> str:
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else f"{error}"
