@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from .cost_ratios import Cost, cost_table, costs
     from .joint import intervals, step_down
+    from .metrics_report import MetricsReport
     from .pictures import plot_curves, plot_pareto
     from .power import detectable, power
     from .report import Report
@@ -49,6 +50,7 @@ __all__ = [
     "Folds",
     "KFold",
     "LeaveOneOut",
+    "MetricsReport",
     "OneAtATime",
     "Plan",
     "PlannedRun",
@@ -90,6 +92,7 @@ _LAZY = {
     "Comparison": "statistics",
     "Cost": "cost_ratios",
     "Effect": "statistics",
+    "MetricsReport": "metrics_report",
     "Report": "report",
     "Row": "rows",
     "TasksReport": "task_report",

@@ -139,8 +139,8 @@ def bootstrap_interval(
 ) -> Floats:
     """The percentile interval of a statistic by the stratified bootstrap.
 
-    Each matrix is resampled by itself, as if the groups of runs had nothing in common. One array of indices resamples them together;
-    `probability_of_improvement` would then be biased, since it compares each run with those of all other seeds.
+    Each matrix is resampled by itself, as if the groups of runs had nothing in common. One array of indices resamples them
+    together; `probability_of_improvement` would then be biased, since it compares each run with those of all other seeds.
 
     Args:
         statistic: Function of as many matrices, such as `interquartile_mean`.

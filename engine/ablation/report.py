@@ -6,10 +6,12 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from os import PathLike
 from typing import Any, Literal
+
+from signalfire.state import did_you_mean
 
 from ..markup import preformatted
 from .formats import (
@@ -30,6 +32,7 @@ from .formats import (
 from .frames import framed, record_of, records_of_runs
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
+from .metrics_report import Correction, MetricsReport
 from .orders import Cumulative, Shapley
 from .paper import methods, write_page
 from .plot import draw
@@ -180,6 +183,49 @@ class Report:
                 both = compare([(a + b) / 2 for a, b in zip(means[::2], means[1::2], strict=True)], level=self.level)
                 found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
         return found
+
+    def metrics(self, metrics: Mapping[str, Literal["min", "max"]], *, correction: Correction = "all") -> MetricsReport:
+        """Compare several metrics of the same runs, with p-values and intervals adjusted over all of them.
+
+        Args:
+            metrics: Whether smaller ("min") or larger ("max") is better, by the name of the metric.
+            correction: "all": all variants and metrics are one family; "variants": those of one metric.
+
+        Raises:
+            KeyError: for a metric that no run has.
+            ValueError: with planned looks, whose error is that of one metric.
+
+        Example:
+            >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
+            >>> def run(name, seed, loss):
+            ...     return Result(name, seed, loss, {"loss": loss, "accuracy": 1 - loss / 2})
+            >>> runs = [run("baseline", seed, 0.5 + seed / 100) for seed in range(6)]
+            >>> runs += [run("- ema", seed, 0.6 + seed / 50) for seed in range(6)]
+            >>> report = Report(runs, variants, metric="loss", mode="min")
+            >>> [(row.name, row.adjusted) for row in report.metrics({"loss": "min", "accuracy": "max"}).rows]
+            [('loss', 0.03125), ('accuracy', 0.03125)]
+        """
+        if self.looks is not None:
+            raise ValueError("metrics(): the study follows planned looks, which are those of one metric")
+        there = {name for one in self._results for name in one.metrics}
+        reports = {}
+        for name, mode in metrics.items():
+            if name not in there:
+                raise KeyError(
+                    f"metrics(metrics={{{name!r}: {mode!r}}}): no run has this metric; there are: "
+                    f"{', '.join(sorted(there)) or 'none'}{did_you_mean(name, sorted(there))}"
+                )
+            reports[name] = Report(
+                [replace(one, value=None if one.error else one.metrics.get(name)) for one in self._results],
+                self._variants,
+                metric=name,
+                mode=mode,
+                baseline=self.baseline,
+                level=self.level,
+                seeds=self.seeds,
+                margin=self.margin if name == self.metric else None,
+            )
+        return MetricsReport(reports, correction)
 
     def warnings(self) -> list[str]:
         """What limits the conclusions: failed and missing runs, and too few seeds."""
