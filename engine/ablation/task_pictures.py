@@ -59,7 +59,9 @@ def draw_profiles(
     others = [name for name in profiles if name != baseline] or [baseline]
     columns = min(len(others), 3 if len(others) <= 9 else 5)
     rows = -(-len(others) // columns)
-    figure = _figure(max(5.0, 2.6 * columns), 0.9 + 2.0 * rows)
+    names = {name: _wrapped(name, 30) for name in others}
+    lines = max(one.count("\n") for one in names.values())
+    figure = _figure(max(5.0, 2.6 * columns), 0.9 + (2.0 + 0.16 * lines) * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes in panels[len(others) :]:
         axes.set_visible(False)
@@ -69,7 +71,7 @@ def draw_profiles(
                 one = profiles[which]
                 axes.step(one.taus, one.shares, where="post", color=colour, linewidth=1.4)
                 axes.fill_between(one.taus, one.low, one.high, step="post", color=colour, alpha=0.2, linewidth=0)
-        axes.set_title(_plain(textwrap.shorten(name, 30)), fontsize="small", color=BLUE if name != baseline else GREY)
+        axes.set_title(names[name], fontsize="small", color=BLUE if name != baseline else GREY)
         axes.set_ylim(-0.03, 1.03)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
@@ -99,7 +101,9 @@ def draw_aggregates(
     """
     if not found:
         raise ValueError("plot_aggregates(): no seed has runs of all variants and tasks; make the missing runs first")
-    figure = _figure(9.5, 1.5 + 0.32 * len(found))
+    names = {name: _wrapped(name, 34) for name in found}
+    lines = max(one.count("\n") for one in names.values())
+    figure = _figure(9.5, 1.5 + (0.32 + 0.16 * lines) * len(found))
     panels = figure.subplots(1, 3, sharey=True)
     for column, (axes, title) in enumerate(zip(panels, TITLES, strict=True)):
         for place, (name, parts) in enumerate(found.items()):
@@ -111,16 +115,22 @@ def draw_aggregates(
         if column == 2:
             axes.axvline(0.5, color="0.45", linewidth=1, linestyle="--", zorder=0)
             axes.set_xlim(-0.02, 1.02)
-        axes.set_title(_plain(title.format(baseline=textwrap.shorten(baseline, 20))), fontsize="small")
+        axes.set_title(_wrapped(title.format(baseline=baseline), 36), fontsize="small")
         axes.set_ylim(len(found) - 0.5, -0.5)
         axes.grid(axis="y", color="0.93", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(labelsize=8, length=0)
         axes.locator_params(axis="x", nbins=5)
-    panels[0].set_yticks(range(len(found)), [_plain(textwrap.shorten(name, 34)) for name in found])
+    panels[0].set_yticks(range(len(found)), list(names.values()))
     figure.supxlabel(f"bars: {100 * level:g} % intervals of the stratified bootstrap", fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The text in lines of so many characters; none of it is left out, as the ends of long names tell them apart."""
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width)]
+    return _plain("\n".join(lines))
 
 
 def _plain(text: str) -> str:
