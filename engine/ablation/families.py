@@ -22,10 +22,14 @@ class Member(Protocol):
 
     metric: str
     mode: Literal["min", "max"]
+    baseline: str
     level: float
     margin: float | None
     rows: list[Row]
     digits: int | None
+
+    @property
+    def comparisons(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from signalfire.checks import check_choice
 
 from ..markup import preformatted
-from .families import Joined, join, joined_table
+from .families import Joined, Member, join, joined_table
 from .formats import WIDTH, aligned, count
 from .frames import framed
-
-if TYPE_CHECKING:
-    from .report import Report
 
 __all__ = ["Correction", "MetricsReport"]
 
 Correction = Literal["all", "variants"]
+R = TypeVar("R", bound=Member)
 
 
-class MetricsReport:
+class MetricsReport(Generic[R]):
     """The comparisons of several metrics of the same runs; :meth:`Report.metrics` makes it.
 
     Who looks at five metrics finds a difference in one of them by chance more often than in 5 % of studies. With
@@ -40,7 +38,7 @@ class MetricsReport:
         rows: The comparisons, metric by metric.
     """
 
-    def __init__(self, reports: Mapping[str, Report], correction: Correction = "all") -> None:
+    def __init__(self, reports: Mapping[str, R], correction: Correction = "all") -> None:
         check_choice("metrics", "correction", correction, ("all", "variants"))
         if not reports:
             raise ValueError(

@@ -142,6 +142,11 @@ class Report:
         """Number of variants compared with the baseline: the size of the family."""
         return len(self.rows) - 1
 
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results of all runs, as given."""
+        return tuple(self._results)
+
     def effects(self, order: int = 2) -> list[Effect]:
         """Main effects and interactions, if the variants are a full factorial design (:func:`effects`).
 
@@ -184,7 +189,9 @@ class Report:
                 found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
         return found
 
-    def metrics(self, metrics: Mapping[str, Literal["min", "max"]], *, correction: Correction = "all") -> MetricsReport:
+    def metrics(
+        self, metrics: Mapping[str, Literal["min", "max"]], *, correction: Correction = "all"
+    ) -> MetricsReport[Report]:
         """Compare several metrics of the same runs, with p-values and intervals adjusted over all of them.
 
         Args:

@@ -297,7 +297,7 @@ class TasksReport(Report):
     def _overall(self, first: Report) -> list[Result]:
         """One result for each variant and seed of which all tasks ran: the mean score, and the costs of all tasks together."""
         found = []
-        costs = {(name, one.variant, one.seed): one for name, task in self.tasks.items() for one in task._results}
+        costs = {(name, one.variant, one.seed): one for name, task in self.tasks.items() for one in task.results}
         rows = {(name, row.variant.name): row for name, task in self.tasks.items() for row in task.rows}
         for row in first.rows:
             variant = row.variant.name

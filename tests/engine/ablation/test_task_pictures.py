@@ -50,7 +50,7 @@ def written(figure: Figure) -> list[Text]:
                 if not low - 1e-9 <= float(tick.get_loc()) <= high + 1e-9:
                     hidden |= {tick.label1, tick.label2}
         if not axes.get_visible():
-            hidden |= set(axes.findobj(Text))  # type: ignore[arg-type]
+            hidden |= set(axes.findobj(Text))
     every = [one for one in figure.findobj(Text) if isinstance(one, Text)]
     return [one for one in every if one not in hidden and one.get_visible() and one.get_text().strip()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def test_every_form_of_the_report_has_the_tasks(tmp_path: Path) -> None:
         ({"level": 0.9}, "different levels"),
     ],
 )
-def test_reports_on_other_runs_are_no_tasks_of_one_study(change: Mapping[str, Any], message: str) -> None:
+def test_reports_on_other_runs_are_no_tasks_of_one_study(change: dict[str, Any], message: str) -> None:
     runs = [Result(name, seed, 0.5) for name in NAMES for seed in range(2)]
     options: dict[str, Any] = {"metric": "accuracy", "mode": "max"}
     one, other = Report(runs, VARIANTS, **options), Report(runs, VARIANTS, **options | change)

@@ -20,7 +20,7 @@ from signalfire.ablation import LeaveOneOut, Plan, StoreError, Study, TasksRepor
 from signalfire.handlers import Average, GradientClipping, GradientNoise, Metrics
 
 DESIGN = LeaveOneOut(["gradient_clipping"])
-TASKS = {"steep": {"slope": 3.0}, "flat": {"slope": 0.5, "samples": 6}}
+TASKS: dict[str, dict[str, Any]] = {"steep": {"slope": 3.0}, "flat": {"slope": 0.5, "samples": 6}}
 SCORES = {"steep": (20.0, 0.0), "flat": (2.0, 0.0)}
 
 
