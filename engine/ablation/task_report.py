@@ -90,6 +90,7 @@ class TasksReport(Report):
         TypeError, ValueError: if a task has no scores, or the reports have different variants, seeds, metrics or directions.
 
     Example:
+        >>> from signalfire.ablation import Variant
         >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
         >>> def report(chance):
         ...     runs = [Result("baseline", seed, chance + seed / 100) for seed in range(6)]
@@ -97,7 +98,7 @@ class TasksReport(Report):
         ...     return Report(runs, variants, metric="accuracy", mode="max")
         >>> both = TasksReport({"digits": report(0.7), "wine": report(0.8)}, {"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)})
         >>> print(both.sentences()[0])
-        Without ema, score fell by 0.019 (95 % interval 0.013 to 0.026, p = 0.031, 6 seeds): it contributes.
+        Without ema, score fell by 0.020 (95 % interval 0.013 to 0.026, p = 0.031, 6 seeds): it contributes.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def score(value: float, ends: Ends) -> float:
     """The score of a value: 0 and 1 at the ends, and linear, also beyond them.
 
     Example:
-        >>> score(0.55, (0.1, 1.0)), score(0.5, (2.0, 0.0))
+        >>> score(0.75, (0.5, 1.0)), score(0.5, (2.0, 0.0))
         (0.5, 0.75)
     """
     zero, one = ends
