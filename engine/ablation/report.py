@@ -362,6 +362,10 @@ class Report:
         """Tables that come after these, in reports of several tasks."""
         return []
 
+    def _further_pictures(self) -> list[tuple[str, str]]:
+        """Titles and SVG of pictures that come after these, likewise."""
+        return []
+
     def markdown(self) -> str:
         """The table, its legend and the warnings as GitHub's Markdown."""
         parts = []
@@ -435,6 +439,7 @@ class Report:
             sentences=self.sentences(),
             warnings=self.warnings(),
             legend=self._legend(),
+            pictures=self._further_pictures(),
         )
 
     def to_dict(self) -> dict[str, Any]:

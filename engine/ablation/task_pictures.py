@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +41,21 @@ class Profile(NamedTuple):
 
 
 def draw_profiles(
-    profiles: Mapping[str, Profile], path: str | PathLike[str], *, baseline: str = BASELINE, level: float = 0.95
+    profiles: Mapping[str, Profile],
+    path: str | PathLike[str] | TextIO,
+    *,
+    baseline: str = BASELINE,
+    level: float = 0.95,
+    format: str | None = None,
 ) -> None:
     """Plot each performance profile in a panel, beside that of the baseline in grey.
 
     Args:
         profiles: The profiles by variant.
-        path: File to write; its extension sets the format.
+        path: File to write, or an open one.
         baseline: Name of the variant that all panels show.
         level: Level of the intervals, for the caption.
+        format: The format, such as "svg"; by default that of the extension.
 
     Raises:
         ValueError: without any profile.
@@ -78,23 +84,25 @@ def draw_profiles(
     caption = f"score (grey: {baseline}; bands: pointwise {100 * level:g} % intervals of the bootstrap)"
     figure.supxlabel("\n".join(textwrap.wrap(_plain(caption), 60 if columns == 1 else 100)), fontsize="small")
     figure.supylabel("share of runs above", fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=format)
 
 
 def draw_aggregates(
     found: Mapping[str, Sequence[Ends | None]],
-    path: str | PathLike[str],
+    path: str | PathLike[str] | TextIO,
     *,
     baseline: str = BASELINE,
     level: float = 0.95,
+    format: str | None = None,
 ) -> None:
     """Plot interquartile mean, optimality gap and probability of improvement, a line for each variant.
 
     Args:
         found: For each variant three triples of a value and the ends of its interval; None where there is no number.
-        path: File to write; its extension sets the format.
+        path: File to write, or an open one.
         baseline: Name of the variant in grey.
         level: Level of the intervals, for the caption.
+        format: The format, such as "svg"; by default that of the extension.
 
     Raises:
         ValueError: without any variant.
@@ -124,7 +132,7 @@ def draw_aggregates(
         axes.locator_params(axis="x", nbins=5)
     panels[0].set_yticks(range(len(found)), list(names.values()))
     figure.supxlabel(f"bars: {100 * level:g} % intervals of the stratified bootstrap", fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=format)
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +73,7 @@ class TasksReport(Report):
     baseline. A seed of which the run of any task failed counts as failed. Tests and intervals are those of `Report`. They are
     about these tasks: no claim is made for others.
 
-    Beside that, ``print`` shows interquartile mean, optimality gap and probability of improvement, as :mod:`rliable` defines them
+    Beside that, ``print`` shows interquartile mean, optimality gap and probability of improvement, as rliable defines them
     (:mod:`signalfire.ablation.aggregate`), and the comparisons of each task, adjusted over all variants and tasks.
 
     Args:
@@ -191,19 +192,21 @@ class TasksReport(Report):
             for name, own in matrices.items()
         }
 
-    def plot_profiles(self, path: str | PathLike[str]) -> None:
+    def plot_profiles(self, path: str | PathLike[str] | TextIO, format: str | None = None) -> None:
         """Plot the performance profile of each variant in a panel, with that of the baseline in grey.
 
         Args:
-            path: File to write; its extension sets the format, such as .png, .pdf or .svg.
+            path: File to write, or an open one.
+            format: The format, such as "svg"; by default that of the extension: .png, .pdf or .svg.
         """
-        draw_profiles(self.profiles(), path, baseline=self.baseline, level=self.level)
+        draw_profiles(self.profiles(), path, baseline=self.baseline, level=self.level, format=format)
 
-    def plot_aggregates(self, path: str | PathLike[str]) -> None:
+    def plot_aggregates(self, path: str | PathLike[str] | TextIO, format: str | None = None) -> None:
         """Plot interquartile mean, optimality gap and probability of improvement of each variant with their intervals.
 
         Args:
-            path: File to write; its extension sets the format.
+            path: File to write, or an open one.
+            format: The format, as for `plot_profiles`.
         """
         found = {
             one.variant: [
@@ -212,7 +215,7 @@ class TasksReport(Report):
             ]
             for one in self.aggregates
         }
-        draw_aggregates(found, path, baseline=self.baseline, level=self.level)
+        draw_aggregates(found, path, baseline=self.baseline, level=self.level, format=format)
 
     def sentences(self) -> list[str]:
         """The findings in words: on the mean score, and on each task of which the comparison shows something."""
@@ -272,6 +275,15 @@ class TasksReport(Report):
             *([self._aggregate_table()] if self.aggregates else []),
             joined_table(self.by_task, digits, "task", self.level),
         ]
+
+    def _further_pictures(self) -> list[tuple[str, str]]:
+        found = []
+        for title, plot in (("Aggregates", self.plot_aggregates), ("Performance profiles", self.plot_profiles)):
+            picture = io.StringIO()
+            if self.complete:
+                plot(picture, format="svg")
+                found.append((title, picture.getvalue()))
+        return found
 
     def _aggregate_table(self) -> list[list[str]]:
         lines = [["variant", "interquartile mean", "optimality gap", "P(better than baseline)"]]

@@ -183,7 +183,7 @@ def test_the_runs_of_each_task_are_drawn_apart_and_the_same_each_time() -> None:
 def test_resampling_two_matrices_together_is_not_what_happens_by_default() -> None:
     scores = np.array(matrix(0))
     apart = bootstrap_interval(probability_of_improvement, scores, scores)
-    assert apart[0] < 0.5 < apart[1]
+    assert apart[0] < 0.45 < 0.55 < apart[1]
     together = bootstrap_interval(probability_of_improvement, scores, scores, indices=resamples(RUNS, TASKS))
     assert together.tolist() == pytest.approx([0.5, 0.5])
 

@@ -97,6 +97,14 @@ def test_failed_runs_count_in_every_metric_and_a_metric_that_one_run_lacks_is_a_
     assert list(rows["f1", "- mixup"].failed) == [1]
     assert rows["accuracy", "- mixup"].failures is None
     assert "*: runs failed" in str(several)
+    assert [one.value for one in several.reports["accuracy"].results if one.error] == [None]
+
+
+def test_a_margin_is_that_of_the_metric_of_the_study() -> None:
+    several = report(results(random.Random(4)), margin=20.0).metrics(MODES)
+    assert {name: one.margin for name, one in several.reports.items()} == {"loss": 20.0, "accuracy": None, "f1": None}
+    assert [row.conclusion.verdict for row in several.rows[:2]] == ["equivalent"] * 2
+    assert [row.conclusion.verdict for row in several.rows[2:]] == ["undecided"] * 4
 
 
 def test_its_frame_has_one_row_for_each_comparison() -> None:

@@ -165,6 +165,7 @@ def test_a_failed_run_counts_as_worst_and_is_named() -> None:
     assert list(report.rows[1].failed) == [2]
     assert report.rows[1].verdict != "better"
     assert report.floored == 1
+    assert [(one.variant, one.seed, one.value) for one in report.results if one.error] == [("- ema", 2, None)]
     assert "1 failed run counts in aggregates and profiles as the lowest score of the task, and at most as 0." in (
         report.warnings()
     )
@@ -182,6 +183,20 @@ def test_variants_of_which_runs_fail_are_never_called_better() -> None:
     assert report.rows[1].verdict == "undecided"
     (digits, *_) = report.by_task
     assert (digits.name, digits.conclusion.verdict) == ("digits", "undecided")
+
+
+def test_failed_runs_of_a_task_rank_below_all_finished_ones() -> None:
+    found = values(7)
+    for seed in range(3):
+        found["digits", "- ema"][seed] = None
+    report = report_of(found)
+    (digits, *_) = report.by_task
+    # All 8 pairs are worse; the 5 that finished could not show it.
+    assert (digits.name, digits.conclusion.verdict) == ("digits", "worse")
+    assert digits.adjusted == 2 / 2**8
+    line = next(line for line in str(report).splitlines() if line.startswith("digits: - ema"))
+    assert line.split()[3] == "5/8"
+    assert line.split()[4].endswith("*")
 
 
 def test_seeds_that_have_not_run_everywhere_are_left_out_and_named() -> None:
@@ -229,7 +244,8 @@ def test_every_form_of_the_report_has_the_tasks(tmp_path: Path) -> None:
     report.html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "digits: - ema" in page
-    assert "optimality gap" in page
+    assert page.count("<svg") == 3
+    assert all(f"<h2>{title}</h2>" in page for title in ("Aggregates", "Performance profiles"))
     assert report.csv().count("\n") == 4
 
 
