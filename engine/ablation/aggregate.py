@@ -159,7 +159,7 @@ def bootstrap_interval(
     Example:
         >>> low, high = bootstrap_interval(interquartile_mean, [[0.1, 0.5], [0.2, 0.4], [0.3, 0.6]])
         >>> print(f"{low:.3f} to {high:.3f}")
-        0.225 to 0.450
+        0.275 to 0.425
     """
     if not 0 < level < 1:
         raise ValueError(f"bootstrap_interval(level={level!r}): expected a number between 0 and 1, such as 0.95")
