@@ -5,7 +5,7 @@ as resampling makes them, and then return one number for each.
 
 Intervals are percentiles of a stratified bootstrap: the runs of each task are resampled apart, the tasks stay. They say how the
 numbers vary with the seeds, for these tasks. With few runs they are too short: for five runs of one task, 95 % intervals of a
-mean cover 78 to 84 %. Whether a variant differs is for the sign-flip test to say (:mod:`signalfire.ablation.joint`).
+mean cover 77 to 85 %. Whether a variant differs is for the sign-flip test to say (:mod:`signalfire.ablation.joint`).
 
 Source: Agarwal, Schwarzer, Castro, Courville and Bellemare, Deep Reinforcement Learning at the Edge of the Statistical Precipice,
 NeurIPS 2021, https://arxiv.org/abs/2108.13264
