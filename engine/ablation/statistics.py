@@ -3,7 +3,7 @@
 Runs of two variants with the same seed share initialisation, data order and dropout, so the difference within each seed is
 analysed. Seeds are few, often 5 to 10, which determines the methods:
 
-- *Interval*: Student's t of the paired differences. A percentile bootstrap is not used: it has the quantiles of a normal
+- *Interval*: Student's t of the paired differences. A percentile bootstrap is not used for them: it has the quantiles of a normal
   distribution and a spread that is too small by sqrt((n - 1) / n). Its 95 % intervals covered 77 to 85 % with 5 seeds, where
   those of Student-t covered 95 to 97 %, and 87 % where the differences are as skewed as an exponential distribution
   (tests/campaigns/calibration.py, with the results beside it).
