@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Literal, Protocol
 
 from .failures import failures_of, signed_ranks
-from .formats import number_text, p_text
+from .formats import p_text
 from .joint import intervals, step_down
 from .rows import Row
 from .statistics import exact
@@ -26,7 +26,6 @@ class Member(Protocol):
     level: float
     margin: float | None
     rows: list[Row]
-    digits: int | None
 
     @property
     def comparisons(self) -> int: ...
@@ -80,12 +79,11 @@ def join(reports: Mapping[str, Member]) -> list[Joined]:
     return found
 
 
-def joined_table(found: Sequence[Joined], digits: Mapping[str, int | None], what: str, level: float) -> list[list[str]]:
-    """The header and one line for each comparison.
+def joined_table(found: Sequence[Joined], what: str, level: float) -> list[list[str]]:
+    """The header and one line for each comparison, with three significant digits, as their units differ.
 
     Args:
         found: The comparisons.
-        digits: Number of decimals, by the name of the report.
         what: What the reports are: the first column's title.
         level: Level of the intervals.
     """
@@ -95,11 +93,10 @@ def joined_table(found: Sequence[Joined], digits: Mapping[str, int | None], what
         if comparison is None or comparison.n == 0:
             lines.append([f"{one.name}: {one.variant}", f"0/{one.row.planned}", *["-"] * 5])
             continue
-        places = digits[one.name]
         has_interval = one.row.failures is None and comparison.sd > 0 and abs(end.high - end.low) < float("inf")
-        interval = f"[{number_text(end.low, places)}, {number_text(end.high, places)}]" if has_interval else "-"
+        interval = f"[{end.low:.3g}, {end.high:.3g}]" if has_interval else "-"
         mark = "" if one.row.failures is None else "*"
-        cells = [f"{comparison.n}/{one.row.planned}", f"{number_text(comparison.mean, places)}{mark}", interval]
+        cells = [f"{comparison.n}/{one.row.planned}", f"{comparison.mean:.3g}{mark}", interval]
         lines.append(
             [f"{one.name}: {one.variant}", *cells, p_text(one.row.p), p_text(one.adjusted), end.verdict],
         )

@@ -51,7 +51,6 @@ class MetricsReport(Generic[R]):
 
     def __str__(self) -> str:
         first = next(iter(self.reports.values()))
-        digits = {name: one.digits for name, one in self.reports.items()}
         better = ", ".join(
             f"{name} {'larger' if one.mode == 'max' else 'smaller'}" for name, one in self.reports.items()
         )
@@ -64,7 +63,7 @@ class MetricsReport(Generic[R]):
         )
         if any(row.row.failures for row in self.rows):
             legend += " *: runs failed; tests and verdicts are those of signed ranks, the difference is that of finished pairs."
-        return f"{aligned(joined_table(self.rows, digits, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"
+        return f"{aligned(joined_table(self.rows, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"
 
     def _repr_html_(self) -> str:
         return preformatted(self)

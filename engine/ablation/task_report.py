@@ -40,8 +40,8 @@ class Estimate:
 
     Attributes:
         value: The number, from all runs.
-        low: Lower end of the percentile interval of a stratified bootstrap.
-        high: Upper end.
+        low: Lower end of the percentile interval of a stratified bootstrap; NaN for a single seed.
+        high: Upper end, likewise.
     """
 
     value: float
@@ -159,7 +159,7 @@ class TasksReport(Report):
         baseline = self.matrix(self.baseline)
 
         def estimate(statistic: Callable[..., Floats], *scores: Floats) -> Estimate:
-            low, high = bootstrap_interval(statistic, *scores, level=self.level)
+            low, high = self._interval(statistic, *scores)
             return Estimate(float(statistic(*scores)), float(low), float(high))
 
         found = []
@@ -187,10 +187,12 @@ class TasksReport(Report):
         def profile(scores: Floats) -> Floats:
             return performance_profile(scores, chosen)
 
-        return {
-            name: Profile(chosen, profile(own), *bootstrap_interval(profile, own, level=self.level))
-            for name, own in matrices.items()
-        }
+        return {name: Profile(chosen, profile(own), *self._interval(profile, own)) for name, own in matrices.items()}
+
+    def _interval(self, statistic: Callable[..., Floats], *scores: Floats) -> Floats:
+        """The percentile interval; NaN for a single seed, of which all resamples are equal: no width would claim certainty."""
+        found = bootstrap_interval(statistic, *scores, level=self.level)
+        return found if len(self.complete) > 1 else np.full_like(found, np.nan)
 
     def plot_profiles(self, path: str | PathLike[str] | TextIO, format: str | None = None) -> None:
         """Plot the performance profile of each variant in a panel, with that of the baseline in grey.
@@ -270,10 +272,9 @@ class TasksReport(Report):
         return content
 
     def _further_tables(self) -> list[list[list[str]]]:
-        digits = {name: task.digits for name, task in self.tasks.items()}
         return [
             *([self._aggregate_table()] if self.aggregates else []),
-            joined_table(self.by_task, digits, "task", self.level),
+            joined_table(self.by_task, "task", self.level),
         ]
 
     def _further_pictures(self) -> list[tuple[str, str]]:
@@ -342,7 +343,9 @@ class TasksReport(Report):
 
 
 def _text(part: Estimate | None) -> str:
-    return "-" if part is None else f"{part.value:.3f} [{part.low:.3f}, {part.high:.3f}]"
+    if part is None or math.isnan(part.low):
+        return "-" if part is None else f"{part.value:.3f}"
+    return f"{part.value:.3f} [{part.low:.3f}, {part.high:.3f}]"
 
 
 def _alike(reports: Mapping[str, Report]) -> Report:

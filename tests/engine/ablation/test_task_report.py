@@ -214,6 +214,25 @@ def test_seeds_that_have_not_run_everywhere_are_left_out_and_named() -> None:
     assert "interquartile" not in str(nothing)
 
 
+def test_a_single_seed_has_no_interval_that_would_claim_certainty(tmp_path: Path) -> None:
+    report = report_of(values(8, seeds=1))
+    (baseline, *_) = report.aggregates
+    assert math.isnan(baseline.interquartile_mean.low)
+    assert baseline.interquartile_mean.value == pytest.approx(
+        float(interquartile_mean(scores(values(8, seeds=1), "baseline")))
+    )
+    shown = [line.split() for line in str(report).splitlines() if line.startswith("baseline")][1]
+    assert shown == [
+        "baseline",
+        f"{baseline.interquartile_mean.value:.3f}",
+        f"{baseline.optimality_gap.value:.3f}",
+        "-",
+    ]
+    assert report.to_dict()["aggregates"][0]["interquartile_mean"]["low"] is None
+    assert np.isnan(report.profiles()["- ema"].low).all()
+    report.html(tmp_path / "report.html")
+
+
 def test_smaller_values_may_be_better() -> None:
     def report(shift: float) -> Report:
         runs = [Result("baseline", seed, 1.0 + shift + seed / 10) for seed in range(6)]
