@@ -117,6 +117,22 @@ def check_distillation(folder: Path) -> None:
     assert is_picture(folder / "runs" / "distillation" / "distillation.png")
 
 
+def check_tabular_tasks(folder: Path) -> None:
+    output = run("tabular_tasks.py", "--seeds", "2", "--epochs", "10", folder=folder)
+    assert "2 variants x 3 tasks x 2 seeds: 12 of 12 runs to make" in output
+    (mean,) = re.findall(r"^baseline +([\d.]+) \[", output, re.MULTILINE)
+    assert float(mean) > 0.5, "it has learned something in all tasks"
+    assert re.search(
+        r"^With sharpness_aware_minimization, 2 seeds are too few to say in which direction score changes",
+        output,
+        re.MULTILINE,
+    ), output
+    for task in ("digits", "wine", "cancer"):
+        assert re.search(rf"^{task}: \+ sharpness_aware_minimization +2/2 .* undecided$", output, re.MULTILINE), output
+    assert is_picture(folder / "runs" / "tabular_tasks" / "profiles.png")
+    assert is_picture(folder / "runs" / "tabular_tasks" / "aggregates.png")
+
+
 def check_finders(folder: Path) -> None:
     output = run("finders.py", "--rates", "0.1", "1", folder=folder)
     assert re.match(r"learning rates from 1e-05, \d+ steps, diverged at [\d.]+: suggestion [\d.]+\n", output), output
@@ -157,6 +173,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "distributed.py": check_distributed,
     "ablation.py": check_ablation,
     "distillation.py": check_distillation,
+    "tabular_tasks.py": check_tabular_tasks,
     "finders.py": check_finders,
     "configured.py": check_configured,
     "hydra_config.py": check_hydra,

@@ -731,6 +731,27 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_of_200_studies_none_advises_against_a_handler_that_prevents_collapses",
         ],
     },
+    "X8 several tasks and metrics": {
+        "engine/ablation/test_tasks.py": [
+            "test_each_task_has_the_runs_that_a_study_of_it_alone_has",
+            "test_the_store_keeps_the_runs_of_tasks_apart_even_where_they_are_built_alike",
+        ],
+        "engine/ablation/test_aggregate.py": [
+            "test_points_are_those_of_the_definitions_and_of_scipy",
+            "test_intervals_are_quantiles_over_the_resamples",
+            "test_points_and_intervals_are_those_of_rliable_with_the_same_resamples",
+        ],
+        "engine/ablation/test_task_report.py": [
+            "test_the_mean_score_of_a_seed_is_compared_as_any_metric",
+            "test_the_comparisons_of_all_tasks_are_one_family",
+            "test_variants_of_which_runs_fail_are_never_called_better",
+        ],
+        "engine/ablation/test_task_pictures.py": ["test_all_that_is_written_can_be_read"],
+        "engine/ablation/test_metrics_report.py": [
+            "test_all_variants_and_metrics_are_one_family",
+            "test_the_correction_keeps_the_error_over_the_metrics",
+        ],
+    },
     "X3 where two runs part": {
         "engine/ablation/test_divergence.py": [
             "test_averages_and_the_metrics_measured_with_them_part_the_runs",

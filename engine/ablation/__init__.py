@@ -23,14 +23,24 @@ from .store import StoreError, StoreWarning
 from .study import Study
 
 if TYPE_CHECKING:
+    from .aggregate import (
+        bootstrap_interval,
+        interquartile_mean,
+        optimality_gap,
+        performance_profile,
+        probability_of_improvement,
+        resamples,
+    )
     from .cost_ratios import Cost, cost_table, costs
     from .joint import intervals, step_down
+    from .metrics_report import MetricsReport
     from .pictures import plot_curves, plot_pareto
     from .power import detectable, power
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
     from .stored import read_reports
+    from .task_report import TasksReport
 
 __all__ = [
     "BASELINE",
@@ -46,6 +56,7 @@ __all__ = [
     "Halving",
     "KFold",
     "LeaveOneOut",
+    "MetricsReport",
     "OneAtATime",
     "Plan",
     "PlannedRun",
@@ -59,9 +70,11 @@ __all__ = [
     "StoreWarning",
     "Study",
     "Swap",
+    "TasksReport",
     "Tuned",
     "Variant",
     "Variants",
+    "bootstrap_interval",
     "compare",
     "cost_table",
     "costs",
@@ -71,11 +84,16 @@ __all__ = [
     "exact",
     "fewest_seeds",
     "holm",
+    "interquartile_mean",
     "intervals",
+    "optimality_gap",
+    "performance_profile",
     "plot_curves",
     "plot_pareto",
     "power",
+    "probability_of_improvement",
     "read_reports",
+    "resamples",
     "step_down",
     "tune",
 ]
@@ -84,8 +102,11 @@ _LAZY = {
     "Comparison": "statistics",
     "Cost": "cost_ratios",
     "Effect": "statistics",
+    "MetricsReport": "metrics_report",
     "Report": "report",
     "Row": "rows",
+    "TasksReport": "task_report",
+    "bootstrap_interval": "aggregate",
     "compare": "statistics",
     "detectable": "power",
     "cost_table": "cost_ratios",
@@ -94,8 +115,13 @@ _LAZY = {
     "exact": "statistics",
     "fewest_seeds": "statistics",
     "holm": "statistics",
+    "interquartile_mean": "aggregate",
     "intervals": "joint",
+    "optimality_gap": "aggregate",
+    "performance_profile": "aggregate",
     "power": "power",
+    "probability_of_improvement": "aggregate",
+    "resamples": "aggregate",
     "step_down": "joint",
     "plot_curves": "pictures",
     "plot_pareto": "pictures",

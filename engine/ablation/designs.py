@@ -17,6 +17,7 @@ __all__ = [
     "LeaveOneOut",
     "OneAtATime",
     "Swap",
+    "baseline_of",
     "check_names",
     "factories_of",
     "handlers_of",
@@ -193,6 +194,12 @@ class Swap(Design):
         pairs = [(name, alternative) for name, factories in self.factories.items() for alternative in factories]
         swaps = [Variant(f"{name} = {alternative}", swapped=((name, alternative),)) for name, alternative in pairs]
         return [Variant(BASELINE), *swaps]
+
+
+def baseline_of(designs: Sequence[Design]) -> Variant:
+    """The baseline with its arguments of build, if a design changes any."""
+    given = [design.baseline_arguments() for design in designs]
+    return Variant(BASELINE, arguments=next((arguments for arguments in given if arguments), ()))
 
 
 def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Variant]:

@@ -26,12 +26,20 @@ class Identity:
     Args:
         build, run, config, streams: Arguments of the study.
         is_stored: Whether the runs outlive the study.
+        task: Name of the task, in a study of several.
     """
 
     def __init__(
-        self, build: object, run: object, config: Mapping[str, Any], streams: str | None, *, is_stored: bool
+        self,
+        build: object,
+        run: object,
+        config: Mapping[str, Any],
+        streams: str | None,
+        *,
+        is_stored: bool,
+        task: str = "",
     ) -> None:
-        self._config, self._is_stored = config, is_stored
+        self._config, self._is_stored, self._task = config, is_stored, task
         self._build = digest_code(build, "build", config=config, is_stored=is_stored)
         self._run = digest_code(run, "run", config=config, is_stored=is_stored)
         try:
@@ -42,7 +50,7 @@ class Identity:
         self._streams = str(streams)
         self._alternatives: dict[tuple[str, str], str] = {}
         self._depends_on_seed: set[str] | None = None
-        self.provenance = Provenance(self._build, self._run, self._plain, "", self._streams)
+        self.provenance = Provenance(self._build, self._run, self._plain, "", self._streams, task=task)
 
     @property
     def needs_two(self) -> bool:
@@ -55,9 +63,8 @@ class Identity:
         if second is not None:
             others = composition(second)
             self._depends_on_seed = {name for name in {*parts, *others} if parts.get(name) != others.get(name)}
-        self.provenance = Provenance(
-            self._build, self._run, self._plain, combined(parts, self._depends_on_seed or ()), self._streams
-        )
+        made_of = combined(parts, self._depends_on_seed or ())
+        self.provenance = Provenance(self._build, self._run, self._plain, made_of, self._streams, task=self._task)
 
     def look_at_alternatives(self, factories: Factories) -> None:
         """Digest the factories of alternatives."""
@@ -98,7 +105,7 @@ class Identity:
             if "until" in line and not parts:  # ended early, to decide what is pruned: never a run of the report
                 continue
             parts = parts or ("alternative",)
-            if "config" not in parts:  # another config= is meant to be another study
+            if not {"config", "task"} & {*parts}:  # another config= is meant to be another study
                 reasons[parts] += 1
         notes = [
             f"{count} stored run{'s' if count > 1 else ''} of these variants and seeds {_was(count)} made with another "

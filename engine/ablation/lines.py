@@ -12,7 +12,7 @@ from .provenance import Provenance
 from .results import Result
 from .runs import Outcome
 
-__all__ = ["check_stored", "differences", "no_metric", "to_line", "to_result"]
+__all__ = ["check_stored", "differences", "no_direction", "no_metric", "to_line", "to_result"]
 
 
 def to_line(
@@ -45,7 +45,7 @@ def to_line(
         "swapped": dict(run.variant.swapped),
         "timing": {"memory": outcome.memory, "seconds": outcome.seconds},
         "variant": run.variant.name,
-    }
+    } | ({"task": run.task} if run.task else {})
 
 
 def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
@@ -86,15 +86,18 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
     """Raise an error for a stored run that had other handlers, or began with other weights or data, than it would now.
 
     Args:
-        line: The stored run, if there is one.
+        line: The line of the run; None if the store has none.
         variant: Name of its variant.
-        enabled: Names of the handlers that are enabled now.
-        begins: Digests of the weights and of the data that it would begin with; empty if they cannot be compared.
+        enabled: Names of the handlers that are enabled now, sorted.
+        begins: Digests of the weights and of the data that it would begin with now; empty if they cannot be compared.
+
+    Raises:
+        ValueError: if it differs; a failed run never does, as it is not used.
     """
     if line is None or line["error"] is not None:
         return
     what = ""
-    if line["handlers"] != enabled:
+    if line["handlers"] != list(enabled):
         differing = sorted({*line["handlers"]} ^ {*enabled})
         what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
     else:
@@ -116,4 +119,13 @@ def no_metric(metric: str, variant: str, there: Iterable[str]) -> str:
     return (
         f"the run of {variant!r} ended without the metric {metric!r}, or it is not a scalar. "
         f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{did_you_mean(metric, names)}"
+    )
+
+
+def no_direction(metric: str, there: Iterable[str]) -> ValueError:
+    """The error for a metric of which nobody knows whether smaller or greater is better."""
+    names = sorted(there)
+    return ValueError(
+        f"Study(metric={metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
+        f"Announced metrics: {', '.join(names) or 'none'}{did_you_mean(metric, names)}"
     )

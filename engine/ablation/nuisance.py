@@ -20,9 +20,9 @@ from typing import Any
 
 from signalfire.checks import check_int
 
+from .arguments import check_seeds
 from .designs import Design, Factory, variants_of
 from .formats import count, listed, numbers_in_words
-from .plan import check_seeds
 from .results import BASELINE, Result, Variant
 from .statistics import exact
 from .study import Study

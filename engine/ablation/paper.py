@@ -115,6 +115,7 @@ def write_page(
     sentences: Sequence[str],
     warnings: Sequence[str],
     legend: Sequence[str],
+    pictures: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the report as one HTML file that needs no other: sentences, picture, tables, warnings, and how it was made.
 
@@ -123,6 +124,7 @@ def write_page(
         path: The file, ending with ".html"; its folder is created if necessary.
         tables: Tables with a header each.
         sentences, warnings, legend: What the report says.
+        pictures: Titles and SVG of further pictures.
 
     Raises:
         ValueError: if the path ends otherwise.
@@ -142,6 +144,7 @@ def write_page(
         *([_items(sentences)] if sentences else []),
         *([f"<h2>What limits this</h2>{_items(warnings)}"] if warnings else []),
         f"<h2>Differences by seed</h2><div class=scroll>{svg[svg.index('<svg') :]}</div>",
+        *(f"<h2>{html.escape(name)}</h2><div class=scroll>{one[one.index('<svg') :]}</div>" for name, one in pictures),
         "<h2>Numbers</h2>",
         *(f"<div class=scroll>{markup.table(table)}</div>" for table in tables),
         *(f"<p>{html.escape(line)}</p>" for line in legend),

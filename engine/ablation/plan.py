@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
-
-from signalfire.checks import check_int
 
 from ..markup import preformatted
 from .formats import WIDTH
 from .results import Variant
 
-__all__ = ["Plan", "PlannedRun", "check_seeds", "duration"]
+__all__ = ["Plan", "PlannedRun", "duration"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,7 @@ class PlannedRun:
         make: Whether `Study.run` will make it.
         seconds: Estimated duration: the mean over the finished runs of its variant, or else of all variants; None without any.
         until: Epoch after which the run ends, for a decision on pruning; None for a run that is trained to the end.
+        task: Name of its task; empty in a study without tasks.
     """
 
     variant: Variant
@@ -37,6 +35,7 @@ class PlannedRun:
     make: bool
     seconds: float | None
     until: int | None = None
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class Plan:
         spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
         looks: Planned numbers of seeds at each look; empty without.
         pruning: The plan of successive halving in words, and what was pruned so far; empty without.
+        tasks: Names of the tasks; empty without.
     """
 
     variants: tuple[Variant, ...]
@@ -61,6 +61,7 @@ class Plan:
     spread: float | None = None
     looks: tuple[int, ...] = ()
     pruning: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
 
     @property
     def to_make(self) -> tuple[PlannedRun, ...]:
@@ -112,7 +113,7 @@ class Plan:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
         lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
         for variant in self.variants:
-            runs = [run for run in self.runs if run.variant is variant]
+            runs = [run for run in self.runs if run.variant.name == variant.name]
             finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
             swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
             what = ", ".join([*sorted(variant.off), *swaps]) or "-"
@@ -126,26 +127,15 @@ class Plan:
             )
         lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.pruning]
         cost = "unknown" if self.seconds is None else duration(self.seconds)
+        tasks = f"{len(self.tasks)} tasks x " if self.tasks else ""
         lines.append(
-            f"{len(self.variants)} variants x {len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to make, "
-            f"estimated time, run sequentially: {cost}"
+            f"{len(self.variants)} variants x {tasks}{len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to "
+            f"make, estimated time, run sequentially: {cost}"
         )
         return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         return preformatted(self)
-
-
-def check_seeds(owner: str, seeds: Iterable[int]) -> tuple[int, ...]:
-    """The seeds as a tuple; an error if there are none, or not distinct ints from 0 on."""
-    if isinstance(seeds, int) or not isinstance(seeds, Iterable):
-        raise TypeError(f"{owner}(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
-    found = tuple(check_int(owner, "seeds", seed, least=0) for seed in seeds)
-    if not found:
-        raise ValueError(f"{owner}(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
-    if len(set(found)) < len(found) or max(found) >= 2**32:
-        raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints less than 2**32")
-    return found
 
 
 def duration(seconds: float) -> str:

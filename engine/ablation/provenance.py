@@ -29,6 +29,7 @@ class Provenance:
         config: The study's ``config``, as a digest.
         composition: Digest of the handlers with their arguments, the updates and the structure of the modules.
         streams: The study's ``streams``.
+        task: Name of the task; empty, and then no part of the key, in a study without tasks.
         python: Minor version of Python, on which bytecode depends.
         torch, signalfire: Versions.
     """
@@ -41,19 +42,25 @@ class Provenance:
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     torch: str = str(torch.__version__)
     signalfire: str = vars(signalfire)["__version__"]
+    task: str = ""
 
     @property
     def key(self) -> str:
         """The digest of all parts."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._there(), sort_keys=True).encode()).hexdigest()
 
     def parts(self) -> dict[str, str]:
         """The parts by name, shortened for the store."""
-        return {name: value[:16] for name, value in asdict(self).items()}
+        return {name: value[:16] for name, value in self._there().items()}
 
     def differing(self, stored: Mapping[str, str]) -> list[str]:
         """The names of the parts in which stored runs differ from these."""
-        return [name for name, value in self.parts().items() if stored.get(name) != value]
+        return [
+            name for name, value in (self.parts() | {"task": self.task[:16]}).items() if stored.get(name, "") != value
+        ]
+
+    def _there(self) -> dict[str, str]:
+        return {name: value for name, value in asdict(self).items() if name != "task" or value}
 
 
 def digest_code(value: object, argument: str, *, config: Mapping[str, Any], is_stored: bool) -> str:

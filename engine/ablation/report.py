@@ -6,10 +6,12 @@ import csv
 import io
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
+
+from signalfire.state import did_you_mean
 
 from ..markup import preformatted
 from .formats import (
@@ -25,12 +27,12 @@ from .formats import (
     p_text,
     short_text,
     size_text,
-    without_nan,
 )
 from .fractions import aliased_effects, is_fraction
-from .frames import framed, record_of, records_of_runs
+from .frames import content_of, framed, records_of, records_of_runs
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import Looks
+from .metrics_report import Correction, MetricsReport
 from .orders import Cumulative, Shapley
 from .paper import methods, write_page
 from .plot import draw
@@ -153,6 +155,11 @@ class Report:
         """Number of variants compared with the baseline, or pruned before: the size of the family."""
         return len(self.rows) - 1 + len(self.pruned)
 
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results of all runs, as given."""
+        return tuple(self._results)
+
     def effects(self, order: int = 2) -> list[Effect]:
         """Main effects and interactions, if the variants are a full factorial design (:func:`effects`) or a regular fraction.
 
@@ -199,6 +206,51 @@ class Report:
                 found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
         return found
 
+    def metrics(
+        self, metrics: Mapping[str, Literal["min", "max"]], *, correction: Correction = "all"
+    ) -> MetricsReport[Report]:
+        """Compare several metrics of the same runs, with p-values and intervals adjusted over all of them.
+
+        Args:
+            metrics: Whether smaller ("min") or larger ("max") is better, by the name of the metric.
+            correction: "all": all variants and metrics are one family; "variants": those of one metric.
+
+        Raises:
+            KeyError: for a metric that no run has.
+            ValueError: with planned looks, whose error is that of one metric.
+
+        Example:
+            >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
+            >>> def run(name, seed, loss):
+            ...     return Result(name, seed, loss, {"loss": loss, "accuracy": 1 - loss / 2})
+            >>> runs = [run("baseline", seed, 0.5 + seed / 100) for seed in range(6)]
+            >>> runs += [run("- ema", seed, 0.6 + seed / 50) for seed in range(6)]
+            >>> report = Report(runs, variants, metric="loss", mode="min")
+            >>> [(row.name, row.adjusted) for row in report.metrics({"loss": "min", "accuracy": "max"}).rows]
+            [('loss', 0.03125), ('accuracy', 0.03125)]
+        """
+        if self.looks is not None:
+            raise ValueError("metrics(): the study follows planned looks, which are those of one metric")
+        there = {name for one in self._results for name in one.metrics}
+        reports = {}
+        for name, mode in metrics.items():
+            if name not in there:
+                raise KeyError(
+                    f"metrics(metrics={{{name!r}: {mode!r}}}): no run has this metric; there are: "
+                    f"{', '.join(sorted(there)) or 'none'}{did_you_mean(name, sorted(there))}"
+                )
+            reports[name] = Report(
+                [replace(one, value=None if one.error else one.metrics.get(name)) for one in self._results],
+                self._variants,
+                metric=name,
+                mode=mode,
+                baseline=self.baseline,
+                level=self.level,
+                seeds=self.seeds,
+                margin=self.margin if name == self.metric else None,
+            )
+        return MetricsReport(reports, correction)
+
     def warnings(self) -> list[str]:
         """What limits the conclusions: failed and missing runs, and too few seeds."""
         return Sentences(self).warnings()
@@ -224,6 +276,7 @@ class Report:
                 notes.append(
                     "Fraction of a factorial design: effects with + cannot be told apart; the estimate is their sum."
                 )
+        blocks += [aligned(table) for table in self._further_tables()]
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
         if warnings := self.warnings():
             blocks.append("\n".join(textwrap.fill(f"! {line}", WIDTH, subsequent_indent="  ") for line in warnings))
@@ -338,10 +391,18 @@ class Report:
             lines.append([one.name, f"{one.comparison.n}/{len(self.seeds)}", *of_it])
         return lines
 
+    def _further_tables(self) -> list[list[list[str]]]:
+        """Tables that come after these, in reports of several tasks."""
+        return []
+
+    def _further_pictures(self) -> list[tuple[str, str]]:
+        """Titles and SVG of pictures that come after these, likewise."""
+        return []
+
     def markdown(self) -> str:
         """The table, its legend and the warnings as GitHub's Markdown."""
         parts = []
-        for table in (self._table(), self._effects_table()):
+        for table in (self._table(), self._effects_table(), *self._further_tables()):
             if table:
                 header, *lines = ([escaped_markdown(cell) for cell in line] for line in table)
                 rule = [":--"] + ["--:"] * (len(header) - 1)
@@ -384,16 +445,7 @@ class Report:
         return framed(self._records())
 
     def _records(self) -> list[dict[str, Any]]:
-        records = [record_of(row) for row in self.rows]
-        if self.pruned:
-            empty = dict.fromkeys(records[0])
-            records = [one | {"pruned_after_epoch": None} for one in records]
-            records += [
-                empty
-                | {"variant": one.variant.name, "finished": 0, "planned": one.seeds, "pruned_after_epoch": one.epoch}
-                for one in self.pruned
-            ]
-        return records
+        return records_of(self.rows, self.pruned)
 
     def runs(self) -> Any:
         """All runs, one row each, with seed, costs and metrics; failed ones with the last line of their error. As `frame`."""
@@ -419,48 +471,16 @@ class Report:
         write_page(
             self,
             path,
-            tables=[table for table in (self._table(), self._effects_table()) if table],
+            tables=[table for table in (self._table(), self._effects_table(), *self._further_tables()) if table],
             sentences=self.sentences(),
             warnings=self.warnings(),
             legend=self._legend(),
+            pictures=self._further_pictures(),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in the report, as JSON types; None where there is no number."""
-        rows = []
-        for row in self.rows:
-            one = {name: value for name, value in asdict(row).items() if name not in ("variant", "comparison")}
-            one |= {"verdict": row.verdict}
-            one["values"] = {str(seed): value for seed, value in row.values.items()}
-            one["differences"] = {str(seed): value for seed, value in row.differences.items()}
-            one["failed"] = {str(seed): reason for seed, reason in row.failed.items()}
-            one |= {"missing": list(row.missing), "without_pair": list(row.without_pair), "finished": row.finished}
-            one["variant"] = {
-                "name": row.variant.name,
-                "off": sorted(row.variant.off),
-                "swapped": [list(pair) for pair in row.variant.swapped],
-                "level": dict(row.variant.level),
-                "arguments": {name: repr(value) for name, value in row.variant.arguments},
-            }
-            one["comparison"] = (
-                None if row.comparison is None else asdict(row.comparison) | {"exact": row.comparison.exact}
-            )
-            rows.append(one)
-        found: dict[str, Any] = {
-            "metric": self.metric,
-            "mode": self.mode,
-            "baseline": self.baseline,
-            "level": self.level,
-        }
-        found |= {"seeds": list(self.seeds), "comparisons": self.comparisons, "seeds_needed": self.needed, "rows": rows}
-        found |= {
-            "margin": self.margin,
-            "looks": None if self.looks is None else list(self.looks.sizes),
-            "seen": list(self.seen),
-            "pruned": [{"variant": one.variant.name, **one.evidence()} for one in self.pruned],
-        }
-        content: dict[str, Any] = without_nan(found | {"warnings": self.warnings(), "sentences": self.sentences()})
-        return content
+        return content_of(self) | {"warnings": self.warnings(), "sentences": self.sentences()}
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Plot the difference of every seed as a dot, with the mean and interval of each variant and a line at zero.

@@ -61,7 +61,8 @@ def _title(place: int, count: int, lines: list[Line]) -> str:
     )
     made = lines[0].get("provenance", {})
     what = f"torch {made['torch']}, Python {made['python']}" if made else "written by version 0.1, without checksums"
-    words = [f"study {place} of {count}", *([config] if config else []), f"{len(lines)} runs", what]
+    task = [f"task {lines[0]['task']!r}"] if lines[0].get("task") else []
+    words = [f"study {place} of {count}", *task, *([config] if config else []), f"{len(lines)} runs", what]
     return ", ".join(words)
 
 

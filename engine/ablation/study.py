@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,19 +17,22 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
+from .arguments import check_build, check_seeds, check_workers, message_of
 from .beginnings import Beginnings, report_equal_runs
-from .designs import Design, factories_of, variants_of
+from .designs import Design, baseline_of, factories_of, variants_of
 from .factors import with_arguments
 from .identity import Identity
-from .lines import check_stored, differences, no_metric, to_line, to_result
+from .lines import check_stored, differences, no_direction, no_metric, to_line
 from .looks import Looks
-from .plan import Plan, PlannedRun, check_seeds
+from .plan import Plan, PlannedRun
+from .planned import planned_runs, stored_looks, stored_results
 from .pruning import Halving, Pruned, Pruning
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
 from .store import Store, StoreError
-from .trial import candidates, close_match, start, try_out
+from .tasks import Ends, check_scores, joined_plan, task_builds
+from .trial import candidates, start, try_out
 from .verdicts import check_margin
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ class Study:
 
     Args:
         build: Called as ``build(seed)`` in each run; returns a new ``Engine(..., seed=seed)`` with everything attached, and a
-            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``.
+            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``. None if each task has a
+            function of its own.
         metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
         mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
             `run` find.
@@ -70,6 +75,13 @@ class Study:
             Without, all seeds are run, and adding seeds later is reported as another look.
         prune: Plan of successive halving, such as ``Halving([1, 3])``: variants that look worst after these epochs are not
             trained to the end, with all of their seeds; the report states no effect of them. Not together with looks.
+        tasks: Several tasks, such as data sets, on which every variant runs with every seed: for each, by name, arguments of
+            ``build``, as in ``{"digits": {"data": load_digits}, "wine": {"data": load_wine}}``; or, without ``build``, a function
+            in its place. The report is a `TasksReport`, the runs of one task are those of the study ``study.tasks["digits"]``.
+            Not together with ``looks`` or ``prune``.
+        scores: With tasks, the values of the metric that count as a score of 0 and of 1 in each task, such as
+            ``{"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)}`` (chance and perfection); or one pair for all. The scores of the tasks
+            are averaged, so that these values decide how much each task weighs. ``margin`` is then in units of the score.
 
     Raises:
         TypeError: for an argument of the wrong type; and if the runs are stored, no ``config`` is given, and ``build`` uses
@@ -99,7 +111,7 @@ class Study:
 
     def __init__(
         self,
-        build: Build,
+        build: Build | None = None,
         *,
         metric: str,
         mode: Literal["min", "max"] | None = None,
@@ -113,14 +125,12 @@ class Study:
         margin: float | None = None,
         looks: Sequence[int] | None = None,
         prune: Halving | None = None,
+        tasks: Mapping[str, Build | Mapping[str, Any]] | None = None,
+        scores: Mapping[str, Ends] | Ends | None = None,
     ) -> None:
-        if isinstance(build, Engine) or not callable(build):
-            raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
-        if run is not None and not callable(run):
-            raise TypeError(f"Study(run={run!r}): expected a function that takes the engine")
-        if not isinstance(metric, str) or not metric:
-            raise TypeError(f"Study(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
-        self.build = build
+        builds = task_builds(build, tasks, looks=looks, prune=prune)
+        build = next(iter(builds.values()), build)
+        self.build = check_build(build, run, metric)
         self.metric = metric
         if mode is not None:
             check_choice(self, "mode", mode, ("min", "max"))
@@ -149,6 +159,9 @@ class Study:
         self.files = check_bool(self, "files", files)
         self.config = dict(config or {})
         self._identity = Identity(build, run, self.config, streams, is_stored=store is not None)
+        self.task = ""
+        self.scores = check_scores(scores, builds)
+        self.tasks: Mapping[str, Study] = {name: self._of_task(name, one) for name, one in builds.items()}
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
         """The runs that `run` would make, and their estimated duration. Nothing is trained.
@@ -165,16 +178,20 @@ class Study:
                 requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
         """
         check_bool("plan", "retry_failed", retry_failed)
+        if self.tasks:
+            return joined_plan(
+                {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
+            )
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
-        usual = self._usual(designs)
+        usual = baseline_of(designs)
         with self._composed(self.seeds[0], usual) as (engine, run):
             self._look_at(engine, usual)
             begins = beginnings_of(engine)
             reference = start(engine, run, "the composition as built")
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
             if self.mode is None:
-                raise self._no_direction(reference)
+                raise no_direction(self.metric, reference)
             variants = variants_of(designs, candidates(engine, reference, self.handlers))
             enabled = {}
             problems = []
@@ -188,7 +205,7 @@ class Study:
                 except Exception as error:
                     problems.append((variant.name, error))
         if problems:
-            listing = "\n".join(f"- {name!r}: {_message(error)}" for name, error in problems)
+            listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
             raise ValueError(
                 f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
             ) from problems[0][1]
@@ -217,7 +234,13 @@ class Study:
         Raises:
             KeyError: if a run ends without the metric, no handler announced it, and no other run has it.
         """
-        workers = _workers("run", workers)
+        workers = check_workers("run", workers)
+        if self.tasks:
+            self.plan(*designs)  # an invalid variant of the last task is an error before the first one runs
+            made = {
+                name: one.run(*designs, workers=workers, retry_failed=retry_failed) for name, one in self.tasks.items()
+            }
+            return self._of_tasks(made)
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
@@ -230,7 +253,7 @@ class Study:
         """Make stored runs again and compare them with the store, bit for bit; the store stays as it is.
 
         Args:
-            k: Number of runs to make again, spread evenly over the finished ones.
+            k: Number of runs to make again, spread evenly over the finished ones; with tasks, of each task.
             designs: As for `run`.
             workers: As for `run`.
 
@@ -242,6 +265,8 @@ class Study:
             ValueError: if the store has no finished run of these designs.
         """
         check_int("verify", "k", k)
+        if self.tasks:
+            return tuple(run for one in self.tasks.values() for run in one.verify(k, *designs, workers=workers))
         plan = self.plan(*designs)
         lines = self.store.read()
         stored = [run for run in plan.runs if run.status == "finished"]
@@ -250,7 +275,7 @@ class Study:
         count = min(k, len(stored))
         chosen = [stored[round(i * (len(stored) - 1) / max(1, count - 1))] for i in range(count)]
         problems = []
-        for place, outcome in outcomes(self._tasks(chosen, factories_of(designs)), _workers("verify", workers)):
+        for place, outcome in outcomes(self._tasks(chosen, factories_of(designs)), check_workers("verify", workers)):
             if found := differences(lines[chosen[place].key], outcome):
                 problems.append(f"- {chosen[place].variant.name!r} with seed {chosen[place].seed}: {found}")
         if problems:
@@ -269,9 +294,11 @@ class Study:
         """
         from .report import Report
 
+        if self.tasks:
+            return self._of_tasks({name: one.report(*designs) for name, one in self.tasks.items()})
         plan = plan or self.plan(*designs)
         if self.mode is None:
-            raise self._no_direction(())
+            raise no_direction(self.metric, ())
         results = self.results(plan)
         report_equal_runs(results)
         return Report(
@@ -282,28 +309,30 @@ class Study:
             seeds=plan.seeds,
             margin=self.margin,
             looks=self.looks,
-            seen=self._seen(plan),
+            seen=stored_looks(plan.runs, self.store.read()),
             pruned=self._pruned(plan.variants),
             facts=[fact for design in designs for fact in design.facts],
             limits=[limit for design in designs for limit in design.limits],
         )
 
     def results(self, plan: Plan) -> list[Result]:
-        """The stored results of a plan, variant by variant, without those of pruned variants."""
-        lines = self.store.read()
-        pruned = {one.variant.name for one in self._pruned(plan.variants)}
-        found = []
-        for variant in plan.variants:
-            for run in plan.runs if variant.name not in pruned else ():
-                if run.variant is variant and (line := lines.get(run.key)) is not None:
-                    found.append(to_result(variant.name, line, self.metric))
-        return found
+        """The stored results of a plan, variant by variant, without those of pruned variants.
 
-    def _seen(self, plan: Plan) -> list[int]:
-        """The numbers of seeds for which the stored runs were made: a look each."""
-        lines = self.store.read()
-        found = (lines.get(run.key, {}).get("look") for run in plan.runs)
-        return sorted({look for look in found if look is not None})
+        Raises:
+            ValueError: if the study has tasks, each of which has results of its own.
+        """
+        if self.tasks:
+            raise ValueError(
+                f"results(): the study has tasks; plan and ask one of them: study.tasks[{next(iter(self.tasks))!r}]"
+            )
+        pruned = {one.variant.name for one in self._pruned(plan.variants)}
+        runs = [
+            run
+            for variant in plan.variants
+            for run in plan.runs
+            if run.variant is variant and variant.name not in pruned
+        ]
+        return stored_results(runs, self.store.read(), self.metric)
 
     def _pruning(self, variants: Sequence[Variant]) -> Pruning | None:
         if self.prune is None or self.mode is None:
@@ -314,17 +343,28 @@ class Study:
         pruning = self._pruning(variants)
         return () if pruning is None else pruning.decide(self.store.read()).pruned
 
+    def _of_task(self, name: str, build: Build) -> Study:
+        """The study of one task, with the same store."""
+        one = copy.copy(self)
+        one.build, one.task, one.tasks, one.scores = build, name, {}, {}
+        is_stored = self.store.path is not None
+        one._identity = Identity(build, self.own_run, self.config, self.streams, is_stored=is_stored, task=name)
+        if self.margin is not None:
+            zero, full = self.scores[name]
+            one.margin = self.margin * abs(full - zero)
+        return one
+
+    def _of_tasks(self, reports: Mapping[str, Report]) -> Report:
+        from .task_report import TasksReport
+
+        return TasksReport(reports, self.scores, margin=self.margin)
+
     # ---- planning -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _composed(self, seed: int, variant: Variant) -> Iterator[tuple[Engine, Run]]:
         with unchanged_random_state(), one_thread():
             yield compose(with_arguments(self.build, variant), self.own_run, self.streams, self.files, seed)
-
-    def _usual(self, designs: Sequence[Design]) -> Variant:
-        """The baseline's arguments of build."""
-        given = [design.baseline_arguments() for design in designs]
-        return Variant(BASELINE, arguments=next((arguments for arguments in given if arguments), ()))
 
     def _look_at(self, engine: Engine, usual: Variant) -> None:
         """Take the composition into the keys of the runs."""
@@ -341,51 +381,27 @@ class Study:
         return self._identity.key(variant, seed)
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
-        took: dict[str, list[float]] = {}
-        statuses: dict[tuple[str, int], Literal["finished", "failed", "missing", "pruned"]] = {}
-        pruning = self._pruning(variants)
-        pruned = {one.variant.name for one in self._pruned(variants)}
-        for variant in variants:
-            for seed in self.seeds:
-                line = lines.get(self._key(variant, seed))
-                result = None if line is None else to_result(variant.name, line, self.metric)
-                statuses[variant.name, seed] = (
-                    "missing" if result is None else "finished" if result.value is not None else "failed"
-                )
-                if variant.name in pruned:
-                    statuses[variant.name, seed] = "pruned"
-                if result is not None and result.error is None:
-                    took.setdefault(variant.name, []).append(result.seconds)
-        every = [
-            line["timing"]["seconds"]
-            for line in lines.values()
-            if line["configuration"] == self._identity.provenance.key and line["error"] is None and "until" not in line
-        ]
-        runs = []
-        for seed in self.seeds:
-            for variant in variants:
-                status = statuses[variant.name, seed]
-                known = took.get(variant.name, every)
-                runs.append(
-                    PlannedRun(
-                        variant,
-                        seed,
-                        self._key(variant, seed),
-                        status,
-                        status == "missing" or (retry_failed and status == "failed"),
-                        sum(known) / len(known) if known else None,
-                    )
-                )
-        results = [
-            to_result(variant.name, line, self.metric)
-            for variant in variants
-            for seed in self.seeds
-            if (line := lines.get(self._key(variant, seed))) is not None
-        ]
-        sizes = () if self.looks is None else self.looks.sizes
-        notes = self._identity.notes(variants, self.seeds, lines, self.store.old())
-        stages = () if pruning is None else pruning.description(lines)
-        return Plan(tuple(variants), self.seeds, tuple(runs), notes, self.metric, spread(results), sizes, stages)
+        runs = planned_runs(
+            variants,
+            self.seeds,
+            self._key,
+            lines,
+            metric=self.metric,
+            configuration=self._identity.provenance.key,
+            pruned={one.variant.name for one in self._pruned(variants)},
+            retry_failed=retry_failed,
+            task=self.task,
+        )
+        return Plan(
+            tuple(variants),
+            self.seeds,
+            runs,
+            self._identity.notes(variants, self.seeds, lines, self.store.old()),
+            self.metric,
+            spread(stored_results(runs, lines, self.metric)),
+            () if self.looks is None else self.looks.sizes,
+            () if (pruning := self._pruning(variants)) is None else pruning.description(lines),
+        )
 
     # ---- running --------------------------------------------------------------------------------------------------
 
@@ -482,18 +498,3 @@ class Study:
             finally:
                 if (close := getattr(made, "close", None)) is not None:
                     close()
-
-    def _no_direction(self, there: Iterable[str]) -> ValueError:
-        names = sorted(there)
-        return ValueError(
-            f"Study(metric={self.metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
-            f"Announced metrics: {', '.join(names) or 'none'}{close_match(self.metric, names)}"
-        )
-
-
-def _workers(method: str, workers: int | Executor) -> int | Executor:
-    return workers if callable(getattr(workers, "submit", None)) else check_int(method, "workers", workers, least=0)
-
-
-def _message(error: Exception) -> str:
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else f"{error}"

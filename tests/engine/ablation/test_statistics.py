@@ -314,6 +314,7 @@ def test_the_test_keeps_its_level_alone_and_in_a_family(rates: Any, distribution
         assert rate["level"] <= at_most(rate["level_attainable"])
         assert rate["family_wrong"] <= at_most(0.05)
         assert rate["family_wrong_two_differ"] <= at_most(0.05)
+        assert min(rate["family_coverage"], rate["family_coverage_two_differ"]) >= at_least(0.95)
     # Without a correction, and with seeds enough to find anything, this is what goes wrong.
     assert rates["normal"]["8"]["family_wrong_uncorrected"] > at_most(0.05)
     assert rates["normal"]["8"]["level"] >= at_least(rates["normal"]["8"]["level_attainable"])
@@ -324,4 +325,6 @@ def test_five_seeds_find_nothing_and_eight_do(rates: Any) -> None:
     for distribution in ("normal", "accuracies"):
         assert rates[distribution]["5"]["power_alone"] == 0
         assert rates[distribution]["8"]["power_alone"] > 0.8
-        assert 0 < rates[distribution]["8"]["power_both_with_holm"] < rates[distribution]["8"]["power_alone"]
+        assert 0 < rates[distribution]["8"]["power_both_with_holm"] < rates[distribution]["8"]["power_both"]
+        assert rates[distribution]["8"]["power_both"] < rates[distribution]["8"]["power"]
+        assert rates[distribution]["8"]["power"] < rates[distribution]["8"]["power_alone"]

@@ -1,0 +1,89 @@
+"""Several metrics of the same runs, with tests that are adjusted over all of them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Generic, Literal, TypeVar
+
+from signalfire.checks import check_choice
+
+from ..markup import preformatted
+from .families import Joined, Member, join, joined_table
+from .formats import WIDTH, aligned, count
+from .frames import framed
+
+__all__ = ["Correction", "MetricsReport"]
+
+Correction = Literal["all", "variants"]
+R = TypeVar("R", bound=Member)
+
+
+class MetricsReport(Generic[R]):
+    """The comparisons of several metrics of the same runs; :meth:`Report.metrics` makes it.
+
+    Who looks at five metrics finds a difference in one of them by chance more often than in 5 % of studies. With
+    ``correction="all"`` the comparisons of all variants and metrics are one family: the probability of any false finding among
+    them is at most alpha, however the metrics depend on each other, since swapping the labels of the runs of a seed swaps them in
+    all metrics (:mod:`signalfire.ablation.joint`).
+
+    Args:
+        reports: The report of each metric, by its name.
+        correction: "all", or "variants": each metric is a family of its own. The error is then that of each metric alone.
+
+    Attributes:
+        reports: The report of each metric, which is adjusted over its own variants only.
+        correction: As given.
+        rows: The comparisons, metric by metric.
+    """
+
+    def __init__(self, reports: Mapping[str, R], correction: Correction = "all") -> None:
+        check_choice("metrics", "correction", correction, ("all", "variants"))
+        if not reports:
+            raise ValueError(
+                "metrics(metrics={}): expected at least one metric with its direction, such as {'loss': 'min'}"
+            )
+        self.reports = dict(reports)
+        self.correction = correction
+        families = [self.reports] if correction == "all" else [{name: one} for name, one in self.reports.items()]
+        self.rows: list[Joined] = [row for family in families for row in join(family)]
+
+    def __str__(self) -> str:
+        first = next(iter(self.reports.values()))
+        better = ", ".join(
+            f"{name} {'larger' if one.mode == 'max' else 'smaller'}" for name, one in self.reports.items()
+        )
+        family = count(len(self.rows), "comparison")
+        if self.correction == "variants":
+            family = f"{count(first.comparisons, 'comparison')} of each metric, not over metrics"
+        legend = (
+            f'Differences to "{first.baseline}", paired by seed. Better is: {better}. Intervals and adjusted p: by joint sign '
+            f"flips of {family}."
+        )
+        if any(row.row.failures for row in self.rows):
+            legend += " *: runs failed; tests and verdicts are those of signed ranks, the difference is that of finished pairs."
+        return f"{aligned(joined_table(self.rows, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+    def frame(self) -> Any:
+        """The comparisons, one row each: a ``pandas.DataFrame`` if pandas is installed, else a dict of columns."""
+        records = []
+        for row in self.rows:
+            comparison = row.row.comparison
+            record = {
+                "metric": row.name,
+                "variant": row.variant,
+                "difference": comparison.mean if comparison else None,
+                "low": row.conclusion.low,
+                "high": row.conclusion.high,
+                "p": row.row.p,
+                "p_adjusted": row.adjusted,
+                "verdict": row.conclusion.verdict,
+            }
+            records.append(
+                {name: None if isinstance(one, float) and math.isnan(one) else one for name, one in record.items()}
+            )
+        return framed(records)

@@ -1,0 +1,76 @@
+"""The runs of a plan: which of them the store has, and how long the others will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from .lines import to_result
+from .plan import PlannedRun
+from .results import Result, Variant
+
+__all__ = ["planned_runs", "stored_looks", "stored_results"]
+
+
+def planned_runs(
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    key: Callable[[Variant, int], str],
+    lines: Mapping[str, Any],
+    *,
+    metric: str,
+    configuration: str,
+    pruned: Collection[str],
+    retry_failed: bool,
+    task: str,
+) -> tuple[PlannedRun, ...]:
+    """The runs of all variants, seed by seed.
+
+    Args:
+        variants, seeds: Of the study.
+        key: Gives the key of a run in the store.
+        lines: The lines of the store, by key.
+        metric: Name of the study's metric.
+        configuration: The digest of what the study was built from, as the lines have it.
+        pruned: Names of the variants that are pruned.
+        retry_failed: Whether failed runs are made again.
+        task: Name of the task; empty without tasks.
+    """
+    took: dict[str, list[float]] = {}
+    statuses: dict[tuple[str, int], Literal["finished", "failed", "missing", "pruned"]] = {}
+    for variant in variants:
+        for seed in seeds:
+            line = lines.get(key(variant, seed))
+            result = None if line is None else to_result(variant.name, line, metric)
+            statuses[variant.name, seed] = (
+                "missing" if result is None else "finished" if result.value is not None else "failed"
+            )
+            if variant.name in pruned:
+                statuses[variant.name, seed] = "pruned"
+            if result is not None and result.error is None:
+                took.setdefault(variant.name, []).append(result.seconds)
+    every = [
+        line["timing"]["seconds"]
+        for line in lines.values()
+        if line["configuration"] == configuration and line["error"] is None and "until" not in line
+    ]
+    runs = []
+    for seed in seeds:
+        for variant in variants:
+            status = statuses[variant.name, seed]
+            known = took.get(variant.name, every)
+            make = status == "missing" or (retry_failed and status == "failed")
+            seconds = sum(known) / len(known) if known else None
+            runs.append(PlannedRun(variant, seed, key(variant, seed), status, make, seconds, task=task))
+    return tuple(runs)
+
+
+def stored_results(runs: Sequence[PlannedRun], lines: Mapping[str, Any], metric: str) -> list[Result]:
+    """The results of those runs that the store has."""
+    return [to_result(run.variant.name, line, metric) for run in runs if (line := lines.get(run.key)) is not None]
+
+
+def stored_looks(runs: Sequence[PlannedRun], lines: Mapping[str, Any]) -> list[int]:
+    """The numbers of seeds for which the stored runs were made: a look each."""
+    found = (lines.get(run.key, {}).get("look") for run in runs)
+    return sorted({look for look in found if look is not None})

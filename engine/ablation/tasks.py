@@ -1,0 +1,134 @@
+"""Several tasks in one study: what each of them builds, how its metric becomes a score, and the plan of all their runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from .plan import Plan
+
+__all__ = ["Ends", "check_scores", "ends_in_direction", "joined_plan", "score", "task_builds"]
+
+Ends = tuple[float, float]
+"""The values of the metric that count as a score of 0 and of 1."""
+
+
+def task_builds(
+    build: Callable[..., Any] | None,
+    tasks: Mapping[str, Callable[..., Any] | Mapping[str, Any]] | None,
+    **stages: object,
+) -> dict[str, Callable[..., Any]]:
+    """The function that builds the runs of each task.
+
+    Args:
+        build: The study's ``build``, to which mappings give arguments.
+        tasks: For each task, by name, arguments of ``build``, or a function of its own in its place.
+        stages: The study's looks and its plan of pruning, which several tasks cannot have.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    if tasks is None:
+        return {}
+    if not isinstance(tasks, Mapping) or not all(isinstance(name, str) and name for name in tasks):
+        raise TypeError(f"Study(tasks={tasks!r}): expected what build takes for each task, by the name of the task")
+    if len(tasks) < 2:
+        raise ValueError(f"Study(tasks={tasks!r}): expected two or more tasks; leave tasks= out for one")
+    for name, given in stages.items():
+        if given is not None:
+            raise ValueError(f"Study({name}={given!r}): not together with several tasks; leave {name}= or tasks= out")
+    builds: dict[str, Callable[..., Any]] = {}
+    for name, given in tasks.items():
+        if isinstance(given, Mapping) and build is not None:
+            builds[name] = functools.partial(build, **given)
+        elif callable(given) and build is None:
+            builds[name] = given
+        else:
+            expected = "a function of a seed, as there is no build" if build is None else "arguments of build by name"
+            raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
+    return builds
+
+
+def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, object]) -> dict[str, Ends]:
+    """The values that count as 0 and 1 for each task.
+
+    Raises:
+        TypeError, ValueError: if those of a task are missing, or are no two different numbers.
+    """
+    if not tasks:
+        if scores is not None:
+            raise ValueError(f"Study(scores={scores!r}): scores are for studies with tasks=")
+        return {}
+    if scores is None:
+        raise TypeError(
+            "Study(tasks=...): give scores=, the values of the metric that count as 0 and 1 for each task, such as "
+            f"{{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or one pair for all: it decides how much each task weighs"
+        )
+    given = scores if isinstance(scores, Mapping) else dict.fromkeys(tasks, scores)
+    if set(given) != set(tasks):
+        wrong = ", ".join(sorted({*given} ^ {*tasks}))
+        raise ValueError(f"Study(scores=...): expected one pair for each of {', '.join(tasks)}; they differ in {wrong}")
+    return {name: _ends(name, given[name]) for name in tasks}
+
+
+def ends_in_direction(task: str, ends: Ends, mode: Literal["min", "max"]) -> None:
+    """Raise an error for ends of which the one that counts as 1 is the worse one."""
+    zero, one = ends
+    if (one > zero) != (mode == "max"):
+        better = "larger" if mode == "max" else "smaller"
+        raise ValueError(
+            f"Study(scores={{{task!r}: {ends!r}}}): {better} values are better, so that {one:g} cannot count as 1 and {zero:g} "
+            f"as 0; expected {(one, zero)!r}"
+        )
+
+
+def score(value: float, ends: Ends) -> float:
+    """The score of a value: 0 and 1 at the ends, and linear, also beyond them.
+
+    Example:
+        >>> score(0.75, (0.5, 1.0)), score(0.5, (2.0, 0.0))
+        (0.5, 0.75)
+    """
+    zero, one = ends
+    return (value - zero) / (one - zero)
+
+
+def joined_plan(plans: Mapping[str, Plan]) -> Plan:
+    """The plan of all tasks.
+
+    Raises:
+        ValueError: if the tasks have different variants.
+    """
+    first = next(iter(plans.values()))
+    names = [variant.name for variant in first.variants]
+    for task, plan in plans.items():
+        if others := [variant.name for variant in plan.variants if variant.name not in names] or [
+            name for name in names if name not in {variant.name for variant in plan.variants}
+        ]:
+            raise ValueError(
+                f"the tasks have different variants: {', '.join(others)} of {task!r} and {next(iter(plans))!r}; name the "
+                "handlers to switch, as in LeaveOneOut(['ema'])"
+            )
+    return Plan(
+        first.variants,
+        first.seeds,
+        tuple(run for plan in plans.values() for run in plan.runs),
+        tuple(f"{task}: {note}" for task, plan in plans.items() for note in plan.notes),
+        first.metric,
+        tasks=tuple(plans),
+    )
+
+
+def _ends(task: str, ends: object) -> Ends:
+    if not isinstance(ends, tuple | list) or len(ends) != 2:
+        raise TypeError(
+            f"Study(scores={{{task!r}: {ends!r}}}): expected the two values that count as 0 and 1, such as (0.1, 1.0)"
+        )
+    zero, one = ends
+    if any(isinstance(end, bool) or not isinstance(end, int | float) or not math.isfinite(end) for end in ends) or (
+        zero == one
+    ):
+        raise ValueError(f"Study(scores={{{task!r}: {ends!r}}}): expected two different finite numbers")
+    return float(zero), float(one)
