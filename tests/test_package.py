@@ -39,6 +39,7 @@ def test_the_examples_in_the_docstrings_run(name: str) -> None:
     assert results.failed == 0
 
 
+@pytest.mark.slow
 def test_nothing_imports_what_only_users_of_another_library_need() -> None:
     program = (
         f"import sys, signalfire.exact, signalfire.handlers; print({set(OF_OTHERS.values())} & sys.modules.keys())"

@@ -26,8 +26,8 @@ class ExactResume(TrainerCallback, ExportableState):
     covers the rest, and it seals each checkpoint once it is complete.
 
     Trainer saves between optimizer steps only: a run that was killed inside an accumulation window repeats the window. It hides
-    these states: the loss summed up since the last log, so that the first value logged by a resumed run is a mean over fewer steps;
-    an evaluation that follows a checkpoint of the same step, which is not made again; and a generator that the dataset holds
+    the loss summed up since the last log, so that the first value logged by a resumed run is a mean over fewer steps; an
+    evaluation that follows a checkpoint of the same step, which is not made again; and a generator that the dataset holds
     itself, which is warned of. The states of other callbacks need ``restore_callback_states_from_checkpoint=True``.
 
     Raises:

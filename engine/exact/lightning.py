@@ -67,6 +67,7 @@ class ExactResume(Callback):
         if trainer.world_size > 1:
             raise ValueError(f"ExactResume: world_size={trainer.world_size}; expected a single process")
         if self._loaded is not None:
+            restore_random_state(self._loaded["random"])
             data.begin_with(self._loaded["random"])  # Lightning draws until then, as it sets up the validation
             for name, parameter in pl_module.named_parameters():
                 if name in self._loaded["gradients"]:
@@ -80,6 +81,11 @@ class ExactResume(Callback):
         if self._before is not None:  # a run that is resumed after this validation goes without it
             restore_random_state(self._before)
             self._before = None
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._loaded is not None:  # the checkpoint was the last of a complete run
+            restore_random_state(self._loaded["random"])
+            self._loaded = None
 
 
 def _after(state: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from . import metrics, optimizers, schedulers
+from . import estimators, metrics, optimizers, recipes, schedulers
 from .outcomes import table
 
 SUITES = {
@@ -16,6 +16,9 @@ SUITES = {
     "schedulers of transformers": schedulers.of_transformers,
     "schedulers of timm": schedulers.of_timm,
     "classes of torchmetrics": metrics.of_torchmetrics,
+    "checks of scikit-learn, examples/sklearn_estimator.py": estimators.of_example,
+    "checks of scikit-learn, skorch": estimators.of_skorch,
+    "recipe of nanoGPT": recipes.of_nanogpt,
 }
 
 if __name__ == "__main__":
