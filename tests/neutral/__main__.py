@@ -26,3 +26,7 @@ if __name__ == "__main__":
     for name, suite in SUITES.items():
         if len(sys.argv) == 1 or any(word in name for word in sys.argv[1:]):
             print(table(name, suite()), flush=True)
+            if suite is recipes.of_nanogpt:
+                print(
+                    f"  time of the Engine over the plain loop's, in turns: {recipes.time_of_nanogpt():.3f}", flush=True
+                )

@@ -40,14 +40,15 @@ def of_example() -> list[Outcome]:
         sys.path.remove(EXAMPLES)
 
 
-class Network(nn.Sequential):
+class Network(nn.Module):
     """The network of the example; its sizes are found with the first batch, since skorch does not tell them."""
 
     def __init__(self) -> None:
-        super().__init__(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(8))
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(8))
 
     def forward(self, X: Tensor) -> Tensor:
-        outputs: Tensor = super().forward(X.float())
+        outputs: Tensor = self.layers(X.float())
         return outputs
 
 
