@@ -13,7 +13,7 @@ from ..blame import warn
 from ..data.held_generators import held_generators
 from .random import as_text, from_text, random_state, restore_random_state
 from .samples import SeededSamples
-from .seals import newest_sealed, seal
+from .seals import fingerprint, newest_sealed, seal
 
 __all__ = ["ExactResume"]
 
@@ -26,13 +26,12 @@ class ExactResume(TrainerCallback, ExportableState):
     covers the rest, and it seals each checkpoint once it is complete.
 
     Trainer saves between optimizer steps only: a run that was killed inside an accumulation window repeats the window. It hides
-    the loss summed up since the last log, so that the first value logged by a resumed run is a mean over fewer steps; an
-    evaluation that follows a checkpoint of the same step, which is not made again; and a generator that the dataset holds
-    itself, which is warned of. The states of other callbacks need ``restore_callback_states_from_checkpoint=True``.
+    the loss summed up since the last log, an evaluation that follows a checkpoint of the same step, which is not made again, and
+    generators that the dataset holds. The states of other callbacks need ``restore_callback_states_from_checkpoint=True``.
 
     Raises:
-        ValueError: as training begins, for data other than `SeededSamples`, for several processes, and for arguments that drop
-            what a resume needs: ``save_only_model``, ``ignore_data_skip``, ``save_total_limit=1``.
+        ValueError: as training begins, for data other than `SeededSamples`, several processes, ``save_only_model``,
+            ``ignore_data_skip`` and ``save_total_limit=1``, and if Trainer loaded other weights than it had saved.
 
     Example:
         >>> def train(model, arguments, dataset):
@@ -44,6 +43,7 @@ class ExactResume(TrainerCallback, ExportableState):
 
     def __init__(self) -> None:
         self.begun: str | None = None  # the generators as this epoch began, from which its order may be drawn
+        self._model: Any = None
         self._loaded: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
 
@@ -55,25 +55,28 @@ class ExactResume(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What Trainer saves of this callback."""
-        return {"args": {}, "attributes": {"begun": self.begun}, "random": as_text(random_state())}
+        weights = None if self._model is None else fingerprint(self._model)
+        return {"args": {}, "attributes": {"begun": self.begun}, "random": as_text(random_state()), "weights": weights}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **others: Any) -> None:
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
+        loader = getattr(others["train_dataloader"], "base_dataloader", others["train_dataloader"])
         if not isinstance(loader.dataset, SeededSamples):
             raise ValueError(f"ExactResume: train_dataset={type(loader.dataset).__name__}; give SeededSamples(dataset)")
         unfit = {"save_only_model": True, "ignore_data_skip": True, "save_total_limit": 1}
-        for name in [name for name in unfit if getattr(args, name) == unfit[name]]:
-            raise ValueError(f"ExactResume: with {name}={unfit[name]} no run can be continued exactly; leave it out")
-        if args.world_size > 1:
-            raise ValueError(f"ExactResume: world_size={args.world_size}; expected a single process")
+        wrong = [f"{name}={value}" for name, value in unfit.items() if getattr(args, name) == value]
+        if wrong := wrong + [f"world_size={args.world_size}"] * (args.world_size > 1):
+            raise ValueError(f"ExactResume: with {', '.join(wrong)} no run can be continued exactly; leave it out")
         if held := held_generators(loader, fetching=True):
             warn(f"ExactResume: Trainer does not save {', '.join(held)}; draw from the global generators instead")
         loader.collate_fn = loader.dataset.collating(loader.collate_fn)
         loaded = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        if state.global_step and (loaded is None or loaded["attributes"]["begun"] is None):
+        if state.global_step and loaded is None:
             warn("ExactResume: the checkpoint was saved without it; the first epoch may differ")
-            loaded = None
-        self._loaded = loaded
+        elif loaded is not None and loaded["weights"] != fingerprint(model):
+            raise ValueError(
+                "ExactResume: the loaded weights are not the saved ones; check the names that Trainer saves"
+            )
+        self._model, self._loaded = model, loaded
         state.stateful_callbacks[type(self).__name__] = self.state()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **others: Any) -> None:

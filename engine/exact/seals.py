@@ -7,10 +7,12 @@ import json
 import os
 from pathlib import Path
 
+import torch
+
 from ..blame import warn
 from ..checkpoints import Files
 
-__all__ = ["newest_sealed", "seal"]
+__all__ = ["fingerprint", "newest_sealed", "seal"]
 
 SEAL = "seal.json"
 
@@ -62,6 +64,15 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
             f"newest_sealed({str(path)!r}): all {len(damaged)} sealed folders are damaged; begin in another folder"
         )
     return None
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """The sha256 of a model's parameters and buffers, with their names and types."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _numbered(path: Path, prefix: str) -> list[Path]:

@@ -169,7 +169,7 @@ def test_what_a_bare_trainer_continues_exactly(tmp_path: Path, case: str) -> Non
     [
         ({"save_only_model": True}, "save_only_model=True"),
         ({"ignore_data_skip": True}, "ignore_data_skip=True"),
-        ({"save_total_limit": 1}, "save_total_limit=1"),
+        ({"save_total_limit": 1, "save_only_model": True}, "save_only_model=True, save_total_limit=1"),
     ],
 )
 def test_arguments_that_leave_out_what_a_resume_needs_are_refused(
@@ -191,6 +191,16 @@ def test_other_data_is_refused_and_hidden_generators_are_named(tmp_path: Path) -
     with pytest.warns(UserWarning, match=r"Trainer does not save dataset.*generator"):
         trainer.train()
     assert newest_sealed(tmp_path, "checkpoint-") == tmp_path / f"checkpoint-{STEPS}"
+
+
+def test_weights_that_trainer_does_not_load_are_noticed(tmp_path: Path) -> None:
+    """As those of models whose parameters it saves under other names."""
+    options: dict[str, Any] = {"exact": True, "draws": False, "workers": 0, "seedable": True}
+    trainer_of(tmp_path, nothing, **options, max_steps=4).train()
+    trainer = trainer_of(tmp_path, nothing, **options)
+    trainer._load_from_checkpoint = lambda *given, **others: None
+    with pytest.raises(ValueError, match="the loaded weights are not the saved ones"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_without_the_callback_is_continued_with_a_warning(tmp_path: Path) -> None:
