@@ -59,7 +59,7 @@ def life(train: Callable[..., Result], folder: Path, after: int | None = None, *
         try:
             with redirect_stdout(StringIO()):
                 result = train(folder, tick, **options)
-            (folder / "result.json").write_text(json.dumps(result))
+            (folder / "result.json").write_text(json.dumps([result, ticks]))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -69,14 +69,19 @@ def life(train: Callable[..., Result], folder: Path, after: int | None = None, *
     if os.WIFSIGNALED(status):
         return None
     assert os.WEXITSTATUS(status) == 0
-    found: Result = json.loads((folder / "result.json").read_text())
+    found: Result = json.loads((folder / "result.json").read_text())[0]
     return found
 
 
 def kill_and_resume(train: Callable[..., Result], folder: Path, cuts: Iterable[int], **options: Any) -> None:
     """Kill a training after so many ticks and start it again, for each of the cuts; assert that it ends as if it never was."""
+
+    def ticks_of(name: str) -> int:
+        return int(json.loads((folder / name / "result.json").read_text())[1])
+
     whole = life(train, folder / "whole", **options)
     assert whole is not None
     for cut in cuts:
         assert life(train, folder / str(cut), cut, **options) is None
         assert life(train, folder / str(cut), **options) == whole, f"killed after tick {cut}"
+        assert ticks_of(str(cut)) <= ticks_of("whole") - cut + 3, "it began anew"

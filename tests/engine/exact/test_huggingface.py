@@ -20,7 +20,7 @@ from tests.engine.exact.lives import Result, Samples, Tick, kill_and_resume, lif
 
 kit.needs("migration", "transformers", "accelerate")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*this folder has no seal")]
 
 STEPS = 9  # 3 epochs of 6 batches, in windows of 2
 

@@ -20,7 +20,7 @@ from tests.engine.exact.lives import Result, Samples, Tick, kill_and_resume, lif
 
 kit.needs("migration", "lightning")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::Warning:lightning")]
 
 EPOCHS, BATCHES = 3, 6
 
@@ -144,4 +144,4 @@ def test_a_checkpoint_without_the_callback_is_continued_with_a_warning(tmp_path:
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     loader = ResumableData(DataLoader(Samples(), batch_size=4))
     with pytest.warns(UserWarning, match="was saved without it"):
-        trainer.fit(module, loader, ckpt_path=str(tmp_path / "last.ckpt"))
+        trainer.fit(module, loader, DataLoader(Samples(), batch_size=8), ckpt_path=str(tmp_path / "last.ckpt"))
