@@ -67,7 +67,8 @@ class NetClassifier(ClassifierMixin, BaseEstimator):
             )
             trainer.attach(GradientClipping(max_norm=1.0), LRScheduling(cosine_with_warmup(warmup=0.1)))
             samples = TensorDataset(torch.tensor(X, dtype=torch.float32), torch.tensor(targets))
-            trainer.run(DataLoader(samples, self.batch_size, shuffle=True), max_epochs=self.epochs)
+            if len(self.classes_) > 1:  # with a single class there is nothing to learn
+                trainer.run(DataLoader(samples, self.batch_size, shuffle=True), max_epochs=self.epochs)
         return self
 
     def predict_proba(self, X: Any) -> Any:
