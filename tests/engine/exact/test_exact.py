@@ -243,7 +243,8 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
 
 def test_iter_alone_draws_nothing_and_a_pass_begins_with_the_generators_it_was_given() -> None:
     torch.manual_seed(0)
-    data = ResumableData(DataLoader([*range(8)], batch_size=2, shuffle=True))
+    numbers: Any = [*range(8)]
+    data = ResumableData(DataLoader(numbers, batch_size=2, shuffle=True))
     before = random_state()
     iter(data)
     assert torch.equal(before["torch"], torch.get_rng_state())
