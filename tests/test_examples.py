@@ -164,6 +164,16 @@ def check_hydra(folder: Path) -> None:
     assert Checkpoint.hyperparameters(left)["optimizer"]["momentum"] == 0.9
 
 
+def check_sklearn(folder: Path) -> None:
+    output = run("sklearn_estimator.py", folder=folder)
+    found = re.search(
+        r"accuracy ([\d.]+)% on 450 held-out digits\n(\d+) of (\d+) of scikit-learn's checks pass", output
+    )
+    assert found is not None, output
+    assert float(found[1]) >= 96
+    assert int(found[2]) >= int(found[3]) - 1, "one is skipped: it needs an environment variable"
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
@@ -177,6 +187,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "finders.py": check_finders,
     "configured.py": check_configured,
     "hydra_config.py": check_hydra,
+    "sklearn_estimator.py": check_sklearn,
 }
 
 

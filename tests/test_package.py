@@ -27,10 +27,25 @@ def modules() -> list[str]:
     return sorted({"signalfire", "signalfire.handlers", *(one.name for one in [*found, *handlers])})
 
 
+# Modules for users of another library, which import it and are imported by none of ours.
+OF_OTHERS = {"signalfire.exact.huggingface": "transformers", "signalfire.exact.lightning": "lightning"}
+
+
 @pytest.mark.parametrize("name", modules())
 def test_the_examples_in_the_docstrings_run(name: str) -> None:
+    if name in OF_OTHERS:
+        kit.needs("migration", OF_OTHERS[name])
     results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert results.failed == 0
+
+
+@pytest.mark.slow
+def test_nothing_imports_what_only_users_of_another_library_need() -> None:
+    program = (
+        f"import sys, signalfire.exact, signalfire.handlers; print({set(OF_OTHERS.values())} & sys.modules.keys())"
+    )
+    result = kit.finished("-c", program)
+    assert result.stdout == "set()\n", result.stderr
 
 
 def test_every_public_class_and_handler_has_an_example_or_is_simple() -> None:

@@ -38,6 +38,9 @@ from torch.utils.data import (
 from ..randomness import derived_seed, mixed, reseed
 
 __all__ = [
+    "Collating",
+    "Fetched",
+    "Seeded",
     "SkippingLoader",
     "draws_at_random",
     "generators_of",
@@ -92,8 +95,8 @@ class SkippingLoader:
             if hasattr(loader, name)
         }  # fmt: skip
         self.loader: DataLoader[Any] = DataLoader(
-            _Seeded(loader.dataset, workers=loader.num_workers) if draws else loader.dataset,
-            collate_fn=_Collating(collate) if draws else collate,
+            Seeded(loader.dataset, workers=loader.num_workers) if draws else loader.dataset,
+            collate_fn=Collating(collate) if draws else collate,
             generator=self.generator,
             **order,
             **options,
@@ -273,7 +276,7 @@ def _first_samples(samples: int, batches: Any) -> Iterator[Any]:
         samples -= len(indices)
 
 
-class _Seeded(Dataset[Any]):
+class Seeded(Dataset[Any]):
     """A dataset that seeds the global generators from the key of the pass and the index before fetching each sample.
 
     It forwards attributes, since a ``worker_init_fn`` finds it in ``get_worker_info().dataset`` in place of the dataset.
@@ -304,7 +307,7 @@ class _Seeded(Dataset[Any]):
         with _UnchangedStates():
             return self._fetch(item)
 
-    def __getitems__(self, items: list[tuple[int, Any]]) -> _Fetched:
+    def __getitems__(self, items: list[tuple[int, Any]]) -> Fetched:
         with _UnchangedStates() as states:
             if items and callable(whole := getattr(self.dataset, "__getitems__", None)):
                 _seed(*items[0])  # the dataset fetches the whole batch: seed from its first index
@@ -312,7 +315,7 @@ class _Seeded(Dataset[Any]):
             else:
                 samples = [self._fetch(item) for item in items]
             states.keep_for_collating()
-        return _Fetched(samples, states)
+        return Fetched(samples, states)
 
     def _fetch(self, item: tuple[int, Any]) -> Any:
         _seed(*item)
@@ -326,7 +329,7 @@ class _Seeded(Dataset[Any]):
         return sample
 
 
-class _Fetched(list[Any]):
+class Fetched(list[Any]):
     """The samples of a batch, and the states of the global generators to restore after collating."""
 
     def __init__(self, samples: Any, states: _UnchangedStates) -> None:
@@ -334,14 +337,14 @@ class _Fetched(list[Any]):
         self.states = states
 
 
-class _Collating:
+class Collating:
     """A collate function that continues the random stream of the batch's last sample."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, _Fetched):
+        if not isinstance(samples, Fetched):
             return self.collate(samples)  # without batching, each sample is converted
         try:
             return self.collate(list(samples))
@@ -393,7 +396,7 @@ def _seed(key: int, index: Any) -> None:
 def draws_at_random(data: Any) -> bool:
     """Whether fetching the first sample of a DataLoader in this run drew from a global generator, as augmentation does."""
     twin = _TWINS.get(data) if isinstance(data, DataLoader) else None
-    return twin is not None and isinstance(twin.loader.dataset, _Seeded) and bool(twin.loader.dataset.drew)
+    return twin is not None and isinstance(twin.loader.dataset, Seeded) and bool(twin.loader.dataset.drew)
 
 
 def _draws_nothing(dataset: Any) -> bool:

@@ -21,10 +21,14 @@ A plain loop that is killed anywhere and started again ends with the weights of 
 
 Whatever else a loop keeps belongs into the state as well: schedules, scalers, averages, the gradients of an open accumulation
 window, patience.
+
+The trainers of Hugging Face and Lightning get the same from a callback: `signalfire.exact.huggingface` and
+`signalfire.exact.lightning`, which are imported on their own, since they import those libraries.
 """
 
 from .data import ResumableData
 from .folder import CheckpointFolder, Saved
 from .random import random_state, restore_random_state
+from .samples import SeededSamples
 
-__all__ = ["CheckpointFolder", "ResumableData", "Saved", "random_state", "restore_random_state"]
+__all__ = ["CheckpointFolder", "ResumableData", "Saved", "SeededSamples", "random_state", "restore_random_state"]

@@ -9,6 +9,7 @@ from ..data.extent import check_same_extent
 from ..data.source import DataError, Source
 from ..data.streamed import inner
 from ..randomness import check_seed, unchanged_random_state
+from .random import restore_random_state
 
 __all__ = ["ResumableData"]
 
@@ -57,6 +58,7 @@ class ResumableData:
         self.batch = 0
         self._total = 0  # batches that were yielded in all passes
         self._loaded: Mapping[str, Any] | None = None
+        self._random: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """The number of batches in a whole pass."""
@@ -66,12 +68,20 @@ class ResumableData:
         return len(data)
 
     def __iter__(self) -> Iterator[Any]:
-        # What a generator would do at its first batch is done at once, as a DataLoader draws its order.
-        return self._rest(self._begin())
+        # Nothing is drawn before the first batch: some trainers call iter() once more, to see whether data can be iterated.
+        for batch in self._begin():
+            self.batch += 1
+            self._total += 1
+            yield batch
+        if not self.batch:
+            raise DataError(f"the data ({type(self._source.given).__name__}) is empty: it yielded no batch")
+        self.epoch, self.batch = self.epoch + 1, 0
 
     def _begin(self) -> Iterator[Any]:
-        source, loaded = self._source, self._loaded
-        self._loaded = None
+        source, loaded, random = self._source, self._loaded, self._random
+        self._loaded = self._random = None
+        if random is not None:
+            restore_random_state(random)
         if loaded is None and self.batch:  # the pass before was left by `break`
             self.epoch, self.batch = self.epoch + 1, 0
         source.announce(self.epoch)
@@ -83,14 +93,15 @@ class ResumableData:
                 source.prepare_next_pass(loaded, announced=False)
         return source.begin(self._total, self.epoch, ahead=False)
 
-    def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.batch += 1
-            self._total += 1
-            yield batch
-        if not self.batch:
-            raise DataError(f"the data ({type(self._source.given).__name__}) is empty: it yielded no batch")
-        self.epoch, self.batch = self.epoch + 1, 0
+    def begin_with(self, random: Mapping[str, Any]) -> None:
+        """Restore the global generators as the next pass begins, before its order is drawn.
+
+        It is for trainers that draw between their last hook and the first batch; a plain loop calls `restore_random_state`.
+
+        Args:
+            random: what `random_state` returned.
+        """
+        self._random = random
 
     def state_dict(self) -> dict[str, Any]:
         """The position, which ``torch.load(weights_only=True)`` accepts."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .. import randomness
 
-__all__ = ["random_state", "restore_random_state"]
+__all__ = ["as_text", "from_text", "random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, Any]:
@@ -35,3 +39,21 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
             "restore_random_state(): this is no state of random_state(), which has python, numpy and torch"
         )
     randomness.set_random_state(dict(state))
+
+
+def as_text(state: Mapping[str, Any]) -> str:
+    """What `random_state` returned, for a file of JSON.
+
+    Example:
+        >>> state = random_state()
+        >>> torch.equal(from_text(as_text(state))["torch"], state["torch"])
+        True
+    """
+    file = io.BytesIO()
+    torch.save(state, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def from_text(text: str) -> Any:
+    """What `as_text` wrote."""
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)

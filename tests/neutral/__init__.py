@@ -1,1 +1,4 @@
-"""Other people's optimizers, schedulers and metrics, each beside a plain loop: ``python -m tests.neutral`` prints the tables."""
+"""Other people's optimizers, schedulers, metrics, checks and programs, beside ours.
+
+``python -m tests.neutral`` prints the tables.
+"""

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from . import metrics, optimizers, schedulers
+from . import estimators, metrics, optimizers, recipes, schedulers
 from .outcomes import table
 
 SUITES = {
@@ -16,6 +16,9 @@ SUITES = {
     "schedulers of transformers": schedulers.of_transformers,
     "schedulers of timm": schedulers.of_timm,
     "classes of torchmetrics": metrics.of_torchmetrics,
+    "checks of scikit-learn, examples/sklearn_estimator.py": estimators.of_example,
+    "checks of scikit-learn, skorch": estimators.of_skorch,
+    "recipe of nanoGPT": recipes.of_nanogpt,
 }
 
 if __name__ == "__main__":
@@ -23,3 +26,7 @@ if __name__ == "__main__":
     for name, suite in SUITES.items():
         if len(sys.argv) == 1 or any(word in name for word in sys.argv[1:]):
             print(table(name, suite()), flush=True)
+            if suite is recipes.of_nanogpt:
+                print(
+                    f"  time of the Engine over the plain loop's, in turns: {recipes.time_of_nanogpt():.3f}", flush=True
+                )

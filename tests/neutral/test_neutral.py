@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.kit import needs
-from tests.neutral import metrics, optimizers, schedulers
+from tests.neutral import estimators, metrics, optimizers, recipes, schedulers
 from tests.neutral.outcomes import Outcome, table
 
 pytestmark = pytest.mark.neutral
@@ -34,6 +34,19 @@ def test_what_torch_and_torchmetrics_have_passes(name: str) -> None:
 def test_the_schedulers_of_transformers_pass() -> None:
     needs("neutral", "transformers")
     passes("schedulers of transformers", schedulers.of_transformers(), 12)
+
+
+def test_at_least_as_many_checks_of_scikit_learn_pass_as_with_skorch() -> None:
+    ours = estimators.of_example()
+    passes("checks of scikit-learn, examples/sklearn_estimator.py", ours, 50)
+    needs("neutral", "skorch")
+    theirs = estimators.of_skorch()
+    assert len(theirs) >= 50
+    assert sum(one.reason is None for one in ours) >= sum(one.reason is None for one in theirs) > 0
+
+
+def test_the_recipe_of_nanogpt_has_the_same_bits() -> None:
+    passes("recipe of nanoGPT", recipes.of_nanogpt(), 1)
 
 
 def test_a_thing_that_differs_is_counted_and_named() -> None:

@@ -239,3 +239,17 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     other = ResumableData(DataLoader(Augmented(), batch_size=3, shuffle=True))
     with pytest.raises(ValueError, match="batch"):
         other.load_state_dict(data.state_dict())
+
+
+def test_iter_alone_draws_nothing_and_a_pass_begins_with_the_generators_it_was_given() -> None:
+    torch.manual_seed(0)
+    numbers: Any = [*range(8)]
+    data = ResumableData(DataLoader(numbers, batch_size=2, shuffle=True))
+    before = random_state()
+    iter(data)
+    assert torch.equal(before["torch"], torch.get_rng_state())
+    first = torch.cat(list(data)).tolist()
+    data.begin_with(before)
+    torch.manual_seed(5)
+    assert torch.cat(list(data)).tolist() == first
+    assert torch.cat(list(data)).tolist() != first

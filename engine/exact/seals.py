@@ -1,0 +1,93 @@
+"""Seals for folders that another library writes: a sealed one is complete, and is compared with its seal before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from ..blame import warn
+from ..checkpoints import Files
+
+__all__ = ["fingerprint", "newest_sealed", "seal"]
+
+SEAL = "seal.json"
+
+
+def seal(folder: str | os.PathLike[str]) -> None:
+    """Note the sha256 of every file of a folder that is complete, in a file that appears at once.
+
+    Raises:
+        OSError: if it cannot be read or written.
+    """
+    folder, files = Path(folder), Files()
+    hidden = folder / f".{SEAL}"
+    for path in _files(folder):
+        files.sync(path)
+    hidden.write_text(json.dumps(_hashes(folder), indent=1))
+    files.sync(hidden)
+    os.replace(hidden, folder / SEAL)
+    files.sync(folder)
+
+
+def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
+    """The folder with the greatest number after ``prefix`` that is as it was sealed; None if there is none.
+
+    What comes after it is named in a warning: a folder without a seal was being written as its process ended, one that differs
+    from its seal is damaged.
+
+    Args:
+        path: where the folders are.
+        prefix: what their names begin with, such as ``"checkpoint-"``.
+
+    Raises:
+        ValueError: if there are sealed folders, and all of them are damaged.
+    """
+    damaged = []
+    for folder in sorted(_numbered(Path(path), prefix), key=lambda one: int(one.name[len(prefix) :]), reverse=True):
+        try:
+            noted = json.loads((folder / SEAL).read_text())
+            if noted == _hashes(folder):
+                return folder
+            damaged.append(folder)
+            warn(f"{folder}: this folder differs from its seal, and is skipped: it is damaged")
+        except (FileNotFoundError, NotADirectoryError):
+            warn(f"{folder}: this folder has no seal, and is skipped: it was being written as its process ended")
+        except ValueError:
+            damaged.append(folder)
+            warn(f"{folder}: its seal cannot be read, and the folder is skipped: it is damaged")
+    if damaged:
+        raise ValueError(
+            f"newest_sealed({str(path)!r}): all {len(damaged)} sealed folders are damaged; begin in another folder"
+        )
+    return None
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """The sha256 of a model's parameters and buffers, with their names and types."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _numbered(path: Path, prefix: str) -> list[Path]:
+    if not path.is_dir():
+        return []
+    return [one for one in path.iterdir() if one.name.startswith(prefix) and one.name[len(prefix) :].isdecimal()]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.rglob("*") if one.is_file() and one.name not in (SEAL, f".{SEAL}"))
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    hashes = {}
+    for path in _files(folder):
+        with path.open("rb") as file:
+            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
