@@ -133,6 +133,26 @@ def check_tabular_tasks(folder: Path) -> None:
     assert is_picture(folder / "runs" / "tabular_tasks" / "aggregates.png")
 
 
+def check_factorial(folder: Path) -> None:
+    output = run("factorial.py", "--seeds", "2", "--epochs", "5", folder=folder)
+    assert "4 variants x 2 seeds: 8 of 8 runs to make" in output
+    for effect in ("label_smoothing", "mixup", "label_smoothing x mixup"):
+        assert re.search(rf"^{effect} +2/2 ", output, re.MULTILINE), output
+    assert "2 seeds are too few to say in which direction accuracy changes" in output
+    assert is_picture(folder / "runs" / "factorial" / "factorial.png")
+
+
+def check_planned_looks(folder: Path) -> None:
+    output = run("planned_looks.py", "--steps", "5", "--looks", "7", "8", folder=folder)
+    assert "looks at 7, 8 seeds: a variant that is found to differ needs no more runs" in output
+    found = re.search(r"^(\d+) of 32 runs were made$", output, re.MULTILINE)
+    assert found is not None, output
+    assert 28 <= int(found[1]) <= 32
+    for handler in ("gradient_accumulation", "gradient_clipping", "lr_scheduling"):
+        assert re.search(rf"^Without {handler}, accuracy ", output, re.MULTILINE), output
+    assert is_picture(folder / "runs" / "planned_looks" / "planned_looks.png")
+
+
 def check_finders(folder: Path) -> None:
     output = run("finders.py", "--rates", "0.1", "1", folder=folder)
     assert re.match(r"learning rates from 1e-05, \d+ steps, diverged at [\d.]+: suggestion [\d.]+\n", output), output
@@ -184,6 +204,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "ablation.py": check_ablation,
     "distillation.py": check_distillation,
     "tabular_tasks.py": check_tabular_tasks,
+    "factorial.py": check_factorial,
+    "planned_looks.py": check_planned_looks,
     "finders.py": check_finders,
     "configured.py": check_configured,
     "hydra_config.py": check_hydra,

@@ -312,7 +312,7 @@ def all_scenes(names: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def in_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What two processes come to in all scenes that are tested, one after the other."""
-    tested = (getattr(item, "callspec", None) for item in request.session.items)
+    tested = (getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__))
     return run_together(
         all_scenes, 2, [one.params["name"] for one in tested if one and one.params.get("name") in SCENES]
     )
