@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -282,6 +283,8 @@ def reading() -> Iterator[Reading]:
 
     collectives = {name: getattr(dist, name) for name in COLLECTIVES}
     own = {kind: vars(kind).get("__getattribute__") for kind in ATTRIBUTES}
+    gc.collect()
+    gc.disable()  # a collection runs what objects of earlier tests do at their end, within any receiver
     try:
         for kind, by_thing in ATTRIBUTES.items():
             names = {name: thing for thing, several in by_thing.items() for name in several}
@@ -290,6 +293,7 @@ def reading() -> Iterator[Reading]:
             setattr(dist, name, counted(collective))
         yield record
     finally:
+        gc.enable()
         for name, collective in collectives.items():
             setattr(dist, name, collective)
         for kind, before in own.items():
