@@ -213,7 +213,8 @@ class Report:
 
         Args:
             metrics: Whether smaller ("min") or larger ("max") is better, by the name of the metric.
-            correction: "all": all variants and metrics are one family; "variants": those of one metric.
+            correction: "all": all variants and metrics are one family; "variants": those of one metric. Variants that were pruned
+                count in the family, with p = 1 for each metric, as in the report itself.
 
         Raises:
             KeyError: for a metric that no run has.
@@ -248,6 +249,7 @@ class Report:
                 level=self.level,
                 seeds=self.seeds,
                 margin=self.margin if name == self.metric else None,
+                pruned=self.pruned,
             )
         return MetricsReport(reports, correction)
 
