@@ -112,7 +112,8 @@ def tune(
     resumes.
 
     Args:
-        study: The study; nothing of it is run. Its build takes the arguments by name.
+        study: The study; nothing of it is run. Its build takes the arguments by name. Of a study of several tasks, one of them:
+            ``study.tasks["digits"]``.
         designs: As for `Study.run`.
         arguments: For each argument of build, a list of values, of which all combinations are tried; or with ``trials``, a
             function of a trial of Optuna, such as ``lambda trial: trial.suggest_float("lr", 1e-3, 1.0, log=True)``.
@@ -125,7 +126,7 @@ def tune(
 
     Raises:
         ImportError: if trials are asked for and Optuna is not installed.
-        TypeError, ValueError: for arguments without values, or seeds that the study reports.
+        TypeError, ValueError: for arguments without values, seeds that the study reports, or a study of several tasks.
 
     Example:
         >>> import torch
@@ -142,6 +143,11 @@ def tune(
         >>> tune(study, LeaveOneOut(), arguments={"lr": [0.001, 0.1]}, seeds=[100], workers=0).chosen
         {'baseline': {'lr': 0.1}, '- gradient_clipping': {'lr': 0.1}}
     """
+    if study.tasks:
+        name = next(iter(study.tasks))
+        raise ValueError(
+            f"tune(): the study has tasks, and what suits one need not suit another; tune each: tune(study.tasks[{name!r}], ...)"
+        )
     found = check_seeds("tune", seeds)
     if both := sorted({*found} & {*study.seeds}):
         raise ValueError(

@@ -212,6 +212,9 @@ def test_what_is_wrong_is_refused() -> None:
         given: dict[str, Any] = {"arguments": {"lr": [0.1]}, "seeds": [100], "workers": 0} | options
         with pytest.raises(error, match=what):
             tune(study_of(), DESIGN, **given)
+    several = study_of(tasks={"one": {}, "two": {}}, scores=(1.0, 0.0))
+    with pytest.raises(ValueError, match=r"the study has tasks, .* tune each: tune\(study.tasks\['one'\], ...\)"):
+        tune(several, DESIGN, arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned = tune(study_of(seeds=[0]), LeaveOneOut(["gradient_noise"]), arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned.designs = (DESIGN,)
     with pytest.raises(ValueError, match="the variant '- gradient_clipping' was not tuned; there are: baseline, -"):
