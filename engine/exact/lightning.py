@@ -43,7 +43,8 @@ class ExactResume(Callback):
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         ended = ready >= trainer.num_training_batches
         gradients = {name: one.grad for name, one in pl_module.named_parameters() if one.grad is not None}
-        is_open = not ended and ready % trainer.accumulate_grad_batches
+        # With manual optimization only the module knows when it steps, and its window may last over the end of an epoch.
+        is_open = not pl_module.automatic_optimization or (not ended and ready % trainer.accumulate_grad_batches)
         checkpoint[KEY] = {"random": random_state(), "gradients": gradients if is_open else {}}
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
         if ended:  # Lightning goes on with the next epoch; it never reads a pass to its end
