@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from .plan import Plan
+from .results import Variant
 
-__all__ = ["Ends", "check_scores", "ends_in_direction", "joined_plan", "score", "task_builds"]
+__all__ = ["Ends", "check_scores", "check_task", "ends_in_direction", "joined_plan", "score", "task_builds"]
 
 Ends = tuple[float, float]
 """The values of the metric that count as a score of 0 and of 1."""
@@ -82,6 +83,21 @@ def ends_in_direction(task: str, ends: Ends, mode: Literal["min", "max"]) -> Non
             f"Study(scores={{{task!r}: {ends!r}}}): {better} values are better, so that {one:g} cannot count as 1 and {zero:g} "
             f"as 0; expected {(one, zero)!r}"
         )
+
+
+def check_task(
+    task: str, build: Callable[..., Any], variants: Sequence[Variant], ends: Ends, mode: Literal["min", "max"] | None
+) -> None:
+    """Raise an error for variants that would undo what makes the task, and for scores of the wrong direction."""
+    own = build.keywords if isinstance(build, functools.partial) else {}
+    for variant in variants:
+        if both := sorted({*own} & {name for name, _ in variant.arguments}):
+            raise ValueError(
+                f"Study(tasks=...): the variant {variant.name!r} would replace {', '.join(both)} of the task {task!r}; give an "
+                "argument of build in the tasks or in the design, not in both"
+            )
+    if mode is not None:
+        ends_in_direction(task, ends, mode)
 
 
 def score(value: float, ends: Ends) -> float:
