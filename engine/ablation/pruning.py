@@ -188,12 +188,11 @@ class Pruning:
             left = [one for one in left if one.name not in gone]
         return Decided(tuple(pruned), tuple(left))
 
-    def stages(self, store: Store, to_end: Sequence[PlannedRun], *, retry_failed: bool) -> Iterator[list[PlannedRun]]:
-        """The runs to make, epoch by epoch and then to the end; each decision is marked in the store once its runs are made.
+    def stages(self, store: Store, *, retry_failed: bool) -> Iterator[list[PlannedRun]]:
+        """The runs to make, epoch by epoch; each decision is marked in the store once its runs are made.
 
         Args:
             store: The store, which is read before and after each stage.
-            to_end: The runs that the study would make if nothing was pruned.
             retry_failed: Whether to make failed runs again.
 
         Raises:
@@ -203,8 +202,6 @@ class Pruning:
             yield self._runs(store.read(), epoch, retry_failed)
             self._check_measured(store.read(), epoch)
             self._mark(store)
-        left = {one.name for one in self.decide(store.read()).left}
-        yield [run for run in to_end if run.variant.name in left]
 
     def description(self, lines: Mapping[str, Line]) -> tuple[str, ...]:
         """The plan in words, and what was pruned so far."""

@@ -412,9 +412,9 @@ class Study:
     ) -> None:
         """Make the runs of all looks, or of as many as it takes to decide on all variants; with pruning, stage by stage."""
         if (pruning := self._pruning(plan.variants)) is not None:
-            for runs in pruning.stages(self.store, plan.to_make, retry_failed=retry_failed):
+            for runs in pruning.stages(self.store, retry_failed=retry_failed):
                 self._make(plan, runs, len(self.seeds), factories, workers)
-            return
+            plan = self._planned(plan.variants, self.store.read(), retry_failed)
         if self.looks is None:
             self._make(plan, plan.to_make, len(self.seeds), factories, workers)
             return

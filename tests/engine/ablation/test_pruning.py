@@ -18,7 +18,7 @@ from scipy import stats
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from signalfire import Engine, Update, seed_everything
+from signalfire import Engine, Events, Update, seed_everything
 from signalfire.ablation import Halving, LeaveOneOut, Pruned, Report, Variant, Variants, read_reports, step_down
 from signalfire.ablation.pruning import Pruning, adjusted_with_pruned
 from signalfire.handlers import Average, Metrics, Validation
@@ -317,6 +317,27 @@ def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(
     assert all(one.failed == 0 for one in again.pruned)
     marked = {line["variant"] for line in lines_of(path) if "pruned" in line}
     assert marked == {one.variant.name for one in again.pruned}
+
+
+def test_a_variant_that_a_retry_brings_back_is_trained_to_the_end_at_once(tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+
+        @engine.on(Events.ITERATION_COMPLETED(once=2))
+        def fail(engine: Engine) -> None:
+            if not engine.handlers["gradient_clipping"].enabled and not mended.exists():
+                raise ValueError("no luck")
+
+        return engine, builds.train
+
+    study = make_study(build, prune=Halving([1], keep=0.3))
+    assert "- gradient_clipping" in [one.variant.name for one in study.run(DESIGN, workers=0).pruned]
+    mended.touch()
+    again = study.run(DESIGN, workers=0, retry_failed=True)
+    assert [row.variant.name for row in again.rows] == ["baseline", "- gradient_clipping"]
+    assert all(row.finished == row.planned for row in again.rows)
 
 
 @pytest.mark.slow
