@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 from .plan import Plan
 from .results import Variant
+from .statistics import exact
 
 __all__ = ["Ends", "check_scores", "check_task", "ends_in_direction", "joined_plan", "score", "task_builds"]
 
@@ -100,15 +102,17 @@ def check_task(
         ends_in_direction(task, ends, mode)
 
 
-def score(value: float, ends: Ends) -> float:
+def score(value: float, ends: Ends) -> Fraction:
     """The score of a value: 0 and 1 at the ends, and linear, also beyond them.
 
+    It is a fraction, so that equal means of scores tie in the tests (:func:`signalfire.ablation.statistics.exact`).
+
     Example:
-        >>> score(0.75, (0.5, 1.0)), score(0.5, (2.0, 0.0))
-        (0.5, 0.75)
+        >>> score(0.75, (0.5, 1.0)), score(0.9, (0.1, 1.0))
+        (Fraction(1, 2), Fraction(8, 9))
     """
-    zero, one = ends
-    return (value - zero) / (one - zero)
+    zero, one = exact(ends[0]), exact(ends[1])
+    return (exact(value) - zero) / (one - zero)
 
 
 def joined_plan(plans: Mapping[str, Plan]) -> Plan:
