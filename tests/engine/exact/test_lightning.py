@@ -181,6 +181,29 @@ def test_the_gradients_of_manual_optimization_are_in_the_checkpoint(tmp_path: Pa
         assert fit(2, tmp_path / f"{batches}.ckpt") == whole
 
 
+def test_a_checkpoint_of_the_end_of_an_epoch_is_continued_with_the_next_one(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    class Saves(Callback):  # type: ignore[misc, unused-ignore]
+        """It saves where `ModelCheckpoint` does if there is no validation."""
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    def fit(validates: bool, begin: Path | None = None) -> str:
+        trainer, module = trainer_of(tmp_path, nothing, True, 10**6)
+        if begin is None:
+            trainer.callbacks.append(Saves())
+        loaders = [DataLoader(Samples(), batch_size=8)] if validates else []
+        data = ResumableData(DataLoader(Samples(), batch_size=4, shuffle=True))
+        trainer.fit(module, data, *loaders, ckpt_path=None if begin is None else str(begin))
+        return kit.digest(module.state_dict())
+
+    for validates in (False, True):
+        whole = fit(validates)
+        assert [fit(validates, tmp_path / f"{epoch}.ckpt") for epoch in range(EPOCHS - 1)] == [whole] * (EPOCHS - 1)
+
+
 def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     with pytest.raises(ValueError, match=r"a DataLoader; give fit\(\) ResumableData\(loader\)"):
@@ -193,6 +216,10 @@ def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="has no length"):
         trainer.fit(module, ResumableData(Unsized()))
+    trainer, module = trainer_of(tmp_path, nothing, True, 1)
+    trainer.reload_dataloaders_every_n_epochs = 1
+    with pytest.raises(ValueError, match="replaces the data, which then counts no epochs"):
+        trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # emitted anew where another warning is looked for
