@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from .failures import failures_of, signed_ranks
 from .formats import p_text
 from .joint import intervals, step_down
+from .pruning import Pruned, adjusted_with_pruned
 from .rows import Row
 from .statistics import exact
 from .verdicts import Conclusion, conclude, conclude_failures
@@ -26,6 +27,7 @@ class Member(Protocol):
     level: float
     margin: float | None
     rows: list[Row]
+    pruned: tuple[Pruned, ...]
 
     @property
     def comparisons(self) -> int: ...
@@ -59,14 +61,20 @@ def join(reports: Mapping[str, Member]) -> list[Joined]:
     Swapping the labels of the runs of one seed swaps them in all tasks and all metrics, so that the joint distribution of sign
     flips (:mod:`signalfire.ablation.joint`) covers all of them, however they depend on each other.
 
+    Variants that were pruned count in the family of each report, with p = 1, and p-values are then adjusted by Holm's procedure
+    (:mod:`signalfire.ablation.pruning`).
+
     Args:
         reports: The reports by name; all have the same seeds and level.
     """
     places = [(name, one, row) for name, one in reports.items() for row in one.rows if row.comparison is not None]
     tested = [_scores(one, row) for _, one, row in places]
     level = next(iter(reports.values())).level
-    adjusted = step_down(tested)
-    between = intervals([_differences(one, row) for _, one, row in places], level)
+    differences = [_differences(one, row) for _, one, row in places]
+    if pruned := sum(len(one.pruned) for one in reports.values()):
+        adjusted, between = adjusted_with_pruned(tested, differences, pruned, level)
+    else:
+        adjusted, between = step_down(tested), intervals(differences, level)
     alpha = round(1 - level, 12)
     found = []
     for (name, one, row), ranks, p, interval in zip(places, tested, adjusted, between, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class KFold:
             new ``Engine(..., seed=seed)`` and a function that runs it.
         splitter: An object with ``split(X, y)``, such as scikit-learn's ``StratifiedKFold(5)``. Give one that shuffles a
             ``random_state``, so that it splits alike each time.
-        data: Passed to ``split`` as its arguments: ``X``, or a tuple ``(X, y)`` or ``(X, y, groups)``.
+        data: Passed to ``split`` as its arguments: ``X``, or a tuple ``(X, y)`` or ``(X, y, groups)``; ``()`` if it needs none.
         metric: Name of the metric: its last value in ``engine.state.metrics``.
         predict: Called as ``predict(engine, test)`` at the end of each run, in evaluation mode and without gradients; returns a
             prediction for each of the samples ``test``, as a tensor or an array of shape ``(len(test), ...)``. They are in the
@@ -97,7 +97,7 @@ class KFold:
             raise ValueError(
                 f"KFold(splitter={splitter!r}) splits otherwise each time; give it a random_state, such as random_state=0"
             )
-        self.samples = len(arguments[0])
+        self.samples = _samples(arguments, self.folds)
         is_stored = store is not None
         self._provenance = Provenance(
             build=digest_code(build, "build", config=self.config, is_stored=is_stored),
@@ -254,6 +254,14 @@ class Folds:
                 why = (result.error or f"{self.metric} is {result.value}").strip().splitlines()[-1]
                 lines.append(f"! fold {one} failed: {why}")
         return "\n".join(lines)
+
+
+def _samples(arguments: tuple[Any, ...], folds: Sequence[Fold]) -> int:
+    """The number of samples: that of the data, or of the indices for a splitter that needs no data."""
+    data: Any = arguments[0] if arguments else None
+    if (shape := getattr(data, "shape", None)) is not None:  # sparse matrices have no length
+        return int(shape[0])
+    return len(data) if isinstance(data, Sized) else 1 + max(one for fold in folds for part in fold for one in part)
 
 
 def _split(splitter: Any, arguments: tuple[Any, ...]) -> tuple[Fold, ...]:

@@ -25,7 +25,7 @@ def to_line(
     mode: str | None,
 ) -> dict[str, Any]:
     """The line of a run; of two runs that are equal, only ``timing`` differs."""
-    until = {} if run.until is None else {"until": run.until}
+    until = {} if run.until is None else {"until": run.until, "reached": outcome.epoch}
     return {
         **until,
         "begins": list(outcome.begins),

@@ -54,13 +54,14 @@ class MetricsReport(Generic[R]):
         better = ", ".join(
             f"{name} {'larger' if one.mode == 'max' else 'smaller'}" for name, one in self.reports.items()
         )
-        family = count(len(self.rows), "comparison")
+        family = count(sum(one.comparisons for one in self.reports.values()), "comparison")
         if self.correction == "variants":
             family = f"{count(first.comparisons, 'comparison')} of each metric, not over metrics"
-        legend = (
-            f'Differences to "{first.baseline}", paired by seed. Better is: {better}. Intervals and adjusted p: by joint sign '
-            f"flips of {family}."
-        )
+        how = "by joint sign flips of"
+        if first.pruned:
+            how, family = "by Holm's procedure for", f"{family}, with p = 1 for what was pruned"
+        legend = f'Differences to "{first.baseline}", paired by seed. Better is: {better}.'
+        legend += f" Intervals and adjusted p: {how} {family}."
         if any(row.row.failures for row in self.rows):
             legend += " *: runs failed; tests and verdicts are those of signed ranks, the difference is that of finished pairs."
         return f"{aligned(joined_table(self.rows, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"

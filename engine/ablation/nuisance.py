@@ -58,9 +58,17 @@ class _WithValues(Design):
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
         made = []
+        found = variants_of(self.designs, candidates)
+        usual = next(dict(one.arguments) for one in found if one.name == BASELINE)
         for number, (label, values) in enumerate(self.rounds):
-            for one in variants_of(self.designs, candidates):
-                arguments = {**dict(one.arguments), **values(one.name)}
+            for one in found:
+                chosen = values(one.name)
+                own = [name for name, value in one.arguments if repr(value) != repr(usual.get(name))]
+                if both := [name for name in own if name in chosen]:
+                    raise ValueError(
+                        f"tune(arguments=...): the variant {one.name!r} is one of {listed(both)}, which cannot be tuned as well"
+                    )
+                arguments = {**dict(one.arguments), **chosen}
                 made.append(replace(one, name=one.name + label, arguments=tuple(arguments.items())))
                 self.origins[one.name + label] = one.name, number
         return made
@@ -75,8 +83,8 @@ class Tuned(_WithValues):
 
     Attributes:
         chosen: The chosen values of each variant, by the names of the variant and of the argument.
-        facts: What was tuned and how, for the paragraph on methods.
-        limits: What limits the choice, such as a value at the edge of those that were tried.
+        facts: Those of the designs, and what was tuned and how, for the paragraph on methods.
+        limits: Likewise, and what limits the choice, such as a value at the edge of those that were tried.
     """
 
     def __init__(
@@ -84,7 +92,8 @@ class Tuned(_WithValues):
     ) -> None:
         super().__init__(designs, [("", self._chosen)])
         self.chosen = {name: dict(values) for name, values in chosen.items()}
-        self.facts, self.limits = tuple(facts), tuple(limits)
+        self.facts = (*(one for design in designs for one in design.facts), *facts)
+        self.limits = (*(one for design in designs for one in design.limits), *limits)
 
     def _chosen(self, name: str) -> Values:
         if name not in self.chosen:
@@ -112,7 +121,8 @@ def tune(
     resumes.
 
     Args:
-        study: The study; nothing of it is run. Its build takes the arguments by name.
+        study: The study; nothing of it is run. Its build takes the arguments by name. Of a study of several tasks, one of them:
+            ``study.tasks["digits"]``.
         designs: As for `Study.run`.
         arguments: For each argument of build, a list of values, of which all combinations are tried; or with ``trials``, a
             function of a trial of Optuna, such as ``lambda trial: trial.suggest_float("lr", 1e-3, 1.0, log=True)``.
@@ -125,7 +135,8 @@ def tune(
 
     Raises:
         ImportError: if trials are asked for and Optuna is not installed.
-        TypeError, ValueError: for arguments without values, or seeds that the study reports.
+        TypeError, ValueError: for arguments without values or in which the variants differ, seeds that the study reports, or a
+            study of several tasks.
 
     Example:
         >>> import torch
@@ -142,6 +153,11 @@ def tune(
         >>> tune(study, LeaveOneOut(), arguments={"lr": [0.001, 0.1]}, seeds=[100], workers=0).chosen
         {'baseline': {'lr': 0.1}, '- gradient_clipping': {'lr': 0.1}}
     """
+    if study.tasks:
+        name = next(iter(study.tasks))
+        raise ValueError(
+            f"tune(): the study has tasks, and what suits one need not suit another; tune each: tune(study.tasks[{name!r}], ...)"
+        )
     found = check_seeds("tune", seeds)
     if both := sorted({*found} & {*study.seeds}):
         raise ValueError(

@@ -65,7 +65,8 @@ class Predicting:
 def decoded(packed: Mapping[str, Any]) -> Tensor:
     """The predictions of one fold, from the store."""
     values = np.frombuffer(base64.b64decode(packed["data"]), dtype=np.dtype(packed["dtype"])).reshape(packed["shape"])
-    return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+    is_unsigned = values.dtype.kind == "u" and values.dtype.itemsize > 1  # torch neither adds nor indexes these
+    return torch.from_numpy(values.astype(np.int64 if is_unsigned else values.dtype.newbyteorder("=")))
 
 
 def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]], samples: int) -> Tensor:

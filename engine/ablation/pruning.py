@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -39,7 +39,16 @@ from .results import BASELINE, Variant
 from .statistics import exact, holm
 from .store import Store
 
-__all__ = ["Decided", "Halving", "Pruned", "Pruning", "adjusted_with_pruned", "pruned_in_words", "pruned_of"]
+__all__ = [
+    "Decided",
+    "Halving",
+    "Pruned",
+    "Pruning",
+    "adjusted_with_pruned",
+    "check_left",
+    "pruned_in_words",
+    "pruned_of",
+]
 
 Line = Mapping[str, Any]
 Values = dict[tuple[str, int], Fraction | None]
@@ -188,23 +197,20 @@ class Pruning:
             left = [one for one in left if one.name not in gone]
         return Decided(tuple(pruned), tuple(left))
 
-    def stages(self, store: Store, to_end: Sequence[PlannedRun], *, retry_failed: bool) -> Iterator[list[PlannedRun]]:
-        """The runs to make, epoch by epoch and then to the end; each decision is marked in the store once its runs are made.
+    def stages(self, store: Store, *, retry_failed: bool) -> Iterator[list[PlannedRun]]:
+        """The runs to make, epoch by epoch; each decision is marked in the store once its runs are made.
 
         Args:
             store: The store, which is read before and after each stage.
-            to_end: The runs that the study would make if nothing was pruned.
             retry_failed: Whether to make failed runs again.
 
         Raises:
-            ValueError: if a run does not have the metric at the end of an epoch.
+            ValueError: if a run does not have the metric at the end of an epoch, or no run reaches it.
         """
         for epoch in self.halving.epochs:
             yield self._runs(store.read(), epoch, retry_failed)
             self._check_measured(store.read(), epoch)
             self._mark(store)
-        left = {one.name for one in self.decide(store.read()).left}
-        yield [run for run in to_end if run.variant.name in left]
 
     def description(self, lines: Mapping[str, Line]) -> tuple[str, ...]:
         """The plan in words, and what was pruned so far."""
@@ -233,14 +239,23 @@ class Pruning:
         return runs
 
     def _check_measured(self, lines: Mapping[str, Line], epoch: int) -> None:
+        reached = set()
         for variant in self.decide(lines, before=epoch).left:
             for seed in self.seeds:
                 line = lines.get(self.key(variant, seed, epoch))
-                if line is not None and line["error"] is None and self.metric not in line["metrics"]:
+                if line is None or line["error"] is not None:
+                    continue
+                reached.add(line.get("reached", epoch))
+                if self.metric not in line["metrics"]:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} has no metric "
                         f"{self.metric!r} at the end of epoch {epoch}; choose epochs at whose end it is measured"
                     )
+        if max(reached, default=epoch) < epoch:
+            raise ValueError(
+                f"Study(prune={self.halving!r}): all runs had ended before epoch {epoch}, the last of them with epoch "
+                f"{max(reached)}; choose earlier epochs"
+            )
 
     def _mark(self, store: Store) -> None:
         """Mark the runs of what was pruned in the store; a mark of an earlier decision that no longer holds is removed."""
@@ -322,6 +337,15 @@ def adjusted_with_pruned(
     p = [step_down([own])[0] for own in scores]
     adjusted = holm([*p, *[1.0] * pruned])[: len(p)]
     return adjusted, [intervals([own], 1 - (1 - level) / family)[0] for own in differences]
+
+
+def check_left(method: str, pruned: Sequence[Pruned], needed: Collection[str]) -> None:
+    """Raise an error if a variant whose runs are needed was pruned."""
+    if gone := [f'"{one.variant.name}"' for one in pruned if one.variant.name in needed]:
+        raise ValueError(
+            f"{method}(): {listed(gone)} {'was' if len(gone) == 1 else 'were'} pruned, and effects need the runs of all variants "
+            "of the design; run it in a study without prune="
+        )
 
 
 def pruned_of(variant: Variant, mark: Mapping[str, Any]) -> Pruned:

@@ -36,7 +36,7 @@ from .metrics_report import Correction, MetricsReport
 from .orders import Cumulative, Shapley
 from .paper import methods, write_page
 from .plot import draw
-from .pruning import Pruned
+from .pruning import Pruned, check_left
 from .results import BASELINE, Result, Variant
 from .rows import Row, make_rows
 from .sentences import Sentences
@@ -169,8 +169,9 @@ class Report:
             order: Maximum number of factors in an interaction; 1 for main effects only.
 
         Raises:
-            ValueError: if they are not.
+            ValueError: if they are not, or some of them were pruned.
         """
+        check_left("effects", self.pruned, {one.variant.name for one in self.pruned if one.variant.level})
         if is_fraction(self._variants):
             return aliased_effects(self._results, self._variants, order, self.level)
         factors = [name for name, _ in self._variants[0].level]
@@ -187,9 +188,11 @@ class Report:
             design: The design that was run.
 
         Raises:
-            ValueError: if variants of it were not run.
+            ValueError: if variants of it were not run, or were pruned.
         """
-        return contributions(self._results, design.weights(), self.level)
+        weights = design.weights()
+        check_left("contributions", self.pruned, {name for those in weights.values() for name in those})
+        return contributions(self._results, weights, self.level)
 
     def sampling_intervals(self, design: Shapley) -> dict[str, tuple[float, float]]:
         """How far sampled Shapley values may be from those of all orders, by handler; of no width where these are exact.
@@ -213,7 +216,8 @@ class Report:
 
         Args:
             metrics: Whether smaller ("min") or larger ("max") is better, by the name of the metric.
-            correction: "all": all variants and metrics are one family; "variants": those of one metric.
+            correction: "all": all variants and metrics are one family; "variants": those of one metric. Variants that were pruned
+                count in the family, with p = 1 for each metric, as in the report itself.
 
         Raises:
             KeyError: for a metric that no run has.
@@ -248,6 +252,7 @@ class Report:
                 level=self.level,
                 seeds=self.seeds,
                 margin=self.margin if name == self.metric else None,
+                pruned=self.pruned,
             )
         return MetricsReport(reports, correction)
 

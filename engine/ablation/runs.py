@@ -100,6 +100,7 @@ class Outcome:
         begins: Digests of the weights that build returned and of the data that the run began with, where they can be known.
         history: For each metric, pairs of an epoch and the value at its end; see `Result`.
         predictions: What the task's function returned, packed as plain values; None without.
+        epoch: The last epoch of the run.
     """
 
     error: str | None = None
@@ -112,6 +113,7 @@ class Outcome:
     begins: tuple[str, ...] = ()
     history: dict[str, list[list[float]]] = field(default_factory=dict)
     predictions: dict[str, Any] | None = None
+    epoch: int = 0
 
 
 def compose(
@@ -224,6 +226,7 @@ def make(task: Task) -> Outcome:
             tuple(begins[:2]),
             history.curves,
             predictions,
+            engine.state.epoch,
         )
 
 

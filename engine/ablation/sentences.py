@@ -51,6 +51,11 @@ class Sentences:
                 f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
                 f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
             )
+        if gone := sum(bool(one.variant.level) for one in self.report.pruned):
+            sentences.append(
+                f"No effects of factors are stated: they need the runs of all combinations, of which {gone} "
+                f"{'was' if gone == 1 else 'were'} pruned."
+            )
         return [*sentences, *self.report.limits, *self._looks()]
 
     def _looks(self) -> list[str]:

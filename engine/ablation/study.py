@@ -31,7 +31,7 @@ from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
 from .store import Store, StoreError
-from .tasks import Ends, check_scores, joined_plan, task_builds
+from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
 from .trial import candidates, start, try_out
 from .verdicts import check_margin
 
@@ -179,9 +179,10 @@ class Study:
         """
         check_bool("plan", "retry_failed", retry_failed)
         if self.tasks:
-            return joined_plan(
-                {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
-            )
+            plans = {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
+            for name, one in self.tasks.items():
+                check_task(name, one.build, plans[name].variants, self.scores[name], one.mode)
+            return joined_plan(plans)
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
         usual = baseline_of(designs)
@@ -214,7 +215,7 @@ class Study:
         for variant in variants:
             for seed in self.seeds:
                 comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
-                for key in (self._key(variant, seed), *(pruning.keys(variant, seed) if pruning else ())):
+                for key in (self._identity.key(variant, seed), *(pruning.keys(variant, seed) if pruning else ())):
                     check_stored(lines.get(key), variant.name, enabled[variant.name], begins if comparable else [])
         return self._planned(variants, lines, retry_failed)
 
@@ -337,7 +338,7 @@ class Study:
     def _pruning(self, variants: Sequence[Variant]) -> Pruning | None:
         if self.prune is None or self.mode is None:
             return None
-        return Pruning(self.prune, variants, self.seeds, self._key, metric=self.metric, mode=self.mode)
+        return Pruning(self.prune, variants, self.seeds, self._identity.key, metric=self.metric, mode=self.mode)
 
     def _pruned(self, variants: Sequence[Variant]) -> tuple[Pruned, ...]:
         pruning = self._pruning(variants)
@@ -377,14 +378,11 @@ class Study:
                 pass
         self._identity.look_at(engine)
 
-    def _key(self, variant: Variant, seed: int) -> str:
-        return self._identity.key(variant, seed)
-
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         runs = planned_runs(
             variants,
             self.seeds,
-            self._key,
+            self._identity.key,
             lines,
             metric=self.metric,
             configuration=self._identity.provenance.key,
@@ -414,9 +412,9 @@ class Study:
     ) -> None:
         """Make the runs of all looks, or of as many as it takes to decide on all variants; with pruning, stage by stage."""
         if (pruning := self._pruning(plan.variants)) is not None:
-            for runs in pruning.stages(self.store, plan.to_make, retry_failed=retry_failed):
+            for runs in pruning.stages(self.store, retry_failed=retry_failed):
                 self._make(plan, runs, len(self.seeds), factories, workers)
-            return
+            plan = self._planned(plan.variants, self.store.read(), retry_failed)
         if self.looks is None:
             self._make(plan, plan.to_make, len(self.seeds), factories, workers)
             return

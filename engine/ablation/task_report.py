@@ -306,7 +306,7 @@ class TasksReport(Report):
         ]
 
     def _scores_of(self, task: str, row: Row) -> dict[int, float]:
-        return {seed: score(value, self.scores[task]) for seed, value in row.values.items()}
+        return {seed: float(score(value, self.scores[task])) for seed, value in row.values.items()}
 
     def _overall(self, first: Report) -> list[Result]:
         """One result for each variant and seed of which all tasks ran: the mean score, and the costs of all tasks together."""
@@ -324,13 +324,13 @@ class TasksReport(Report):
                 if len(failed) + len(values) < len(self.tasks):
                     continue
                 runs = [costs[name, variant, seed] for name in self.tasks]
-                value = None if failed else math.fsum(values) / len(values)
+                value = None if failed else float(sum(values) / len(values))
                 found.append(
                     Result(
                         variant,
                         seed,
                         value,
-                        {f"score_{name}": one for name, one in zip(self.tasks, values, strict=True)}
+                        {f"score_{name}": float(one) for name, one in zip(self.tasks, values, strict=True)}
                         if not failed
                         else {},
                         sum(run.steps for run in runs),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 from .plan import Plan
+from .results import Variant
+from .statistics import exact
 
-__all__ = ["Ends", "check_scores", "ends_in_direction", "joined_plan", "score", "task_builds"]
+__all__ = ["Ends", "check_scores", "check_task", "ends_in_direction", "joined_plan", "score", "task_builds"]
 
 Ends = tuple[float, float]
 """The values of the metric that count as a score of 0 and of 1."""
@@ -84,15 +87,32 @@ def ends_in_direction(task: str, ends: Ends, mode: Literal["min", "max"]) -> Non
         )
 
 
-def score(value: float, ends: Ends) -> float:
+def check_task(
+    task: str, build: Callable[..., Any], variants: Sequence[Variant], ends: Ends, mode: Literal["min", "max"] | None
+) -> None:
+    """Raise an error for variants that would undo what makes the task, and for scores of the wrong direction."""
+    own = build.keywords if isinstance(build, functools.partial) else {}
+    for variant in variants:
+        if both := sorted({*own} & {name for name, _ in variant.arguments}):
+            raise ValueError(
+                f"Study(tasks=...): the variant {variant.name!r} would replace {', '.join(both)} of the task {task!r}; give an "
+                "argument of build in the tasks or in the design, not in both"
+            )
+    if mode is not None:
+        ends_in_direction(task, ends, mode)
+
+
+def score(value: float, ends: Ends) -> Fraction:
     """The score of a value: 0 and 1 at the ends, and linear, also beyond them.
 
+    It is a fraction, so that equal means of scores tie in the tests (:func:`signalfire.ablation.statistics.exact`).
+
     Example:
-        >>> score(0.75, (0.5, 1.0)), score(0.5, (2.0, 0.0))
-        (0.5, 0.75)
+        >>> score(0.75, (0.5, 1.0)), score(0.9, (0.1, 1.0))
+        (Fraction(1, 2), Fraction(8, 9))
     """
-    zero, one = ends
-    return (value - zero) / (one - zero)
+    zero, one = exact(ends[0]), exact(ends[1])
+    return (exact(value) - zero) / (one - zero)
 
 
 def joined_plan(plans: Mapping[str, Plan]) -> Plan:

@@ -25,7 +25,7 @@ class ExactResume(Callback):
     the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not made again.
 
     Raises:
-        ValueError: as training begins, for data that is no `ResumableData`, and for several processes.
+        ValueError: as training begins, for data that is no `ResumableData`, or is reloaded, and for several processes.
 
     Example:
         >>> def fit(module, loader, path):
@@ -37,20 +37,25 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._data: list[dict[str, Any]] = []
         self._before: dict[str, Any] | None = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         ended = ready >= trainer.num_training_batches
         gradients = {name: one.grad for name, one in pl_module.named_parameters() if one.grad is not None}
-        is_open = not ended and ready % trainer.accumulate_grad_batches
+        # With manual optimization only the module knows when it steps, and its window may last over the end of an epoch.
+        is_open = not pl_module.automatic_optimization or (not ended and ready % trainer.accumulate_grad_batches)
         checkpoint[KEY] = {"random": random_state(), "gradients": gradients if is_open else {}}
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
-        if ended:  # Lightning goes on with the next epoch; it never reads a pass to its end
+        if (
+            ended and "combined_loader" in fit
+        ):  # Lightning goes on with the next epoch; it never reads a pass to its end
             fit["combined_loader"] = [_after(state) for state in fit["combined_loader"]]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self._loaded = checkpoint.get(KEY)
+        self._data = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         if self._loaded is None:
             warn("ExactResume: the checkpoint was saved without it; the run cannot be continued exactly")
 
@@ -64,10 +69,16 @@ class ExactResume(Callback):
             raise ValueError(
                 "ExactResume: the training data has no length; Lightning reads ahead, and saves a batch too many"
             )
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise ValueError(
+                "ExactResume: Trainer(reload_dataloaders_every_n_epochs=...) replaces the data, which then counts no epochs"
+            )
         if trainer.world_size > 1:
             raise ValueError(f"ExactResume: world_size={trainer.world_size}; expected a single process")
         if self._loaded is not None:
             restore_random_state(self._loaded["random"])
+            if self._data:  # Lightning loads no position that was saved in on_train_epoch_end
+                data.load_state_dict(self._data[0])
             data.begin_with(self._loaded["random"])  # Lightning draws until then, as it sets up the validation
             for name, parameter in pl_module.named_parameters():
                 if name in self._loaded["gradients"]:

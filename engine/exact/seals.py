@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +70,9 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
 def fingerprint(model: torch.nn.Module) -> str:
     """The sha256 of a model's parameters and buffers, with their names and types."""
     found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    state = model.state_dict().items()
+    tensors: dict[str, Any] = {name: one for name, one in state if isinstance(one, torch.Tensor)}  # no extra states
+    for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.sparse import csr_matrix
 from sklearn.datasets import load_digits
 from sklearn.model_selection import KFold as PlainKFold
-from sklearn.model_selection import RepeatedKFold, StratifiedKFold
+from sklearn.model_selection import PredefinedSplit, RepeatedKFold, StratifiedKFold
 from torch import nn
 
 from signalfire import Engine, Update, seed_everything
@@ -190,6 +191,18 @@ def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
     assert (found.predictions.numpy() == Y).mean() == pytest.approx(found.mean)
     with pytest.raises(ValueError, match=r"no fold has any; give KFold\(predict=...\)"):
         validation().run(folds=[0]).predictions  # noqa: B018
+
+
+def test_data_may_be_sparse_or_none_where_the_splitter_needs_none() -> None:
+    fixed = PredefinedSplit(np.arange(300) % 2)
+    for splitter, data in ((PlainKFold(2), csr_matrix(X)), (fixed, ()), (fixed, (None, None))):
+        assert validation(splitter=splitter, data=data).samples == 300
+
+
+def test_whole_numbers_may_be_unsigned() -> None:
+    one = validation(splitter=PlainKFold(2), predict=lambda engine, test: (np.asarray(test) % 2).astype(np.uint16))
+    found = one.run().predictions
+    assert found.to(torch.int64).tolist() == [0, 1] * 150
 
 
 def test_predictions_of_another_shape_are_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from signalfire.ablation import LeaveOneOut, Report, Result, Study, Variant, intervals, step_down
+from signalfire.ablation import LeaveOneOut, Pruned, Report, Result, Study, Variant, intervals, step_down
 from signalfire.ablation.looks import Looks
 from tests.engine.ablation import builds
 
@@ -73,6 +73,19 @@ def test_without_the_correction_each_metric_is_a_family_of_its_own() -> None:
         assert [row.adjusted for row in own] == [row.adjusted for row in alone.rows[1:]]
         assert [row.conclusion for row in own] == [row.conclusion for row in alone.rows[1:]]
     assert "2 comparisons of each metric, not over metrics" in " ".join(str(several).split())
+
+
+def test_what_was_pruned_counts_in_the_family_of_every_metric() -> None:
+    found = [one for one in results(random.Random(7), effect=3.0) if one.variant != "- mixup"]
+    pruned = Pruned(VARIANTS[2], 1, 2, 2, 2.0, math.nan, 8, 0)
+    pruning = report(found, pruned=[pruned])
+    alone = pruning.metrics({"loss": "min"})
+    assert [row.adjusted for row in alone.rows] == [row.adjusted for row in pruning.rows[1:]]
+    assert [row.conclusion for row in alone.rows] == [row.conclusion for row in pruning.rows[1:]]
+    several = pruning.metrics(MODES)
+    smallest = min(row.row.p or 1.0 for row in several.rows)
+    assert min(row.adjusted for row in several.rows) == pytest.approx(min(1.0, 6 * smallest))
+    assert "by Holm's procedure for 6 comparisons, with p = 1 for what was pruned" in " ".join(str(several).split())
 
 
 @pytest.mark.slow

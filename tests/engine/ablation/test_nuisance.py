@@ -198,6 +198,28 @@ def wide(seed: int, width: int, lr: float, norm: float) -> Any:
     return trainer, builds.train
 
 
+def test_what_distinguishes_the_variants_cannot_be_tuned() -> None:
+    design = Variants({"lr": 0.1, "norm": 0.1, "width": 2}, width=[4], lr=[0.3])
+    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' is one of lr, which cannot be tuned as well"):
+        tune(study_of(wide), design, arguments={"norm": [0.1, 0.2], "lr": [0.1, 0.2]}, seeds=[100], workers=0)
+
+
+def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
+    study = study_of(wide)
+    first = tune(
+        study,
+        Variants({"lr": 0.1, "norm": 0.1, "width": 2}, width=[4]),
+        arguments={"lr": [0.2]},
+        seeds=[100],
+        workers=0,
+    )
+    both = tune(study, first, arguments={"norm": [0.3]}, seeds=[101], workers=0)
+    assert [dict(one.arguments) for one in both.variants([])] == [
+        {"lr": 0.2, "norm": 0.3, "width": width} for width in (2, 4)
+    ]
+    assert [fact[:23] for fact in both.facts] == ["The argument lr of buil", "The argument norm of bu"]
+
+
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
         ({"seeds": range(1, 4)}, ValueError, r"the study reports \[1\]; tune on other seeds"),
@@ -212,6 +234,9 @@ def test_what_is_wrong_is_refused() -> None:
         given: dict[str, Any] = {"arguments": {"lr": [0.1]}, "seeds": [100], "workers": 0} | options
         with pytest.raises(error, match=what):
             tune(study_of(), DESIGN, **given)
+    several = study_of(tasks={"one": {}, "two": {}}, scores=(1.0, 0.0))
+    with pytest.raises(ValueError, match=r"the study has tasks, .* tune each: tune\(study.tasks\['one'\], ...\)"):
+        tune(several, DESIGN, arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned = tune(study_of(seeds=[0]), LeaveOneOut(["gradient_noise"]), arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned.designs = (DESIGN,)
     with pytest.raises(ValueError, match="the variant '- gradient_clipping' was not tuned; there are: baseline, -"):

@@ -18,8 +18,20 @@ from scipy import stats
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from signalfire import Engine, Update, seed_everything
-from signalfire.ablation import Halving, LeaveOneOut, Pruned, Report, Variant, Variants, read_reports, step_down
+from signalfire import Engine, Events, Update, seed_everything
+from signalfire.ablation import (
+    Cumulative,
+    Factorial,
+    FractionalFactorial,
+    Halving,
+    LeaveOneOut,
+    Pruned,
+    Report,
+    Variant,
+    Variants,
+    read_reports,
+    step_down,
+)
 from signalfire.ablation.pruning import Pruning, adjusted_with_pruned
 from signalfire.handlers import Average, Metrics, Validation
 from tests.engine.ablation import builds
@@ -317,6 +329,47 @@ def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(
     assert all(one.failed == 0 for one in again.pruned)
     marked = {line["variant"] for line in lines_of(path) if "pruned" in line}
     assert marked == {one.variant.name for one in again.pruned}
+
+
+def test_epochs_that_no_run_reaches_are_an_error() -> None:
+    with pytest.raises(
+        ValueError, match="all runs had ended before epoch 5, the last of them with epoch 2; choose earlier"
+    ):
+        make_study(prune=Halving([5])).run(DESIGN, workers=0)
+
+
+def test_effects_of_a_design_of_which_a_part_was_pruned_are_refused() -> None:
+    factors = ["gradient_clipping", "gradient_noise", "ema"]
+    for design in (FractionalFactorial(factors, resolution=3), Factorial(factors[:2])):
+        found = make_study(seeds=range(2), prune=PLAN).run(design, workers=0)
+        assert any("No effects of factors are stated" in one for one in found.warnings())
+        with pytest.raises(ValueError, match=r"effects\(\): .* pruned, and effects need the runs of all variants"):
+            found.effects()
+    cumulative = Cumulative(factors)
+    found = make_study(seeds=range(2), prune=PLAN).run(cumulative, workers=0)
+    with pytest.raises(ValueError, match=r"contributions\(\): .* pruned, and effects need the runs of all variants"):
+        found.contributions(cumulative)
+
+
+def test_a_variant_that_a_retry_brings_back_is_trained_to_the_end_at_once(tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+
+    def build(seed: int) -> Any:
+        engine = builds.composed(seed)
+
+        @engine.on(Events.ITERATION_COMPLETED(once=2))
+        def fail(engine: Engine) -> None:
+            if not engine.handlers["gradient_clipping"].enabled and not mended.exists():
+                raise ValueError("no luck")
+
+        return engine, builds.train
+
+    study = make_study(build, prune=Halving([1], keep=0.3))
+    assert "- gradient_clipping" in [one.variant.name for one in study.run(DESIGN, workers=0).pruned]
+    mended.touch()
+    again = study.run(DESIGN, workers=0, retry_failed=True)
+    assert [row.variant.name for row in again.rows] == ["baseline", "- gradient_clipping"]
+    assert all(row.finished == row.planned for row in again.rows)
 
 
 @pytest.mark.slow

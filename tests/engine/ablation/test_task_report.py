@@ -74,6 +74,36 @@ def scores(found: Values, name: str) -> np.ndarray[Any, Any]:
     return np.array(columns).T
 
 
+def test_equal_mean_scores_tie_as_fractions_do() -> None:
+    generator = random.Random(9)
+    sizes, ends = {"small": 30, "large": 45}, {"small": (0.1, 1.0), "large": (1 / 3, 1.0)}
+    zeros = {"small": Fraction(1, 10), "large": Fraction(1, 3)}
+    right = {
+        (task, name, seed): generator.randint(size - 8, size - 3)
+        for task, size in sizes.items()
+        for name in NAMES[:2]
+        for seed in range(7)
+    }
+    reports = {
+        task: Report(
+            [Result(name, seed, right[task, name, seed] / size) for name in NAMES[:2] for seed in range(7)],
+            VARIANTS[:2],
+            metric="accuracy",
+            mode="max",
+        )
+        for task, size in sizes.items()
+    }
+
+    def mean(name: str, seed: int) -> Fraction:
+        each = [
+            (Fraction(right[task, name, seed], size) - zeros[task]) / (1 - zeros[task]) for task, size in sizes.items()
+        ]
+        return sum(each, Fraction()) / 2
+
+    expected = step_down([{seed: mean("- ema", seed) - mean("baseline", seed) for seed in range(7)}])
+    assert [TasksReport(reports, ends).rows[1].adjusted] == expected
+
+
 def test_the_mean_score_of_a_seed_is_compared_as_any_metric() -> None:
     found = values()
     report = report_of(found)

@@ -228,10 +228,17 @@ def test_what_is_no_study_of_tasks_is_refused(options: Any, error: type[Exceptio
         study(**options)
 
 
-def test_scores_of_the_wrong_direction_are_refused() -> None:
-    one = study(scores={"steep": (0.0, 20.0), "flat": (2.0, 0.0)})
+def test_scores_of_the_wrong_direction_are_refused_before_anything_is_run(tmp_path: Path) -> None:
+    one = study(scores={"steep": (2.0, 0.0), "flat": (0.0, 20.0)}, store=tmp_path / "store.jsonl")
     with pytest.raises(ValueError, match="smaller values are better, so that 20 cannot count as 1 and 0 as 0"):
         one.run(DESIGN, workers=0)
+    assert not one.store.read()
+
+
+def test_a_design_that_would_replace_what_makes_a_task_is_refused() -> None:
+    one = study(tasks={"slow": {"slope": 1.0, "rate": 0.01}, "fast": {"slope": 1.0, "rate": 0.1}}, scores=(9.0, 0.0))
+    with pytest.raises(ValueError, match="the variant 'baseline' would replace rate of the task 'slow'"):
+        one.run(Variants({"rate": 0.1}, rate=[0.2]), workers=0)
 
 
 def test_the_builds_of_tasks_are_digested_as_any_other(tmp_path: Path) -> None:

@@ -125,6 +125,85 @@ def test_a_bare_fit_continues_neither_inside_an_epoch_nor_from_its_end(tmp_path:
     kill_and_resume(train, tmp_path / "exact", [cut], every=every)
 
 
+def test_the_gradients_of_manual_optimization_are_in_the_checkpoint(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from signalfire.exact.lightning import ExactResume
+
+    class Module(LightningModule):  # type: ignore[misc, unused-ignore]
+        """It steps after every fourth batch, also over the end of an epoch of six."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net, self.batches = nn.Linear(3, 1), 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(F.mse_loss(self.net(batch[0]), batch[1]))
+            self.batches += 1
+            if self.batches % 4 == 0:
+                optimizer = self.optimizers()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["batches"] = self.batches
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.batches = checkpoint["batches"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Saves(Callback):  # type: ignore[misc, unused-ignore]
+        def on_train_batch_end(self, trainer: Any, module: Any, *given: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{module.batches}.ckpt")
+
+    def fit(epochs: int, begin: Path | None = None) -> str:
+        torch.manual_seed(0)
+        module = Module()
+        trainer = Trainer(
+            max_epochs=epochs,
+            callbacks=[ExactResume()] if begin else [ExactResume(), Saves()],
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+        )
+        data = ResumableData(DataLoader(Samples(), batch_size=4, shuffle=True))
+        trainer.fit(module, data, ckpt_path=None if begin is None else str(begin))
+        return kit.digest(module.state_dict())
+
+    whole = fit(2)
+    for batches in (2, 3, BATCHES, 10):  # inside a window, and at the end of an epoch, which is inside one
+        assert fit(2, tmp_path / f"{batches}.ckpt") == whole
+
+
+def test_a_checkpoint_of_the_end_of_an_epoch_is_continued_with_the_next_one(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    class Saves(Callback):  # type: ignore[misc, unused-ignore]
+        """It saves where `ModelCheckpoint` does if there is no validation."""
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    def fit(validates: bool, begin: Path | None = None) -> str:
+        trainer, module = trainer_of(tmp_path, nothing, True, 10**6)
+        if begin is None:
+            trainer.callbacks.append(Saves())
+        loaders = [DataLoader(Samples(), batch_size=8)] if validates else []
+        data = ResumableData(DataLoader(Samples(), batch_size=4, shuffle=True))
+        trainer.fit(module, data, *loaders, ckpt_path=None if begin is None else str(begin))
+        return kit.digest(module.state_dict())
+
+    for validates in (False, True):
+        whole = fit(validates)
+        assert [fit(validates, tmp_path / f"{epoch}.ckpt") for epoch in range(EPOCHS - 1)] == [whole] * (EPOCHS - 1)
+
+
 def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     with pytest.raises(ValueError, match=r"a DataLoader; give fit\(\) ResumableData\(loader\)"):
@@ -137,6 +216,10 @@ def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="has no length"):
         trainer.fit(module, ResumableData(Unsized()))
+    trainer, module = trainer_of(tmp_path, nothing, True, 1)
+    trainer.reload_dataloaders_every_n_epochs = 1
+    with pytest.raises(ValueError, match="replaces the data, which then counts no epochs"):
+        trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # emitted anew where another warning is looked for

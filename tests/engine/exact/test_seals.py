@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from signalfire.exact.seals import newest_sealed, seal
+from signalfire.exact.seals import fingerprint, newest_sealed, seal
 
 
 def write(path: Path, number: int, *, sealed: bool = True) -> Path:
@@ -63,3 +65,16 @@ def test_a_folder_that_is_written_once_more_is_not_complete_until_it_is_sealed(t
         assert newest_sealed(tmp_path, "checkpoint-") == one
     seal(two)
     assert newest_sealed(tmp_path, "checkpoint-") == two
+
+
+def test_a_model_with_an_extra_state_has_a_fingerprint_of_its_tensors() -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"scale": 1}
+
+    model = Scaled(2, 1)
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.bias.add_(1)
+    assert fingerprint(model) != before
