@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from inspect import isroutine
 from typing import Any, Literal
 
 import torch
@@ -164,13 +164,14 @@ class Compile(Handler):
         assert self.modules is not None
         for module in find_modules(self.name, named_modules(engine), self.modules).values():
             forward = module.forward
-            function = forward if isroutine(forward) else getattr(forward, "__call__")  # noqa: B004, B009
+            function = forward if inspect.isroutine(forward) else getattr(forward, "__call__")  # noqa: B004, B009
             self._forwards.append((module, vars(module).get("forward"), self._compiled_from(function)))
             vars(module)["forward"] = self._forwards[-1][2]
 
     def _compiled_from(self, function: Any) -> Any:
         if function not in self._known:
-            compile_: Any = torch.compile  # whose overloads do not have all of its arguments
+            # Lightning wraps it once it is imported: it copies the arguments, and keeps them as an attribute of the model.
+            compile_: Any = inspect.unwrap(torch.compile)
             self._known[function] = compile_(
                 function,
                 backend=self._counting,

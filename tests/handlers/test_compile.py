@@ -24,6 +24,7 @@ from signalfire.handlers import (
     MixedPrecision,
     Validation,
 )
+from tests import kit
 from tests.kit import assert_same, batches, build, evaluator_of, mlp, quick
 from tests.process_state import process_state
 from tests.processes import Failed, run_together
@@ -178,6 +179,27 @@ def test_nothing_of_it_stays_however_the_run_ends(modules: str | None, how: str)
     assert engine.model is model
     assert names == before["names"]
     assert handler.sizes
+
+
+BESIDE_LIGHTNING = """
+import lightning, torch
+from signalfire import Engine, Update
+from signalfire.handlers import Compile
+
+model = torch.nn.Linear(5, 1)
+before = set(vars(model))
+engine = Engine(Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD), model=model, seed=0)
+engine.attach(Compile(backend="eager"))
+engine.run([(torch.ones(4, 5), torch.ones(4, 1))] * 2, max_epochs=1, check=False)
+print(set(vars(model)) ^ before)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_it_stays_where_lightning_has_wrapped_the_compiler() -> None:
+    kit.needs("migration", "lightning")
+    ended = kit.finished("-c", BESIDE_LIGHTNING)
+    assert ended.stdout == "set()\n", ended.stderr
 
 
 @pytest.mark.slow
