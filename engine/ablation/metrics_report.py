@@ -23,7 +23,7 @@ R = TypeVar("R", bound=Member)
 class MetricsReport(Generic[R]):
     """The comparisons of several metrics of the same runs; :meth:`Report.metrics` makes it.
 
-    Who looks at five metrics finds a difference in one of them by chance more often than in 5 % of studies. With
+    Among five metrics, at least one shows a difference by chance in more than 5 % of studies. With
     ``correction="all"`` the comparisons of all variants and metrics are one family: the probability of any false finding among
     them is at most alpha, however the metrics depend on each other, since swapping the labels of the runs of a seed swaps them in
     all metrics (:mod:`signalfire.ablation.joint`).

@@ -49,7 +49,7 @@ class Plan:
         metric: Name of the metric, for the sentence about its spread.
         spread: Standard deviation of the paired differences of the stored runs, median over the variants; None without any.
         looks: Planned numbers of seeds at each look; empty without.
-        pruning: The plan of successive halving in words, and what was pruned so far; empty without.
+        pruning: The plan of successive halving in words, and the variants pruned so far; empty without.
         tasks: Names of the tasks; empty without.
     """
 

@@ -1,8 +1,8 @@
 """Successive halving: variants that look worst after some epochs are not trained to the end, with all of their seeds.
 
-After each of some epochs, the runs of all variants that are left are compared, and the best share of the variants goes on. A
+After each of some epochs, the runs of all variants that are left are compared, and the best share of the variants continues. A
 variant is pruned with all of its seeds or with none, so that those that are left are paired with the baseline over all
-seeds. The baseline is never pruned. The runs that go on are made again from their beginning: they are, bit for bit, those of
+seeds. The baseline is never pruned. Runs that continue are made again from their beginning: they are, bit for bit, those of
 a study that prunes nothing, and a decision follows from what is stored alone, wherever and in which order its runs were
 made.
 
@@ -58,13 +58,13 @@ Values = dict[tuple[str, int], Fraction | None]
 class Halving:
     """A plan of successive halving for a study: ``Study(..., prune=Halving([1, 3]))``.
 
-    After each of the epochs the best share of the variants goes on, and the others are pruned. Choose epochs at whose end
+    After each of the epochs the best share of the variants continues, and the others are pruned. Choose epochs at whose end
     the metric is measured, and whose order of the variants tells something about that at the end: what averages, anneals or
     regularises often looks worst early.
 
     Args:
         epochs: Epochs after which variants are pruned, increasing.
-        keep: Share of the variants that goes on, rounded up; the baseline is not counted, and always goes on.
+        keep: Share of the variants that continues, rounded up; the baseline is not counted, and always continues.
 
     Raises:
         TypeError, ValueError: for epochs that do not increase, or a share that is not between 0 and 1.
@@ -88,7 +88,7 @@ class Halving:
         self.keep = float(keep)
 
     def kept(self, variants: int) -> int:
-        """How many of this number of variants go on."""
+        """How many of this number of variants continue."""
         return math.ceil(exact(self.keep) * variants)
 
     def __repr__(self) -> str:
@@ -213,16 +213,21 @@ class Pruning:
             self._mark(store)
 
     def description(self, lines: Mapping[str, Line]) -> tuple[str, ...]:
-        """The plan in words, and what was pruned so far."""
+        """The plan in words, and the variants pruned so far."""
         left = len(self.variants) - 1
         parts = [f"all {count(left, 'variant')} are trained to the end of epoch {self.halving.epochs[0]}"]
+        short = left + 1  # with the baseline
         for epoch in self.halving.epochs[1:]:
             left = self.halving.kept(left)
+            short += left + 1
             parts.append(f"the best {left} to that of epoch {epoch}")
         parts.append(
             f"the best {self.halving.kept(left)} to the end, each time from the beginning, and with the baseline"
         )
-        found = [f"pruning: {', '.join(parts)}"]
+        found = [
+            f"pruning: {', '.join(parts)}",
+            f"the {count(short * len(self.seeds), 'run')} that end early are not among those counted below",
+        ]
         for epoch in self.halving.epochs:
             if names := [f'"{one.variant.name}"' for one in self.decide(lines).pruned if one.epoch == epoch]:
                 found.append(f"pruned after epoch {epoch}: {', '.join(names)}")
@@ -258,7 +263,7 @@ class Pruning:
             )
 
     def _mark(self, store: Store) -> None:
-        """Mark the runs of what was pruned in the store; a mark of an earlier decision that no longer holds is removed."""
+        """Mark the runs of pruned variants in the store; a mark of an earlier decision that no longer holds is removed."""
         lines = store.read()
         evidence = {(one.variant.name, one.epoch): one.evidence() for one in self.decide(lines).pruned}
         for variant in self.variants:

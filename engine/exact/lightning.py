@@ -21,7 +21,7 @@ class ExactResume(Callback):
     By itself, Lightning saves no generators and no gradients. With this callback, and `ResumableData` as the training data, a
     checkpoint continues exactly wherever it was saved: inside an epoch, inside an accumulation window, at the end of an epoch.
 
-    These states Lightning hides: what a module logs with ``on_epoch=True``, so that the value of a resumed epoch is the mean over
+    Lightning hides two states: what a module logs with ``on_epoch=True``, so that the value of a resumed epoch is the mean over
     the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not made again.
 
     Raises:
@@ -48,9 +48,8 @@ class ExactResume(Callback):
         is_open = not pl_module.automatic_optimization or (not ended and ready % trainer.accumulate_grad_batches)
         checkpoint[KEY] = {"random": random_state(), "gradients": gradients if is_open else {}}
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
-        if (
-            ended and "combined_loader" in fit
-        ):  # Lightning goes on with the next epoch; it never reads a pass to its end
+        # Lightning continues with the next epoch, and never reads a pass to its end.
+        if ended and "combined_loader" in fit:
             fit["combined_loader"] = [_after(state) for state in fit["combined_loader"]]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

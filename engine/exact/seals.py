@@ -37,8 +37,8 @@ def seal(folder: str | os.PathLike[str]) -> None:
 def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
     """The folder with the greatest number after ``prefix`` that is as it was sealed; None if there is none.
 
-    What comes after it is named in a warning: a folder without a seal was being written as its process ended, one that differs
-    from its seal is damaged.
+    What comes after it is named in a warning: a folder without a seal is incomplete, or was saved without `ExactResume`; one
+    that differs from its seal is damaged.
 
     Args:
         path: where the folders are.
@@ -56,7 +56,9 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
             damaged.append(folder)
             warn(f"{folder}: this folder differs from its seal, and is skipped: it is damaged")
         except (FileNotFoundError, NotADirectoryError):
-            warn(f"{folder}: this folder has no seal, and is skipped: it was being written as its process ended")
+            warn(
+                f"{folder}: this folder has no seal, and is skipped: it is incomplete, or was saved without ExactResume"
+            )
         except ValueError:
             damaged.append(folder)
             warn(f"{folder}: its seal cannot be read, and the folder is skipped: it is damaged")

@@ -168,7 +168,9 @@ def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     assert "0 of 24 runs to make" in text
     assert "the smallest p of 6 seeds is 0.094, among 3 comparisons: no direction can be shown" in text
     new = make_study(seeds=range(8), prune=Halving([1, 2], keep=0.3)).plan(DESIGN)
-    assert "epoch 1, the best 1 to that of epoch 2, the best 1 to the end" in " ".join(str(new).split())
+    words = " ".join(str(new).split())
+    assert "epoch 1, the best 1 to that of epoch 2, the best 1 to the end" in words
+    assert "the 48 runs that end early are not among those counted below" in words  # 4 variants and then 2, of 8 seeds
 
 
 # ---- decisions ------------------------------------------------------------------------------------------------------
