@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -25,7 +26,8 @@ class ExactResume(Callback):
     the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not made again.
 
     Raises:
-        ValueError: as training begins, for data that is no `ResumableData`, or is reloaded, and for several processes.
+        ValueError: as training begins, for data that is no `ResumableData`, or is reloaded, for several processes, and
+            for ``max_epochs=-1``.
 
     Example:
         >>> def fit(module, loader, path):
@@ -59,21 +61,17 @@ class ExactResume(Callback):
             warn("ExactResume: the checkpoint was saved without it; the run cannot be continued exactly")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        data = trainer.train_dataloader
-        if not isinstance(data, ResumableData):
-            raise ValueError(
-                f"ExactResume: the training data is a {type(data).__name__}; give fit() ResumableData(loader)"
-            )
-        if trainer.num_training_batches == float("inf"):
-            raise ValueError(
-                "ExactResume: the training data has no length; Lightning reads ahead, and saves a batch too many"
-            )
-        if trainer.reload_dataloaders_every_n_epochs:
-            raise ValueError(
-                "ExactResume: Trainer(reload_dataloaders_every_n_epochs=...) replaces the data, which then counts no epochs"
-            )
-        if trainer.world_size > 1:
-            raise ValueError(f"ExactResume: world_size={trainer.world_size}; expected a single process")
+        data, kind = trainer.train_dataloader, type(trainer.train_dataloader).__name__
+        mistakes = (
+            (not isinstance(data, ResumableData), f"the data is a {kind}; give fit() ResumableData(loader)"),
+            (trainer.num_training_batches == inf, "the training data has no length; Lightning saves a batch too many"),
+            (trainer.reload_dataloaders_every_n_epochs, "data that is reloaded every n epochs counts none"),
+            (trainer.max_epochs == -1, "with max_epochs=-1, Lightning may train on a batch too many; give the number"),
+            (trainer.world_size > 1, f"world_size={trainer.world_size}; expected a single process"),
+        )
+        for made, message in mistakes:
+            if made:
+                raise ValueError(f"ExactResume: {message}")
         if self._loaded is not None:
             restore_random_state(self._loaded["random"])
             if self._data:  # Lightning loads no position that was saved in on_train_epoch_end
