@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Phase, on
 
-from ._common.metric_reports import PRUNED, MetricReports
+from ._common.metric_reports import MetricReports
 
 __all__ = ["OptunaPruning"]
 
@@ -42,6 +42,8 @@ class OptunaPruning(MetricReports):
         'optuna_pruning'
     """
 
+    reason = "pruned by Optuna"
+
     def __init__(
         self, trial: Any, monitor: str, *, mode: Literal["min", "max"] | None = None, name: str | None = None
     ) -> None:
@@ -72,7 +74,7 @@ class OptunaPruning(MetricReports):
     @on(Events.ENDED, phase=Phase.PERSIST, rank=sys.maxsize, reads=["stop"], writes=[])
     def raise_pruned(self, engine: Engine) -> None:
         """Raise for Optuna once everything else has ended; also where a pruned run is resumed, which has nothing left to do."""
-        if engine.state.stop_reason == PRUNED:
+        if engine.state.stop_reason == self.reason:
             raise _error(f"pruned at value {self.reported} of {self.monitor.metric}")
 
 

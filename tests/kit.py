@@ -31,6 +31,7 @@ __all__ = [
     "DISTRIBUTING",
     "LIMIT",
     "MEMORY",
+    "Trial",
     "assert_same",
     "average_gradients",
     "batches",
@@ -297,6 +298,16 @@ def recorder(log: list[str], name: str) -> Callable[[Engine], str]:
         return name
 
     return receiver
+
+
+class Trial:
+    """A trial of a search that prunes nothing."""
+
+    def report(self, value: float, step: int) -> None:
+        assert step >= 0
+
+    def should_prune(self) -> bool:
+        return False
 
 
 def validation_loss(model: nn.Module) -> float:

@@ -54,6 +54,7 @@ from signalfire.handlers import (
     MixUp,
     MLflowLogger,
     NonFiniteGuard,
+    OptunaPruning,
     ParameterScheduling,
     ProgressBar,
     ProgressiveResizing,
@@ -78,6 +79,7 @@ from signalfire.handlers import (
     warmup,
     warmup_stable_decay,
 )
+from tests.kit import Trial
 from tests.remote import in_memory
 
 Batch = tuple[Tensor, Tensor]
@@ -267,6 +269,7 @@ def stopping(folder: Path) -> Engine:
         LRScheduling(partial(ReduceLROnPlateau, patience=1, threshold=0.2), monitor="loss"),
         EarlyStopping("loss", patience=3, min_delta=0.3, restore_best=True),
         Reporting(lambda value, step: step > 50, "loss"),
+        OptunaPruning(Trial(), "loss"),
         Checkpoint(folder / "best", monitor="loss", keep=3, name="best"),
         EMA(0.5, warmup=True, buffers="average"),
         Metrics(train_loss=Average(), name="train_metrics"),

@@ -106,6 +106,7 @@ from signalfire.handlers import (
 )
 from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
+from tests import kit
 from tests.kit import cleaned_up, quick, shipped
 from tests.remote import in_memory
 
@@ -233,16 +234,6 @@ class Case:
     build: Callable[[], Engine] = build
 
 
-class Trial:
-    """A trial of a search that prunes nothing."""
-
-    def report(self, value: float, step: int) -> None:
-        assert step >= 0
-
-    def should_prune(self) -> bool:
-        return False
-
-
 # One line for each case; a handler that is shipped and not listed fails `test_every_shipped_handler_is_checked`.
 CASES: dict[str, Case] = {
     "ActivationCheckpointing": Case(lambda: ActivationCheckpointing("*head"), False),
@@ -294,7 +285,7 @@ CASES: dict[str, Case] = {
     "JSONLinesLogger": Case(lambda: JSONLinesLogger(FOLDER / "log.jsonl", every="2it"), False),
     "L1": Case(lambda: L1(0.01), True),
     "L2": Case(lambda: L2(0.1), True),
-    "OptunaPruning": Case(lambda: OptunaPruning(Trial(), "train_loss", mode="min"), False),
+    "OptunaPruning": Case(lambda: OptunaPruning(kit.Trial(), "train_loss", mode="min"), False),
     "Reporting": Case(lambda: Reporting(lambda value, step: False, "train_loss"), False),
     "Reporting, stopping": Case(lambda: Reporting(lambda value, step: step == 1, "train_loss"), True),
     "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.monitor import Monitor
 
 from .ranks import CHECK_METRIC
 
-__all__ = ["PRUNED", "MetricReports"]
-
-PRUNED = "pruned"
-"""The reason of a stop that a searcher asked for."""
+__all__ = ["MetricReports"]
 
 
 class MetricReports(Handler):
@@ -21,8 +18,10 @@ class MetricReports(Handler):
 
     Attributes:
         reported: Number of values reported so far; kept over a resumption.
+        reason: The reason of a stop that is asked for, as ``state.stop_reason`` has it.
     """
 
+    reason: ClassVar[str] = "pruned"
     trains = True
     decides_alike = True
 
@@ -70,7 +69,7 @@ class MetricReports(Handler):
         if failed is not None:
             raise RuntimeError(f"{self.name!r} failed on rank 0: {failed}")
         if stop:
-            engine.terminate(PRUNED, by=self.name)
+            engine.terminate(self.reason, by=self.name)
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
