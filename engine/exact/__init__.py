@@ -1,6 +1,6 @@
 """Exactness for loops of one's own: what an engine does for its resume, without the engine.
 
-A plain loop that is killed anywhere and started again ends with the weights of one that was never stopped:
+A plain loop that is killed anywhere and started again ends with the weights of one that was never stopped::
 
     data = ResumableData(DataLoader(dataset, batch_size=32, shuffle=True))
     folder = CheckpointFolder("runs/plain")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
+import textwrap
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from sphinx.addnodes import pending_xref
 
 import signalfire
 import signalfire.handlers
-from signalfire import Handler, ablation, testing, tuning
+from signalfire import Handler, ablation, exact, testing, tuning
 from signalfire.capture import Capture
 from signalfire.codes import CODES
 
@@ -36,7 +39,9 @@ def handler_classes() -> list[type[Handler]]:
 def handler_page(kind: type[Handler]) -> str:
     """Purpose, arguments and example from the docstring; then its receivers, with what they read and write."""
     file = Path(inspect.getfile(kind)).name
-    text = [f"# {kind.__name__}", "", "```{eval-rst}", f".. autoclass:: signalfire.handlers.{kind.__name__}", "```", ""]
+    text = [f"# {kind.__name__}", "", "```{eval-rst}", f".. autoclass:: signalfire.handlers.{kind.__name__}"]
+    text += [f"   :members: {', '.join(members)}"] if (members := members_of(kind)) else []
+    text += ["```", ""]
     rows = [
         " | ".join(["", f"`{one.method}`", _event(one.event), one.phase.name, str(one.rank), _things(one.reads),
                     _things(one.writes), ""]).strip()
@@ -57,6 +62,20 @@ def handler_page(kind: type[Handler]) -> str:
     }
     text += [sentence for capture, sentence in graphs.items() if kind.capture is capture]
     return "\n".join([*text, "", f"Its code: `handlers/{file}`.", ""])
+
+
+def members_of(kind: type[Handler]) -> list[str]:
+    """The public methods and properties of a handler that are its own: neither receivers nor what every handler has."""
+    receivers = {one.method for one in kind.subscriptions}
+    return [
+        name
+        for name, one in vars(kind).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(one) or isinstance(one, property))
+        and one.__doc__
+        and name not in receivers
+        and not hasattr(Handler, name)
+    ]
 
 
 def _event(event: Any) -> str:
@@ -97,11 +116,13 @@ def codes_page() -> str:
 def interface_page() -> str:
     """All public names but the handlers."""
     text = ["# The interface", "", "```{eval-rst}"]
-    for module in (signalfire, testing, tuning, ablation):
-        if module is not signalfire:
+    for module in (signalfire, signalfire.handlers, exact, testing, tuning, ablation):
+        if module not in (signalfire, signalfire.handlers):
             text += [f".. automodule:: {module.__name__}", ""]
         for name in vars(module)["__all__"]:
             one = getattr(module, name)
+            if one in handler_classes():  # each has its own page
+                continue
             kind = "autoclass" if inspect.isclass(one) else "autofunction" if callable(one) else "autodata"
             text += [f".. {kind}:: {module.__name__}.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
     return "\n".join([*text, "```", ""])
@@ -192,7 +213,7 @@ def public_names() -> dict[str, str]:
     """Where the site has a public name: `EMA` is at signalfire.handlers.EMA, `Engine.run` at signalfire.Engine.run."""
     places = {kind.__name__: f"signalfire.handlers.{kind.__name__}" for kind in handler_classes()}
     places |= {name: f"signalfire.{name}" for name in vars(signalfire)["__all__"]}
-    for module in (testing, tuning, ablation):
+    for module in (exact, testing, tuning, ablation):
         places |= {name: f"{module.__name__}.{name}" for name in vars(module)["__all__"]}
     return places
 
@@ -209,12 +230,35 @@ def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any 
     return [link], []
 
 
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data):: ([\w.]+)\n(?:   :members:(.*)\n)?", re.MULTILINE)
+
+
+def written_out(directive: re.Match[str]) -> str:
+    """The signature and the docstring of a public name, and of its members where the page has them."""
+    owner, _, last = directive[1].rpartition(".")
+    module = owner if owner in sys.modules else owner.rpartition(".")[0]
+    one = getattr(sys.modules[module], last)
+    text = [_described(directive[1], one)]
+    if inspect.isclass(one) and directive[2] is not None:
+        names = [name.strip() for name in directive[2].split(",") if name.strip()] or vars(one)
+        members = ((name, vars(one).get(name)) for name in names if not name.startswith("_"))
+        text += [_described(f"{last}.{name}", member) for name, member in members if inspect.getdoc(member)]
+    return "\n".join(text)
+
+
+def _described(name: str, one: Any) -> str:
+    has_arguments = inspect.isfunction(one) or (inspect.isclass(one) and not issubclass(one, BaseException | Enum))
+    signature = inspect.signature(one) if has_arguments else ""
+    return f"{name}{signature}\n{textwrap.indent(inspect.getdoc(one) or '', '    ')}\n"
+
+
 def write_texts(app: Any, problem: Exception | None) -> None:
     """Write ``llms.txt``, the contents, and ``llms-full.txt``, all pages as text, for assistants that read them."""
     if problem is not None:
         return
     order = ["index", *sorted(name for name in app.env.found_docs if name != "index")]
     texts = {name: Path(app.env.doc2path(name)).read_text(encoding="utf-8") for name in order}
+    texts |= {name: DIRECTIVE.sub(written_out, text) for name, text in texts.items()}
     texts["changelog"] = (Path(app.srcdir).parent.parent / "CHANGELOG.md").read_text(encoding="utf-8")
     lines = [f"- [{text.split(chr(10), 1)[0].lstrip('# ')}]({name}.html)" for name, text in texts.items()]
     (Path(app.outdir) / "llms.txt").write_text("# Signalfire\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
