@@ -712,7 +712,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_look_at_which_nothing_can_be_found_is_refused",
             "test_a_study_makes_no_more_runs_of_what_a_look_has_decided",
         ],
-        "engine/ablation/test_power.py": [
+        "engine/ablation/test_detectability.py": [
             "test_power_is_that_of_a_simulation",
             "test_the_step_down_test_finds_more_than_holm",
             "test_a_plan_says_what_its_seeds_can_show",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import shutil
@@ -46,6 +47,14 @@ def test_nothing_imports_what_only_users_of_another_library_need() -> None:
     )
     result = kit.finished("-c", program)
     assert result.stdout == "set()\n", result.stderr
+
+
+@pytest.mark.parametrize("package", ["", ".ablation", ".exact", ".handlers", ".testing", ".tuning", ".weights"])
+def test_no_public_name_is_a_module_however_often_it_is_asked_for(package: str) -> None:
+    module = importlib.import_module(f"signalfire{package}")
+    for name in module.__all__:
+        getattr(module, name)  # a name that is looked up late may be hidden by the module that was imported for it
+        assert not inspect.ismodule(getattr(module, name)), name
 
 
 def test_every_public_class_and_handler_has_an_example_or_is_simple() -> None:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         resamples,
     )
     from .cost_ratios import Cost, cost_table, costs
+    from .detectability import detectable, power
     from .joint import intervals, step_down
     from .metrics_report import MetricsReport
     from .pictures import plot_curves, plot_pareto
-    from .power import detectable, power
     from .report import Report
     from .rows import Row
     from .statistics import Comparison, Effect, compare, effects, exact, fewest_seeds, holm
@@ -108,7 +108,7 @@ _LAZY = {
     "TasksReport": "task_report",
     "bootstrap_interval": "aggregate",
     "compare": "statistics",
-    "detectable": "power",
+    "detectable": "detectability",
     "cost_table": "cost_ratios",
     "costs": "cost_ratios",
     "effects": "statistics",
@@ -119,7 +119,7 @@ _LAZY = {
     "intervals": "joint",
     "optimality_gap": "aggregate",
     "performance_profile": "aggregate",
-    "power": "power",
+    "power": "detectability",
     "probability_of_improvement": "aggregate",
     "resamples": "aggregate",
     "step_down": "joint",

@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 
 from .. import markup
+from .detectability import detectable
 from .formats import count, listed, numbers_in_words
 from .joint import EXACT_UP_TO, FLIPS
 from .looks import CLOSED_UP_TO
 from .plot import draw
-from .power import detectable
 from .pruning import pruned_in_words
 from .rows import Findings
 

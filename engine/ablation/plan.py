@@ -75,22 +75,22 @@ class Plan:
         return sum(costs) if len(costs) == len(self.to_make) else None
 
     def power(self, d_z: float, *, real: int = 1, alpha: float = 0.05) -> float:
-        """The probability that the study finds a difference, by simulation (:func:`signalfire.ablation.power.power`).
+        """The probability that the study finds a difference, by simulation (:func:`signalfire.ablation.power`).
 
         Args:
             d_z: Size of the real differences, in standard deviations of the paired differences.
             real: Number of variants with a real difference.
             alpha: Significance level for the adjusted p-value.
         """
-        from .power import power
+        from .detectability import power
 
         return power(len(self.seeds), len(self.variants) - 1, d_z, real=real, alpha=alpha)
 
     @property
     def prospects(self) -> str:
         """What the number of seeds can show at best, and which difference it finds with a probability of 80 %."""
+        from .detectability import detectable
         from .joint import smallest_p
-        from .power import detectable
 
         n, comparisons = len(self.seeds), len(self.variants) - 1
         share = comparisons if self.pruning else 1  # what is pruned may have been the best by chance: see pruning.py

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .detectability import detectable
 from .failures import Failures
 from .formats import count, listed, number_text, seeds_in_words
 from .joint import smallest_p
-from .power import detectable
 from .results import Variant
 from .rows import Findings, Row
 from .statistics import Comparison, Effect

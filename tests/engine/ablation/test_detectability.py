@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from signalfire.ablation import Plan, Variant
-from signalfire.ablation.power import detectable, power
+from signalfire.ablation.detectability import detectable, power
 from signalfire.ablation.statistics import compare, holm
 from tests.engine.ablation.test_joint import draws, family, family_error
 
