@@ -69,9 +69,11 @@ def check_handler(
     changes_training: bool = True,
     **bounds: Any,
 ) -> str:
-    """Assert that a handler is called, has no effect when disabled, resumes exactly, and cleans up after an error.
+    """Assert that a handler subscribes to events, has no effect when disabled, resumes exactly, and cleans up after an error.
 
-    Its runs use one thread of torch, since the tensors of a test are small.
+    A resumed run is compared by its weights, optimizers, metrics and the states of handlers. Give data and bounds with which
+    each receiver is called, and with which what the handler keeps shows in one of these. The runs use one thread of torch, since
+    the tensors of a test are small.
 
     Args:
         build: Builds a new, identical engine on each call.
@@ -86,6 +88,7 @@ def check_handler(
 
     Raises:
         AssertionError: naming the broken guarantee and the part that differs.
+        TypeError: for an engine in place of ``build``, or a handler in place of ``make``.
 
     Example:
         >>> from functools import partial
@@ -105,6 +108,10 @@ def check_handler(
     """
     if isinstance(make, str):
         make = find_handler(make)
+    if isinstance(build, Engine) or not callable(build):
+        raise TypeError(
+            f"check_handler(build={build!r}): expected a function that builds a new, identical engine on each call"
+        )
     if not callable(make):
         raise TypeError(
             f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"

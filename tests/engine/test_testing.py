@@ -137,6 +137,8 @@ def test_a_handler_that_gives_its_guarantees_passes() -> None:
 def test_what_cannot_be_checked_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a function that makes a new handler on each call"):
         check_handler(build, History(), make_data(), max_epochs=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a function that builds a new, identical engine on each call"):
+        check_handler(build(), History, make_data(), max_epochs=2)  # type: ignore[arg-type]
 
     def unseeded() -> Engine:
         return kit.build(nn.Linear(3, 1))
