@@ -78,7 +78,9 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
     texts = (site / "llms-full.txt").read_text()
     contents = (site / "llms.txt").read_text()
     for name in [*WRITTEN, *CONTINUED, *RECIPES]:
-        assert name == "changelog" or (GUIDE / f"{name}.md").read_text() in texts, name
+        written = "" if name == "changelog" else (GUIDE / f"{name}.md").read_text()
+        parts = re.split(r"^\.\. auto.*\n(?:   :.*\n)*", written, flags=re.MULTILINE)  # docstrings stand in their place
+        assert all(part in texts for part in parts), name
         assert f"({name}.html)" in contents, name
     assert (GUIDE.parent.parent / "CHANGELOG.md").read_text() in texts
 

@@ -24,10 +24,11 @@ class ExactResume(Callback):
 
     Lightning hides two states: what a module logs with ``on_epoch=True``, so that the value of a resumed epoch is the mean over
     the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not made again.
+    Without a validation and with ``max_epochs=-1``, as ``max_steps`` alone gives it, Lightning trains on a batch too many after
+    a checkpoint of an epoch's end: give ``max_epochs``.
 
     Raises:
-        ValueError: as training begins, for data that is no `ResumableData`, or is reloaded, for several processes, and
-            for ``max_epochs=-1``.
+        ValueError: as training begins, for data that is no `ResumableData`, or is reloaded, and for several processes.
 
     Example:
         >>> def fit(module, loader, path):
@@ -66,7 +67,6 @@ class ExactResume(Callback):
             (not isinstance(data, ResumableData), f"the data is a {kind}; give fit() ResumableData(loader)"),
             (trainer.num_training_batches == inf, "the training data has no length; Lightning saves a batch too many"),
             (trainer.reload_dataloaders_every_n_epochs, "data that is reloaded every n epochs counts none"),
-            (trainer.max_epochs == -1, "with max_epochs=-1, Lightning may train on a batch too many; give the number"),
             (trainer.world_size > 1, f"world_size={trainer.world_size}; expected a single process"),
         )
         for made, message in mistakes:

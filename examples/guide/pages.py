@@ -230,7 +230,7 @@ def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any 
     return [link], []
 
 
-DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data):: ([\w.]+)\n(?:   :members:(.*)\n)?", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
 
 
 def written_out(directive: re.Match[str]) -> str:
@@ -239,8 +239,9 @@ def written_out(directive: re.Match[str]) -> str:
     module = owner if owner in sys.modules else owner.rpartition(".")[0]
     one = getattr(sys.modules[module], last)
     text = [_described(directive[1], one)]
-    if inspect.isclass(one) and directive[2] is not None:
-        names = [name.strip() for name in directive[2].split(",") if name.strip()] or vars(one)
+    _, shown, chosen = directive[2].partition(":members:")
+    if inspect.isclass(one) and shown:
+        names = [name.strip() for name in chosen.split(",") if name.strip()] or vars(one)
         members = ((name, vars(one).get(name)) for name in names if not name.startswith("_"))
         text += [_described(f"{last}.{name}", member) for name, member in members if inspect.getdoc(member)]
     return "\n".join(text)

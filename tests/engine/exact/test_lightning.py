@@ -220,10 +220,6 @@ def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     trainer.reload_dataloaders_every_n_epochs = 1
     with pytest.raises(ValueError, match="reloaded every n epochs counts none"):
         trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
-    trainer, module = trainer_of(tmp_path, nothing, True, 1)
-    trainer.fit_loop.max_epochs = -1
-    with pytest.raises(ValueError, match="with max_epochs=-1, Lightning"):
-        trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # emitted anew where another warning is looked for
