@@ -171,7 +171,6 @@ NOT_RECORDED = {
         "modes",
     },  # by `export_weights` and `export_program`, which are functions of the engine
     ("Export", "write_best"): {"modules", "modes"},
-    ("OptunaPruning", "raise_pruned"): {"stop"},  # in no composition, since it needs a trial of Optuna
     ("SpikeGuard", "read"): {"gradients", "optimizer", "processes"},  # if the norm overflows; with several ranks
 }
 
