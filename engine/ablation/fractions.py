@@ -1,4 +1,4 @@
-"""Fractions of factorial designs: fewer runs than combinations, at the price of effects that cannot be told apart.
+"""Fractions of factorial designs: fewer runs than combinations, at the price of confounded effects (aliases).
 
 With k factors on and off, a regular fraction runs 2**(k - p) of the 2**k combinations: p of the factors are on where the
 number of others that are off is even. Effects whose contrasts are then the same are aliases: only their sum can be
@@ -39,7 +39,7 @@ _ROMAN = dict(
 class FractionalFactorial(Design):
     """A regular fraction of all combinations of factors on and off, with its aliases.
 
-    ``print(design)`` shows which effects cannot be told apart. The baseline has all factors on. The report of the study estimates
+    ``print(design)`` shows which effects are aliases. The baseline has all factors on. The report of the study estimates
     main effects and interactions of two factors, each as the sum of the effect and its aliases, which it names.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["front", "plot_curves", "plot_pareto"]
+__all__ = ["front", "new_figure", "plain_text", "plot_curves", "plot_pareto"]
 
 BLUE, GREY, ORANGE = "#0072B2", "0.45", "#D55E00"
 UNITS = {"seconds": "seconds per run", "memory": "peak memory in MB", "steps": "optimizer steps per run"}
@@ -51,7 +51,7 @@ def plot_pareto(
     """
     check_choice("plot_pareto", "cost", cost, COSTS)
     check_choice("plot_pareto", "mode", mode, ("min", "max"))
-    figure = _figure(9, 5.5)
+    figure = new_figure(9, 5.5)
     axes = figure.subplots()
     points: dict[str, tuple[float, float]] = {}
     for name, runs in _by_variant(results).items():
@@ -70,14 +70,14 @@ def plot_pareto(
     for number, (name, (x, y)) in enumerate(points.items(), 1):
         colour = GREY if name == BASELINE else ORANGE if name in best else BLUE
         axes.plot(x, y, "s" if name == BASELINE else "o", color=colour, markersize=6, zorder=3)
-        label = _plain(name) if len(points) <= DIRECT else str(number)
+        label = plain_text(name) if len(points) <= DIRECT else str(number)
         weight = "bold" if name in best else "normal"
         axes.annotate(label, (x, y), (6, -10), textcoords="offset points", fontsize=8, weight=weight, zorder=4)
     if len(points) > DIRECT:
-        names = [f"{number:>2}  {_plain(textwrap.shorten(name, 34))}" for number, name in enumerate(points, 1)]
+        names = [f"{number:>2}  {plain_text(textwrap.shorten(name, 34))}" for number, name in enumerate(points, 1)]
         axes.text(1.02, 1.0, "\n".join(names), transform=axes.transAxes, va="top", fontsize=7.5, linespacing=1.25)
     axes.set_xlabel(UNITS[cost])
-    axes.set_ylabel(_plain(f"{metric} ({'greater' if mode == 'max' else 'smaller'} is better)"))
+    axes.set_ylabel(plain_text(f"{metric} ({'greater' if mode == 'max' else 'smaller'} is better)"))
     axes.set_title(
         f"means with {100 * level:g} % intervals; square: baseline; orange: no variant is both better and cheaper",
         fontsize="small",
@@ -131,7 +131,7 @@ def plot_curves(
     others = [name for name in curves if name != baseline] or [baseline]
     columns = min(len(others), 3 if len(others) <= 9 else 5)
     rows = -(-len(others) // columns)
-    figure = _figure(max(5.0, 2.6 * columns), 0.8 + 2.0 * rows)
+    figure = new_figure(max(5.0, 2.6 * columns), 0.8 + 2.0 * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
     for axes, name in zip(panels, [*others, *[""] * (rows * columns - len(others))], strict=True):
         if not name:
@@ -140,11 +140,11 @@ def plot_curves(
         for which, colour in ((baseline, GREY), (name, BLUE)):
             if which in curves:
                 _draw_curve(axes, curves[which], colour)
-        axes.set_title(_plain(textwrap.shorten(name, 30)), fontsize="small", color=BLUE)
+        axes.set_title(plain_text(textwrap.shorten(name, 30)), fontsize="small", color=BLUE)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
     figure.supxlabel(f"epoch (grey: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")
-    figure.supylabel(_plain(metric), fontsize="small")
+    figure.supylabel(plain_text(metric), fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -177,11 +177,17 @@ def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
     return found
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
+    """The text for Matplotlib, in which no dollar begins mathematics."""
     return text.replace("$", r"\$")
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of this size in inches, which needs no display.
+
+    Raises:
+        ImportError: if Matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -163,7 +163,7 @@ class Report:
     def effects(self, order: int = 2) -> list[Effect]:
         """Main effects and interactions, if the variants are a full factorial design (:func:`effects`) or a regular fraction.
 
-        In a fraction, an effect is the sum of those that cannot be told apart; ``aliases`` has the others.
+        In a fraction, an effect is estimated as its sum with its aliases.
 
         Args:
             order: Maximum number of factors in an interaction; 1 for main effects only.
@@ -279,7 +279,7 @@ class Report:
             )
             if is_fraction(self._variants):
                 notes.append(
-                    "Fraction of a factorial design: effects with + cannot be told apart; the estimate is their sum."
+                    "Fraction of a factorial design: effects joined by + are aliases; the estimate is their sum."
                 )
         blocks += [aligned(table) for table in self._further_tables()]
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))

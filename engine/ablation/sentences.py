@@ -189,7 +189,7 @@ class Sentences:
         subject = effect.name if len(effect.factors) == 1 else f"the interaction {effect.name}"
         if effect.aliases:
             own, *others = " x ".join(effect.factors), *effect.alias_names
-            subject = f"the sum of {own} and, not told apart from it, {listed(others)}"
+            subject = f"the sum of {own} and its alias{'es' if len(others) > 1 else ''} {listed(others)}"
         subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 or effect.aliases else subject
         omitted = ""
         if effect.left_out:

@@ -219,7 +219,7 @@ class Effect:
         high: Upper end of it.
         contrasts: Contrast of each seed, by seed.
         left_out: Seeds without a contrast, because one of their runs failed or is missing.
-        aliases: In a fraction of a factorial design, the factors of each effect that cannot be told apart from this one: the
+        aliases: In a fraction of a factorial design, the factors of each effect that is confounded with this one: the
             estimates are those of their sum.
     """
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
+from .pictures import new_figure, plain_text
 from .results import BASELINE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Profile", "draw_aggregates", "draw_profiles"]
 
@@ -67,7 +65,7 @@ def draw_profiles(
     rows = -(-len(others) // columns)
     names = {name: _wrapped(name, 30) for name in others}
     lines = max(one.count("\n") for one in names.values())
-    figure = _figure(max(5.0, 2.6 * columns), 0.9 + (2.0 + 0.16 * lines) * rows)
+    figure = new_figure(max(5.0, 2.6 * columns), 0.9 + (2.0 + 0.16 * lines) * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes in panels[len(others) :]:
         axes.set_visible(False)
@@ -82,7 +80,7 @@ def draw_profiles(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
     caption = f"score (grey: {baseline}; bands: pointwise {100 * level:g} % intervals of the bootstrap)"
-    figure.supxlabel("\n".join(textwrap.wrap(_plain(caption), 60 if columns == 1 else 100)), fontsize="small")
+    figure.supxlabel("\n".join(textwrap.wrap(plain_text(caption), 60 if columns == 1 else 100)), fontsize="small")
     figure.supylabel("share of runs above", fontsize="small")
     figure.savefig(path, dpi=150, format=format)
 
@@ -111,7 +109,7 @@ def draw_aggregates(
         raise ValueError("plot_aggregates(): no seed has runs of all variants and tasks; make the missing runs first")
     names = {name: _wrapped(name, 34) for name in found}
     lines = max(one.count("\n") for one in names.values())
-    figure = _figure(9.5, 1.5 + (0.32 + 0.16 * lines) * len(found))
+    figure = new_figure(9.5, 1.5 + (0.32 + 0.16 * lines) * len(found))
     panels = figure.subplots(1, 3, sharey=True)
     for column, (axes, title) in enumerate(zip(panels, TITLES, strict=True)):
         for place, (name, parts) in enumerate(found.items()):
@@ -138,17 +136,4 @@ def draw_aggregates(
 def _wrapped(text: str, width: int) -> str:
     """The text in lines of so many characters; none of it is left out, as the ends of long names tell them apart."""
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width)]
-    return _plain("\n".join(lines))
-
-
-def _plain(text: str) -> str:
-    return text.replace("$", r"\$")
-
-
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the pictures of a study need Matplotlib: pip install 'signalfire[ablation]'") from error
-    made: Any = Figure(figsize=(width, height), layout="constrained")
-    return made
+    return plain_text("\n".join(lines))

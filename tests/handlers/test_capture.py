@@ -53,16 +53,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, ...]] = []
         self.obstacles: set[str] = set()
-        self._functions = _Functions(self.obstacles)
-
-    def __enter__(self) -> Recorder:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,6 +104,7 @@ def steps_of(make: Callable[[], Handler] | None) -> list[Recorder]:
     def begin(engine: Engine) -> None:
         recording.close()
         found.append(recording.enter_context(Recorder()))
+        recording.enter_context(_Functions(found[-1].obstacles))
 
     def end(engine: Engine) -> None:
         recording.close()

@@ -190,13 +190,13 @@ def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -
         for seed in range(8)
     ]
     report = Report(runs, cells, metric="accuracy", mode="max")
-    sentences = [one for one in report.sentences() if "not told apart" in one]
+    sentences = [one for one in report.sentences() if "and its alias" in one]
     assert len(sentences) == 3
-    assert sentences[0].startswith("The sum of ema and, not told apart from it, mixup x clip raises accuracy by 24.9")
+    assert sentences[0].startswith("The sum of ema and its alias mixup x clip raises accuracy by 24.9")
     assert not any("it contributes" in one for one in sentences)
     text = " ".join(str(report).split())
     assert "ema + mixup x clip" in text
-    assert "effects with + cannot be told apart; the estimate is their sum" in text
+    assert "effects joined by + are aliases; the estimate is their sum" in text
     # A combination of which one run failed leaves its seed out, as in a full design.
     failed = [Result(one.variant, one.seed, None, error="ValueError: no") if one is runs[0] else one for one in runs]
     assert Report(failed, cells, metric="accuracy", mode="max").effects()[0].left_out == (0,)
