@@ -18,6 +18,7 @@ __all__ = [
     "escaped_markdown",
     "latex_number",
     "listed",
+    "looks_p_text",
     "number_text",
     "numbers_in_words",
     "p_text",
@@ -76,6 +77,11 @@ def p_text(p: float | None, equals: str = "") -> str:
     if p >= 0.001:
         return f"{equals}{p:.3f}"
     return "< 0.001" if equals else "<0.001"
+
+
+def looks_p_text(p: float, alpha: float) -> str:
+    """A p-value over planned looks: what is known of it is on which side of alpha it is."""
+    return f"{'<=' if p <= alpha else '>'}{alpha:g}"
 
 
 def short_text(number: float, *, whole: bool = False) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from os import PathLike
 from typing import TextIO
 
-from .formats import p_text
+from .formats import looks_p_text, p_text
 from .rows import Findings, Row
 from .statistics import Comparison
 
@@ -48,7 +48,11 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
             axes.plot(comparison.mean, place - 0.15, "D", color="black", markersize=5.5, zorder=4)
         name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
         pairs = f"{comparison.n}/{row.planned} pairs{' that finished' if row.failures else ''}"
-        shown = "" if comparison.n < 2 else f", p {p_text(row.adjusted, '= ')}"
+        if report.looks is None or row.adjusted is None:
+            p = p_text(row.adjusted, "= ")
+        else:
+            p = looks_p_text(row.adjusted, report.alpha)
+        shown = "" if comparison.n < 2 else f", p {p}"
         labels.append(f"{name}\n{pairs}{shown}")
     axes.set_yticks(range(len(compared)), labels)
     axes.set_ylim(max(1, len(compared)) - 0.5, -0.5)

@@ -23,6 +23,7 @@ from .formats import (
     escaped_markdown,
     latex_number,
     listed,
+    looks_p_text,
     number_text,
     p_text,
     short_text,
@@ -358,9 +359,7 @@ class Report:
         return [*marked, p_text(row.p), self._adjusted(row.adjusted), effect]
 
     def _adjusted(self, p: float | None) -> str:
-        if self.looks is None or p is None:
-            return p_text(p)
-        return f"{'<=' if p <= self.alpha else '>'}{self.alpha:g}"
+        return p_text(p) if self.looks is None or p is None else looks_p_text(p, self.alpha)
 
     def _compared(
         self, comparison: Comparison, ends: tuple[float, float], p: float | None, adjusted: float | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import re
@@ -16,6 +17,7 @@ import pytest
 from signalfire.ablation import LeaveOneOut, Study
 from signalfire.ablation.joint import intervals, step_down
 from signalfire.ablation.looks import Looks, Sequential
+from signalfire.ablation.plot import draw
 from signalfire.ablation.report import Report
 from signalfire.ablation.results import Result, Variant
 from tests.engine.ablation import builds
@@ -198,6 +200,10 @@ def test_a_report_stops_a_variant_at_the_look_that_found_it() -> None:
     assert "p > 0.05 over all looks, the look at 10 seeds" in found.sentences()[1]
     assert "looks at 7 and 10 seeds" in " ".join(str(found).split())
     assert re.search(r"- a .* <=0.05 ", str(found))
+    picture = io.StringIO()
+    draw(found, picture, "svg")
+    assert "7/7 pairs, p &lt;=0.05" in picture.getvalue()
+    assert "10/10 pairs, p &gt;0.05" in picture.getvalue()
     assert found.warnings() == []
     # What was run beyond the look that decided does not count.
     more = decided(10, looks, {"baseline": BASE, "- a": LOWER, "- b": SAME})
