@@ -63,6 +63,7 @@ class Override(Enum):
     PRUNING = "which weights are pruned"
     RECEIVER_CALLS = "how receivers are called"
     RESIZING = "the size of images"
+    SAME_DATA = "which ranks read the same data"
     SEEDING = "seeding"
     SEQUENCE_LENGTH = "the length of sequences"
     SLOW_WEIGHTS = "the slow weights"
@@ -213,6 +214,8 @@ class Overrides(Part):
                     update.window.kept = [] if closure else None
             elif what in _FUNCTIONS:
                 setattr(self, what.name.lower(), None)
+        if (Override.SAME_DATA, None) in released:
+            self.engine.group.read_apart()
         if (
             Override.PROCESS_GROUP,
             None,

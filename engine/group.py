@@ -28,7 +28,8 @@ class Group(Part):
 
     Attributes:
         processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
-        data: the ranks with regard to the data: the same, unless each rank reads all of it (`SameData`).
+        alike: how many consecutive ranks read the same data; see `read_alike`.
+        data: the ranks with regard to the data: the same, unless several read the same (`DataGroups`), or all (`SameData`).
         shard_policy: how data is sharded over them; see `join`.
         sync_skips: whether the ranks have to agree on skipping the step under way.
         asked: whether a rank asks for anything, as all of them know.
@@ -41,6 +42,7 @@ class Group(Part):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.processes: Processes = SINGLE_PROCESS
+        self.alike = 1
         self.data: Processes = SINGLE_PROCESS
         self.shard_policy = "auto"
         self.sync_skips = False
@@ -53,9 +55,7 @@ class Group(Part):
         self._looked_at: tuple[tuple[Connection, ...], ...] = ((), (), ())
         self._skips_alone = False
 
-    def join(
-        self, processes: Processes, *, by: Handler, shard_policy: str = "auto", data: Processes | None = None
-    ) -> None:
+    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
         """Train together with other processes, until the handler is detached.
 
         From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
@@ -67,7 +67,6 @@ class Group(Part):
             shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
                 ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
                 DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
-            data: the ranks with regard to the data, if it is not sharded over all of them.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -76,7 +75,26 @@ class Group(Part):
         if engine.running:
             raise RuntimeError(f"join({processes!r}) was called during a run; call it before run()")
         engine.overrides.claim(Override.PROCESS_GROUP, by=by)
-        self.use(processes, shard_policy, data)
+        self.use(processes, shard_policy, processes.of_data(self.alike))
+
+    def read_alike(self, ranks: int, *, by: Handler) -> None:
+        """Let so many consecutive ranks read the same data, and draw the same random numbers, until the handler is detached.
+
+        Collective. The data is sharded over these groups of ranks; what the ranks of one see counts once in metrics.
+
+        Raises:
+            ValueError: if another handler does the same, naming both.
+        """
+        self.engine.overrides.claim(Override.SAME_DATA, by=by)
+        self._set_alike(ranks)
+
+    def read_apart(self) -> None:
+        """Let each rank read data of its own again."""
+        self._set_alike(1)
+
+    def _set_alike(self, ranks: int) -> None:
+        self.alike = ranks
+        self.data = self.processes.of_data(ranks)
 
     def leave(self) -> None:
         """Train as a single process again."""

@@ -51,6 +51,7 @@ from .setup import (
     build_optimizers,
     check_devices,
     check_modules,
+    check_surroundings,
     check_windows,
     report_never_emitted,
     report_shared_parameters,
@@ -105,10 +106,7 @@ class Loop:
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
         engine = self.engine
-        if engine.training and torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "run(): nothing can be trained inside torch.inference_mode(); call it outside of that block"
-            )
+        check_surroundings(engine)
         engine.boundary.begin_run()
         engine.findings.begin_run()
         engine.snapshots.drop()

@@ -131,7 +131,7 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     own = for_rank(saved, processes.rank)
     if shares == engine.group.data.world_size == 1:  # each rank has seen all of the data, and draws the same numbers
         return own
-    if before == processes.world_size:
+    if before == processes.world_size and shares == engine.group.data.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
                 f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}: load the state saved by rank 0, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,10 +22,23 @@ if TYPE_CHECKING:
     from .handler import Handler
 
 __all__ = [
-    "build_optimizers", "check_device", "check_devices", "check_modules", "check_windows", "report_never_emitted",
-    "report_shared_parameters",
+    "build_optimizers", "check_device", "check_devices", "check_modules", "check_surroundings", "check_windows",
+    "report_never_emitted", "report_shared_parameters",
     "report_untrained", "set_modes",
 ]  # fmt: skip
+
+
+def check_surroundings(engine: Engine) -> None:
+    """Raise RuntimeError for a run inside of a block of torch's in which nothing can be trained."""
+    if engine.training and torch.is_inference_mode_enabled():
+        raise RuntimeError("run(): nothing can be trained inside torch.inference_mode(); call it outside of that block")
+    attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    if "_context_parallel" in attention:
+        raise RuntimeError(
+            "run(): context parallelism is not supported: context_parallel() shards the sequences of a single batch in place, a "
+            "run reads many, and the backward pass needs the block, too; call run() outside of it, and split the model with "
+            "TensorParallel or FullyShardedDataParallel"
+        )
 
 
 def build_optimizers(engine: Engine) -> None:

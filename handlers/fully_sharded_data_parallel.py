@@ -86,6 +86,7 @@ class FullyShardedDataParallel(Distribution):
     """
 
     trains = True
+    beside_split_layers = True
     _decisive = ("shard_policy", "param_dtype", "reduce_dtype", "replicas")
 
     def __init__(
@@ -170,15 +171,17 @@ class FullyShardedDataParallel(Distribution):
         from torch.distributed.fsdp import FSDPModule
 
         self._check_device(engine)
+        self._check_beside_split_layers(engine)
         self._check_units(engine)
         for name, root in engine.modules.items():
             if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                size = engine.processes.world_size // self.replicas
-                shape, names = (
-                    ((size,), ("shard",)) if self.replicas == 1 else ((self.replicas, size), ("replicate", "shard"))
-                )
-                mesh = init_device_mesh(engine.device.type, shape, mesh_dim_names=names)
-                self._shard(root, engine.modules.prefix(name), mesh)
+                replicas, alike = self.replicas, engine.group.alike
+                size = engine.processes.world_size // (replicas * alike)
+                sizes = {"replicate": replicas, "shard": size, "layers": alike}
+                used = {key: ranks for key, ranks in sizes.items() if ranks > 1 or key == "shard"}
+                mesh = init_device_mesh(engine.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+                # Of split layers the other dimension is that of the parameters already.
+                self._shard(root, engine.modules.prefix(name), mesh["shard"] if alike > 1 else mesh)
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
                 self._hooks.append(root.register_forward_hook(self._record_output))
@@ -187,6 +190,20 @@ class FullyShardedDataParallel(Distribution):
             self._reset()  # an error may have interrupted an iteration
         self._buffers = [buffer for root in self._roots for buffer in root.buffers()]  # type: ignore[attr-defined]
         self._set_sync(True)
+
+    def _check_beside_split_layers(self, engine: Engine) -> None:
+        if engine.group.alike == 1:
+            return
+        if self.replicas > 1:
+            raise ValueError(
+                f"{self.name!r}: replicas={self.replicas} with layers that are split over {engine.group.alike} ranks: a mesh of "
+                "three dimensions is not supported; use replicas=1, or detach TensorParallel"
+            )
+        if self.shard_policy == "own":
+            raise ValueError(
+                f"{self.name!r}: shard_policy='own' with layers that are split over {engine.group.alike} ranks, which have to "
+                "read the same data: use 'auto' or 'round_robin'"
+            )
 
     def _check_units(self, engine: Engine) -> None:
         paths = {
@@ -205,7 +222,7 @@ class FullyShardedDataParallel(Distribution):
 
         units = self._units_of(root, name)
         with torch.no_grad():
-            broadcast([*root.parameters(), *root.buffers()])
+            broadcast([one for one in (*root.parameters(), *root.buffers()) if not is_sharded(one)])
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         for unit in [*units, root]:
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
@@ -414,6 +431,7 @@ class FullyShardedDataParallel(Distribution):
                     if own is not None and own in plain:
                         module._parameters[key] = plain[own]
                 _make_plain(module)
+        self._used = self._unreduced = False
         for update in engine.updates:
             update.optimizer = None
 
@@ -454,12 +472,14 @@ def _contains(unit: nn.Module, module: nn.Module) -> bool:
 def _make_plain(module: nn.Module) -> None:
     """Undo `fully_shard` for a module; torch has no function for this."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(module, FSDPModule):
         module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
     for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
         module.__dict__.pop(key, None)
+    _module_state_mapping.pop(module, None)  # in which torch does not take it a second time
     for key, hooks in module.__dict__.items():
         if key.endswith("_hooks") and isinstance(hooks, dict):
             for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:

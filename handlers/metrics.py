@@ -16,7 +16,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
 from signalfire.checks import check_name
-from signalfire.distributed import SameData
+from signalfire.distributed import Processes, SameData
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
@@ -313,7 +313,7 @@ class Metrics(Handler):
             for place, metric in enumerate(merged.values()):
                 metric.merge([several[place] for several in states])
         for key, metric in self.metrics.items():
-            with _synced(metric, not isinstance(engine.group.data, SameData)):
+            with _synced(metric, engine.group.data):
                 value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
@@ -409,14 +409,31 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
 
 def _current(metric: Any) -> float | None:
     """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
-    with _synced(metric, False):
+    with _merging_nothing(metric):
         return as_number(metric.compute())
 
 
 @contextmanager
-def _synced(metric: Any, synced: bool) -> Iterator[None]:
-    """Whether torchmetrics merges the states of all ranks: not where each has seen all samples."""
-    parts = [] if synced else [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
+def _synced(metric: Any, data: Processes) -> Iterator[None]:
+    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples."""
+    if isinstance(data, SameData):
+        with _merging_nothing(metric):
+            yield
+        return
+    grouped = [] if data.main is None else list(_torchmetrics(metric).values())
+    grouped = [part for part in grouped if part.process_group is None]
+    for part in grouped:
+        part.process_group = data.main
+    try:
+        yield
+    finally:
+        for part in grouped:
+            part.process_group = None
+
+
+@contextmanager
+def _merging_nothing(metric: Any) -> Iterator[None]:
+    parts = [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
     for part in parts:
         part._to_sync = False
     try:

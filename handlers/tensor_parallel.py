@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_int, did_you_mean
-from signalfire.distributed import Processes, SameData, is_sharded, like_parameter, local_part
+from signalfire.distributed import expected_processes, is_sharded, is_unit, like_parameter, local_part
 from signalfire.randomness import random_state, set_random_state
 from signalfire.update import needs_closure
 
@@ -39,6 +39,9 @@ class TensorParallel(Distribution):
     their modules compute on plain tensors as before. The model stays split after the run; `unsplit` restores plain modules.
     `Checkpoint` writes the parts as shards that load on any number of ranks, including one.
 
+    With a ``size`` that is smaller than the number of ranks, each group of so many consecutive ranks splits the layers and reads
+    the same batches, and `FullyShardedDataParallel` beside it shards the model and the data over the groups.
+
     Each sample counts once in metrics, rates and the progress bar, since all ranks see the same. Dropout between two split layers
     acts on a part of the features, and draws the same mask for each part.
 
@@ -46,16 +49,17 @@ class TensorParallel(Distribution):
         plan: Which layers are split, and how: styles of ``torch.distributed.tensor.parallel``, such as ``ColwiseParallel()``, by
             the path of the module, where ``*`` matches one name: "blocks.*.up". With several modules, paths begin with the
             module's name. A style is used for all modules that its path matches.
-        size: Number of ranks; by default all.
+        size: Number of ranks over which layers are split; by default all.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
     Raises:
         ValueError: Before the first batch: for a path that matches no module, or a module that another path matches as well; for
             a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an
-            optimizer instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` that is not the
-            number of ranks. In the first step, for a parameter outside of the plan that is used with a part of the
-            features, so that its gradient differs between ranks: such a module belongs to the plan.
+            optimizer instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` into groups of
+            which the ranks do not divide, or beside which no handler shards the data. In the first step, for a parameter outside
+            of the plan that is used with a part of the features, so that its gradient differs between ranks: such a module
+            belongs to the plan.
 
     Source:
         Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). The
@@ -95,19 +99,26 @@ class TensorParallel(Distribution):
                     f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is split, with parameters "
                     f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
                 )
+        ranks = expected_processes().world_size
+        self._joins = self.size in (None, ranks)  # else beside a handler that shards the data
         super().attached(engine)
-        self.loss_event = self.buffers_event = None  # the batches, and so the buffers, are the same on all ranks
-        ranks = self.processes.world_size
-        if self.size not in (None, ranks) and self.processes.distributed:
+        self.loss_event = self.buffers_event = None  # of a group that reads the same, buffers are the same, too
+        self.compare_event = None if self._joins else Events.GRADIENTS_READY
+        if not self.processes.distributed:
+            return
+        if ranks % self._size:
             raise ValueError(
-                f"{self.name!r}: size={self.size} with {ranks} ranks: several groups of ranks, with data parallelism between "
-                f"them, are not supported; launch {self.size} processes, or split over all with size={ranks}"
+                f"{self.name!r}: size={self.size} with {ranks} ranks, which do not divide into groups of {self.size}; launch a "
+                f"multiple of {self.size} processes, or split over all with size={ranks}"
             )
-        if self.processes.distributed:
+        engine.group.read_alike(self._size, by=self)
+        if self._joins:
             engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
 
-    def data_processes(self) -> Processes | None:
-        return SameData(self.processes) if self.processes.distributed else None
+    @property
+    def _size(self) -> int:
+        """The number of ranks over which layers are split."""
+        return self.processes.world_size if self._joins or self.size is None else self.size
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -126,6 +137,12 @@ class TensorParallel(Distribution):
         if not self.processes.distributed:
             return
         self._check_device(engine)
+        if not engine.processes.distributed:
+            raise ValueError(
+                f"{self.name!r}: size={self.size} with {self.processes.world_size} ranks splits layers over some of the ranks "
+                "only: attach FullyShardedDataParallel, which shards the model and the data over the others, or split over all "
+                f"with size={self.processes.world_size}"
+            )
         if self._are_split(engine):
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +151,9 @@ class TensorParallel(Distribution):
         self._check_alike(engine, chosen)
         with torch.no_grad():
             broadcast([t for root in roots for t in (*root.parameters(), *root.buffers())])
-        mesh = init_device_mesh(engine.device.type, (self.processes.world_size,), mesh_dim_names=("tp",))
+        groups = self.processes.world_size // self._size
+        shape, names = ((groups, self._size), ("shard", "layers")) if groups > 1 else ((self._size,), ("layers",))
+        mesh = init_device_mesh(engine.device.type, shape, mesh_dim_names=names)["layers"]
         trained = {(m, key): p.requires_grad for root in roots for m in root.modules() for key, p in _own(m)}
         for module, (path, key) in chosen.items():
             self._split(module, path, key, mesh)
@@ -169,12 +188,15 @@ class TensorParallel(Distribution):
         """Whether the model was split by this handler in an earlier run."""
         parameters = [p for root in engine.modules.values() for p in root.parameters()]
         if not any(map(is_sharded, parameters)):
+            self._remove_hooks()  # of a model that FSDP has made plain
             return False
         if not self._replicated or not all(map(is_sharded, parameters)):
             raise ValueError(
                 f"{self.name!r}: the model was split or sharded by another handler, or a part of it was replaced since; build "
                 "the model again, or call unsplit(engine) of that handler"
             )
+        for one in self._replicated:
+            one.forget_units()
         return True
 
     def _check_shared(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
@@ -211,7 +233,7 @@ class TensorParallel(Distribution):
 
         registered = [module._forward_pre_hooks, module._forward_hooks]
         before = [set(hooks) for hooks in registered]
-        style, ranks = self.plan[key], self.processes.world_size
+        style, ranks = self.plan[key], self._size
         if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear) and module.in_features % ranks:
             raise ValueError(
                 f"{self.name!r}: plan={{{key!r}: RowwiseParallel()}}: the {module.in_features} input features of {path!r} cannot "
@@ -229,9 +251,10 @@ class TensorParallel(Distribution):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SAME_RANDOM_STATE, reads=["processes"], writes=["random"])
     def share_random_state(self, engine: Engine) -> None:
-        """Draw the same numbers on all ranks: those of rank 0."""
+        """Draw the same numbers on all ranks that split layers between them: those of the first one."""
         if self.processes.distributed:
-            set_random_state(self.processes.broadcast(random_state()))
+            states = self.processes.gather(random_state())
+            set_random_state(states[self.processes.rank // self._size * self._size])
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer", "modules"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
@@ -254,7 +277,7 @@ class TensorParallel(Distribution):
             p: f"{engine.modules.prefix(name)}.{key}".lstrip(".")
             for name, root in engine.modules.items()
             for key, p in root.named_parameters()
-            if not any(one.is_shard() for one in p.placements)  # type: ignore[attr-defined]
+            if p.placements[-1].is_replicate()  # type: ignore[attr-defined]
         }
 
     # ---- in every window ------------------------------------------------------------------------------------------
@@ -264,25 +287,31 @@ class TensorParallel(Distribution):
         for parameter in update.parameters:
             if parameter.grad is not None:
                 parameter.grad = like_parameter(parameter.grad, parameter)  # in the same order on all ranks
-        key = update.name, len(update.parameters)  # more of them with gradual unfreezing
-        if key not in self._compared:
-            self._compared.add(key)
-            self._compare_gradients(update)
+        self._compare_gradients(update)
+
+    @on("compare_event", phase=Phase.PREPARE, reads=["gradients", "processes"], writes=[])
+    def compare_gradients(self, engine: Engine) -> None:
+        """Compare the copies' gradients, beside a handler that reduces them."""
+        self._compare_gradients(engine.state.update)
 
     def _compare_gradients(self, update: UpdateState) -> None:
         """Raise ValueError if a parameter with a copy on each rank gets another gradient on each, so that the copies part."""
+        key = update.name, len(update.parameters)  # more of them with gradual unfreezing
+        if key in self._compared:
+            return
+        self._compared.add(key)
         own = {
             self._names[p]: float(torch.linalg.vector_norm(local_part(p.grad).detach().float()))
             for p in update.parameters
             if p in self._names and p.grad is not None and not p.grad.is_sparse
         }
         norms = self.processes.gather(own)
-        for name, norm in own.items():
-            others = [one.get(name, 0.0) for one in norms]
+        for name, first in ((name, first) for name in own for first in range(0, len(norms), self._size)):
+            others = [one.get(name, 0.0) for one in norms[first : first + self._size]]
             if max(others) - min(others) > 1e-3 * max(others):
                 raise ValueError(
                     f"{self.name!r}: the gradient of {name!r} differs between ranks (its norms are "
-                    f"{', '.join(f'{one:.4g}' for one in others)}; here {norm:.4g}): its module is outside of the plan, but "
+                    f"{', '.join(f'{one:.4g}' for one in others)}; here {own[name]:.4g}): its module is outside of the plan, but "
                     "computes with a part of the features; add it to the plan, or gather its input with "
                     "ColwiseParallel(output_layouts=Replicate())"
                 )
@@ -301,19 +330,21 @@ class TensorParallel(Distribution):
         handler is detached. To resume training exactly, load a checkpoint into a new engine instead.
 
         Raises:
-            RuntimeError: If called during a run, or if a rank is missing.
+            RuntimeError: If called during a run, if a rank is missing, or before `FullyShardedDataParallel.unshard` of a model
+                that is sharded, too.
         """
         if engine.running:
             raise RuntimeError(f"{self.name!r}: unsplit() was called during a run; call it after run()")
         modules = [module for root in engine.modules.values() for module in root.modules()]
-        if not any(is_sharded(p) for module in modules for _, p in _own(module)):
+        if any(map(is_unit, modules)):
+            raise RuntimeError(
+                f"{self.name!r}: unsplit() was called while the model is sharded, too; call unshard(engine) of "
+                "FullyShardedDataParallel first"
+            )
+        if not self._replicated:
             return
         engine.processes.barrier()  # a missing rank raises an error before anything is changed
-        for one in self._replicated:
-            one.remove()
-        for hooks, number in self._hooks:
-            hooks.pop(number, None)
-        self._replicated, self._hooks = [], []
+        self._remove_hooks()
         plain: dict[Tensor, nn.Parameter] = {}
         for module in modules:
             vars(module).pop("_distribute_module_applied", None)  # torch splits a module once
@@ -325,6 +356,13 @@ class TensorParallel(Distribution):
                     setattr(module, key, plain[parameter])
         for update in engine.updates:
             update.optimizer = None
+
+    def _remove_hooks(self) -> None:
+        for one in self._replicated:
+            one.remove()
+        for hooks, number in self._hooks:
+            hooks.pop(number, None)
+        self._replicated, self._hooks = [], []
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -341,6 +379,11 @@ def _checked(plan: Any) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     for key, style in plan.items():
+        if "ContextParallel" in type(style).__name__:
+            raise ValueError(
+                f"TensorParallel(plan={{{key!r}: {type(style).__name__}(...)}}): context parallelism is not supported: it shards "
+                "sequences, which all ranks read here; split the layers with ColwiseParallel() and RowwiseParallel()"
+            )
         if not isinstance(style, ParallelStyle):
             raise TypeError(
                 f"TensorParallel(plan={{{key!r}: {style!r}}}): expected a style of torch.distributed.tensor.parallel, such as "

@@ -806,6 +806,13 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_what_the_device_lacks_is_refused_before_the_first_batch",
             "test_the_generators_of_mps_and_xpu_are_saved_and_restored",
         ],
+        "handlers/test_tensor_parallel_sharded.py": [
+            "test_two_by_two_ranks_train_as_a_plain_loop_over_all_batches_whatever_is_attached_first",
+            "test_with_what_it_meets_four_ranks_come_to_what_one_process_does",
+            "test_the_ranks_of_a_group_draw_alike_and_the_groups_do_not",
+            "test_a_checkpoint_moves_to_another_number_of_ranks",
+            "test_what_does_not_go_together_is_refused_before_the_first_step",
+        ],
         "handlers/test_tensor_parallel.py": [
             "test_two_processes_train_as_one_does_and_end_alike",
             "test_after_200_steps_the_copies_are_bit_equal_and_all_parameters_are_dtensors",

@@ -5,13 +5,14 @@
 states of all ranks into one.
 """
 
-from .processes import SINGLE_PROCESS, Processes, SameData, expected_processes, lost_another, process_group
+from .processes import SINGLE_PROCESS, DataGroups, Processes, SameData, expected_processes, lost_another, process_group
 from .rendezvous import note_failure
 from .sharded import (
     SHARDS,
     ShardFiles,
     discard_unreduced,
     is_sharded,
+    is_unit,
     like_parameter,
     local_part,
     norms_over_ranks,
@@ -27,6 +28,7 @@ from .watch import Watch
 __all__ = [
     "SHARDS",
     "SINGLE_PROCESS",
+    "DataGroups",
     "Processes",
     "SameData",
     "ShardFiles",
@@ -34,6 +36,7 @@ __all__ = [
     "discard_unreduced",
     "expected_processes",
     "is_sharded",
+    "is_unit",
     "like_parameter",
     "local_part",
     "lost_another",

@@ -24,6 +24,7 @@ __all__ = [
     "BROADCAST_AT_ONCE",
     "GATHERED_AT_ONCE",
     "SINGLE_PROCESS",
+    "DataGroups",
     "ProcessGroup",
     "Processes",
     "SameData",
@@ -51,6 +52,7 @@ class Processes:
         timeout: Seconds after which a rank that does not join a collective counts as lost.
         waited: Seconds that this process has spent in these collectives, mostly waiting for slower ranks. Those of torch, such as
             the reduction of gradients, are not included.
+        main: torch's group of these ranks, with the backend of the device; None for all ranks.
 
     Example:
         >>> SINGLE_PROCESS.gather("here"), SINGLE_PROCESS.sum(1, 2.5), SINGLE_PROCESS.is_rank_zero
@@ -62,6 +64,7 @@ class Processes:
     world_size = 1
     local_rank = 0
     waited = 0.0
+    main: dist.ProcessGroup | None = None
 
     @property
     def distributed(self) -> bool:
@@ -117,6 +120,10 @@ class Processes:
             The watch; None for a single process.
         """
         return None
+
+    def of_data(self, alike: int) -> Processes:
+        """The ranks with regard to the data, if so many consecutive ones read the same: `SameData` if all do."""
+        return self
 
     def ended(self) -> list[str]:
         """The ranks of this machine that have ended since they joined, such as "rank 1 (pid 4711)". Not collective."""
@@ -203,6 +210,7 @@ class ProcessGroup(Processes):
         # What is answered later is sent at another place on a rank that lacks a batch: it must not be matched with other calls.
         self.group_later = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # A random prefix hides keys that processes of an earlier attempt have left.
+        self._of_data: dict[int, Processes] = {}
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
     @_waiting
@@ -243,7 +251,7 @@ class ProcessGroup(Processes):
     @_waiting
     def collect(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_rank_zero else None
-        dist.gather_object(value, values, group=self.group)
+        dist.gather_object(value, values, group=self.group, group_dst=0)
         return values or []
 
     @_waiting
@@ -260,6 +268,13 @@ class ProcessGroup(Processes):
     @_waiting
     def barrier(self) -> None:
         dist.barrier(group=self.group)
+
+    def of_data(self, alike: int) -> Processes:
+        if alike == 1:
+            return self
+        if alike not in self._of_data:
+            self._of_data[alike] = SameData(self) if alike == self.world_size else DataGroups(self, alike)
+        return self._of_data[alike]
 
     def ended(self) -> list[str]:
         return ended_peers()
@@ -290,9 +305,33 @@ class ProcessGroup(Processes):
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in shapes]
-        # Tensors on a device use the main group, which has the backend of the device.
-        dist.all_gather(parts, padded, group=self.group if own.device.type == "cpu" else None)
+        dist.all_gather(parts, padded, group=self.group if own.device.type == "cpu" else self.main)
         return torch.cat([part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)])
+
+
+class DataGroups(ProcessGroup):
+    """The ranks of a group with regard to the data, of which so many consecutive ones read the same: one of each such group.
+
+    Collective to create.
+
+    Args:
+        processes: All ranks.
+        size: Number of consecutive ranks that read the same.
+    """
+
+    def __init__(self, processes: ProcessGroup, size: int) -> None:
+        self.timeout, self.local_rank = processes.timeout, processes.local_rank
+        self.rank, self.world_size = processes.rank // size, processes.world_size // size
+        ranks = [list(range(first, processes.world_size, size)) for first in range(size)]
+        timeout = timedelta(seconds=self.timeout)
+        self.main, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        self.group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")
+        self.group_later = self.group
+        self._processes = processes
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0 of all."""
+        return self._processes.broadcast(value)
 
 
 # A value of any size is sent as its size and its first bytes, in one collective; only larger ones need a second.

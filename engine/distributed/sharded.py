@@ -26,6 +26,7 @@ __all__ = [
     "ShardFiles",
     "discard_unreduced",
     "is_sharded",
+    "is_unit",
     "like_parameter",
     "local_part",
     "norms_over_ranks",
@@ -99,7 +100,7 @@ def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> T
     """
     kinds: dict[tuple[bool, ...], list[bool]] = {}  # by the mesh dimensions over which tensors are sharded: which ones
     for place, tensor in enumerate(of):
-        if is_sharded(tensor) and any(over := tuple(one.is_shard() for one in tensor.placements)):  # type: ignore[attr-defined]
+        if is_sharded(tensor) and any(over := tuple(not one.is_replicate() for one in tensor.placements)):  # type: ignore[attr-defined]
             kinds.setdefault(over, [False] * len(of))[place] = True
     if not kinds:
         return norms
@@ -118,11 +119,14 @@ def norms_over_ranks(norms: Tensor, of: Sequence[Tensor], norm_type: float) -> T
 # ---- modules ------------------------------------------------------------------------------------------------------
 
 
-def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the weights of a module when it is called."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [module for root in roots for module in root.modules() if isinstance(module, fsdp.FSDPModule)]
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
+    return [module for root in roots for module in root.modules() if is_unit(module)]
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

@@ -59,7 +59,9 @@ class Distribution(Handler):
 
     capture = Capture.FORBIDDEN  # what the ranks tell each other is read in each step
     device_features = frozenset({DeviceFeature.COLLECTIVES})
+    beside_split_layers: ClassVar[bool] = False  # whether it also distributes a model whose layers are split
     _decisive: ClassVar[tuple[str, ...]] = ("shard_policy",)  # arguments that the weights depend on
+    _joins = True  # whether it has the ranks train together; else it acts beside a handler that does
 
     def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
         super().__init__(name=name)
@@ -82,21 +84,19 @@ class Distribution(Handler):
                 f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
             )
         other = engine.overrides.owner_of(Override.PROCESS_GROUP)
-        if other not in (None, self.name):
+        if self._joins and other not in (None, self.name):
             raise ValueError(
-                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of the two: "
-                "a mesh of two dimensions, whose ranks share the data in one and read the same in the other, is not supported"
+                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of the two. "
+                "To split layers over some ranks and shard the model and the data over groups of them, give TensorParallel a "
+                "size= that is smaller than the number of ranks, beside FullyShardedDataParallel"
             )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
-        engine.group.join(self.processes, by=self, shard_policy=self.shard_policy, data=self.data_processes())
+        if self._joins:
+            engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
         several = self.processes.distributed  # a single process needs no work in an iteration
         self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
-
-    def data_processes(self) -> Processes | None:
-        """The ranks with regard to the data, if it is not sharded over all of them; see `Group.join`."""
-        return None
 
     def _check_device(self, engine: Engine) -> None:
         """Raise ValueError before the first collective on a device without them."""
@@ -122,8 +122,13 @@ class Distribution(Handler):
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=RECORD_EVENT, reads=[], writes=["processes"])
     def start_watch(self, engine: Engine) -> None:
         """Start reporting this rank's progress to the others."""
-        if not self.processes.distributed:
+        if not self.processes.distributed or not self._joins:
             return
+        if 1 < engine.group.alike < self.processes.world_size and not self.beside_split_layers:
+            raise ValueError(
+                f"{self.name!r} does not distribute a model whose layers are split over {engine.group.alike} ranks each; use "
+                "FullyShardedDataParallel instead, or split the layers over all ranks"
+            )
         self._last_event = Events.MODEL_SETUP.name
         for event in _RECORDED:
             # RECORD, where the engine asks whether a receiver may skip the step; these receivers do not.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from signalfire.distributed import is_sharded
+from signalfire.distributed import is_sharded, is_unit
 
 __all__ = ["ReplicatedParameters"]
 
@@ -15,7 +15,8 @@ class ReplicatedParameters:
     """Replaces the plain parameters of a module by replicated DTensors; in a forward, plain tensors take their place.
 
     torch refuses to compute with a DTensor and a plain tensor together, so a module that is not split needs plain parameters. The
-    hooks are on all modules, since any of them may be called by itself; only the outermost call does anything.
+    hooks are on all modules, since any of them may be called by itself; only the outermost call does anything. Where the model is
+    sharded besides (FSDP), that is the outermost call of each unit: its parameters are gathered just before.
 
     Args:
         root: The module; its DTensors are left alone.
@@ -26,7 +27,11 @@ class ReplicatedParameters:
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         self._places: list[tuple[nn.Module, str]] = []
+        self._of_unit: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._depth = 0
+        self._held: list[
+            tuple[nn.Module, list[tuple[nn.Module, str, Tensor | None]]]
+        ] = []  # by the call that has put them away
         replicated: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
         for module in root.modules():
             for key, parameter in list(module._parameters.items()):
@@ -38,13 +43,16 @@ class ReplicatedParameters:
                     replicated[parameter].grad = None
                 setattr(module, key, replicated[parameter])
                 self._places.append((module, key))
-        self._held: list[Tensor | None] = []
         self._hooks: list[Any] = []
         for module in root.modules():
             self._hooks += [
                 module.register_forward_pre_hook(self._begin, prepend=True),
                 module.register_forward_hook(self._end, always_call=True),
             ]
+
+    def forget_units(self) -> None:
+        """Look anew which units there are: the model may be sharded by another handler."""
+        self._of_unit.clear()
 
     def remove(self) -> None:
         """Remove the hooks; the parameters stay replicated."""
@@ -54,21 +62,32 @@ class ReplicatedParameters:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1 and not is_unit(module):
             return
-        held: dict[Tensor, Tensor] = {}  # a shared parameter is one tensor
-        self._held = [holder._parameters[key] for holder, key in self._places]
-        for (holder, key), parameter in zip(self._places, self._held, strict=True):
+        plain: dict[Tensor, Tensor] = {}  # a shared parameter is one tensor
+        held: list[tuple[nn.Module, str, Tensor | None]] = []
+        for holder, key in self._places_of(module):
+            parameter = holder._parameters[key]
+            held.append((holder, key, parameter))
             if parameter is not None and is_sharded(parameter):
-                if parameter not in held:
-                    held[parameter] = parameter.to_local()  # type: ignore[attr-defined]
-                holder._parameters[key] = held[parameter]  # type: ignore[assignment]
+                if parameter not in plain:
+                    plain[parameter] = parameter.to_local()  # type: ignore[attr-defined]
+                holder._parameters[key] = plain[parameter]  # type: ignore[assignment]
+        self._held.append((module, held))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
-            return
-        self._depth = 0
-        for (holder, key), parameter in zip(self._places, self._held, strict=True):
-            holder._parameters[key] = parameter  # type: ignore[assignment]
-        self._held = []
+        self._depth = max(0, self._depth - 1)
+        if self._held and self._held[-1][0] is module and (self._depth == 0 or is_unit(module)):
+            for holder, key, parameter in self._held.pop()[1]:
+                holder._parameters[key] = parameter  # type: ignore[assignment]
+
+    def _places_of(self, unit: nn.Module) -> list[tuple[nn.Module, str]]:
+        """The places in a unit that are in none of the units inside it; all, if it is none."""
+        if not is_unit(unit):
+            return self._places
+        if unit in self._of_unit:
+            return self._of_unit[unit]
+        inside = {part for one in unit.modules() if one is not unit and is_unit(one) for part in one.modules()}
+        own = set(unit.modules()) - inside
+        self._of_unit[unit] = [place for place in self._places if place[0] in own]
+        return self._of_unit[unit]

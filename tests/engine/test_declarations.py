@@ -172,6 +172,7 @@ NOT_RECORDED = {
     },  # by `export_weights` and `export_program`, which are functions of the engine
     ("Export", "write_best"): {"modules", "modes"},
     ("SpikeGuard", "read"): {"gradients", "optimizer", "processes"},  # if the norm overflows; with several ranks
+    ("TensorParallel", "compare_gradients"): {"gradients", "processes"},  # with four ranks only
 }
 
 

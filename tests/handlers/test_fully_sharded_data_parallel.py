@@ -939,6 +939,9 @@ def unsharding() -> Any:
     again = make(FullyShardedDataParallel(), model=copied)
     again.run(loader(4), max_epochs=1)
     assert all(is_sharded(p) for p in again.model.parameters())
+    again.find(FullyShardedDataParallel).unshard(again)
+    again.run(loader(4), max_epochs=2)  # it is sharded once more
+    assert all(is_sharded(p) for p in again.model.parameters())
     return refusal, hooks, expected, found
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
@@ -484,6 +487,10 @@ def tied() -> nn.Module:
 
 
 REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
+    "context parallelism around a run": (
+        lambda: within_context_parallel(),
+        "run(): context parallelism is not supported",
+    ),
     "a path that matches nothing": (
         lambda: refusal_of(plan=PLAN | {"block.*.up": ColwiseParallel()}),
         "0 steps: 'tensor_parallel': plan={'block.*.up': ...} matches no module; did you mean 'blocks.",
@@ -523,9 +530,20 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     "sharding": (
         lambda: refusal_of(FullyShardedDataParallel()),
         "0 steps: both 'tensor_parallel' and 'fully_sharded_data_parallel' override how the model is distributed "
-        "over processes; detach one of the two: a mesh of two dimensions",
+        "over processes; detach one of the two. To split layers over some ranks",
     ),
 }
+
+
+def within_context_parallel() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    sequences = torch.zeros(1, 1, 8, 4)
+    with context_parallel(mesh, buffers=[sequences], buffer_seq_dims=[2]):
+        try:
+            Engine(Update.supervised(nn.functional.mse_loss, SGD), model=Model()).run(loader(), max_iters=1)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
 
 
 def all_refusals() -> dict[str, str]:
@@ -560,7 +578,7 @@ def other_data() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (smaller, "size=3 with 2 ranks: several groups of ranks"),
+        (smaller, "size=3 with 2 ranks, which do not divide into groups of 3"),
         (other_data, "the data (DataLoader) is read by each of the ranks, but differs in length"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -574,6 +592,11 @@ def test_other_numbers_of_ranks_and_other_data_on_each_are_refused(function: Cal
 def test_a_mistake_in_the_plan_shows_in_a_single_process_too() -> None:
     with pytest.raises(ValueError, match="matches no module"):
         make(plan={"blcks.0.up": ColwiseParallel()}).run(loader(), max_epochs=1)
+
+
+def test_context_parallelism_is_no_style_of_a_plan() -> None:
+    with pytest.raises(ValueError, match=r"_ContextParallel\(...\)}\): context parallelism is not supported"):
+        TensorParallel({"attention": _ContextParallel(2, _ContextParallel.AttentionType.SDPA)})
 
 
 @pytest.mark.parametrize(
