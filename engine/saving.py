@@ -138,8 +138,11 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
                 "which holds all ranks"
             )
         return own
+    size = engine.group.data.world_size
     warn(
-        f"the loaded state was saved with world size {before} and resumes with {processes.world_size}: the resume is not exact. "
+        f"the loaded state was saved with world size {before} and resumes with {processes.world_size}"
+        + (f", the data sharded over {shares} then and {size} now" if before == processes.world_size else "")
+        + ": the resume is not exact. "
         "Open accumulation windows are discarded, and inside an epoch batches may be repeated, also those that were left out",
         RuntimeWarning,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, Metric
 
 from signalfire import Engine, Events, Handler, Update
 from signalfire.distributed import is_sharded, whole_tensor
@@ -191,6 +191,21 @@ def guarded(alone: bool) -> dict[str, Any]:
     return {"weights": full(engine)}
 
 
+class Seen(Metric):
+    """The number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.count += len(output)  # type: ignore[operator]
+
+    def compute(self) -> Tensor:
+        count: Tensor = self.count  # type: ignore[assignment]
+        return count
+
+
 def evaluated(alone: bool) -> dict[str, Any]:
     """Metrics, torchmetrics and predictions of 5 batches, of which one group has 3 and the other 2."""
     predictions = Predictions()
@@ -200,10 +215,10 @@ def evaluated(alone: bool) -> dict[str, Any]:
     else:
         engine = make(optimizer=SGD)
     evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=engine.modules["model"])
-    evaluator.attach(Metrics(loss=Average(), error=MeanSquaredError()), predictions)
+    evaluator.attach(Metrics(loss=Average(), error=MeanSquaredError(), seen=Seen()), predictions)
     engine.attach(Validation(evaluator, DataLoader(dataset(37, seed=2), batch_size=8)))
     engine.run(loader(16 if alone else 8), max_epochs=2)
-    names = ("loss", "error")
+    names = ("loss", "error", "seen")
     return {
         "metrics": {key: torch.as_tensor(engine.state.metrics[key], dtype=torch.float64) for key in names},
         "predictions": {"all": predictions.outputs},
@@ -311,6 +326,30 @@ def test_a_checkpoint_moves_to_another_number_of_ranks(before: int, after: int, 
     for result in run(after, tmp_path / "parts", 16, True):
         assert_close(result["weights"], whole["weights"], CLOSE if before != after else 0.0)
         assert_close(result["averages"], whole["averages"], CLOSE if before != after else 0.0)
+
+
+def sharded_over_all(folder: Path) -> None:
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=Model(), seed=0)
+    engine.attach(FullyShardedDataParallel(units=Block), Checkpoint(folder, every="4it"))
+    engine.run(loader(4), max_iters=4)  # epochs of 3 iterations of 16 samples
+
+
+def split_afterwards(folder: Path) -> int:
+    """The iterations of 8 samples that are left of the second epoch."""
+    engine = make(Checkpoint(folder, every="100it", resume=True), optimizer=SGD)
+    made: list[int] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: made.append(engine.state.epoch))
+    with pytest.warns(RuntimeWarning, match="sharded over 4 then and 2 now: the resume is not exact"):
+        engine.run(loader(4), max_epochs=2)
+    return len(made)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:W32")
+def test_of_ranks_that_read_other_data_than_before_the_place_in_the_data_is_converted(tmp_path: Path) -> None:
+    run_together(sharded_over_all, 4, tmp_path)
+    assert run_together(split_afterwards, 4, tmp_path) == [4] * 4
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
