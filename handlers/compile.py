@@ -44,7 +44,8 @@ class Compile(Handler):
     Args:
         modules: Which modules are compiled, each by itself: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a
             class, or a list of these; by default the whole model. Blocks that are alike compile faster than a whole model.
-        backend: Name of a backend of torch.compile, or a function from a graph and its inputs to a callable.
+        backend: Name of a backend of torch.compile, or a function from a graph and its inputs to a callable. "inductor" needs a
+            C++ compiler on a CPU, such as g++.
         mode: For "inductor": "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
         options: For "inductor": its options by name, see ``torch._inductor.list_options()``.
         dynamic: Whether graphs are compiled for all sizes from the beginning (True) or for each size by itself (False); by
@@ -58,8 +59,8 @@ class Compile(Handler):
         sizes: The sizes of the inputs of each graph that was compiled, in order; sizes that may vary are named, as "s0".
 
     Raises:
-        ValueError: As the run starts, for a model that is compiled already, for a pattern that matches no module, and for a
-            sharded model without ``modules``.
+        ValueError: As the run starts, for a model that is compiled already, for a pattern that matches no module, for a sharded
+            model without ``modules``, and for "inductor" on a CPU without a C++ compiler.
 
     Source:
         Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation"
@@ -125,9 +126,9 @@ class Compile(Handler):
 
     # ---- beginning and end ----------------------------------------------------------------------------------------
 
-    @on(Events.STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
-    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["modules"], writes=["modules"])
+    @on(Events.STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["device", "modules"], writes=["modules"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, rank=COMPILE, reads=["device", "modules"], writes=["modules"])
+    @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["device", "modules"], writes=["modules"])
     def compile(self, engine: Engine) -> None:
         """Compile the model, or the modules; once more if another handler has wrapped the model anew meanwhile."""
         if self.modules is not None:
@@ -145,6 +146,8 @@ class Compile(Handler):
 
     def _check(self, engine: Engine) -> None:
         self._limit_hits = _limit_hits()
+        if engine.device.type == "cpu" and self.backend == "inductor":
+            self._check_compiler()
         for name, root in engine.modules.items():
             for part in root.modules():
                 if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
@@ -159,6 +162,18 @@ class Compile(Handler):
                 raise ValueError(
                     f"{self.name!r}: a sharded model cannot be compiled as a whole; name the sharded units: modules='blocks.*'"
                 )
+
+    def _check_compiler(self) -> None:
+        from torch._inductor import config, cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            tried = " or ".join(repr(one) for one in config.cpp.cxx if one is not None)
+            raise ValueError(
+                f"{self.name!r}: backend='inductor' needs a C++ compiler on a CPU, and {tried} is none; install g++, or set CXX "
+                "in the environment to one"
+            ) from None
 
     def _compile_modules(self, engine: Engine) -> None:
         assert self.modules is not None

@@ -290,6 +290,20 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
+def test_without_a_compiler_inductor_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as options
+
+    monkeypatch.setattr(options.cpp, "cxx", (None, "no-such-compiler"))
+    steps: list[int] = []
+    engine = build(network(), Compile())
+    engine.connect(Events.ITERATION_STARTED, lambda engine: steps.append(1))
+    with pytest.raises(
+        ValueError, match=r"needs a C\+\+ compiler on a CPU, and 'no-such-compiler' is none; install g\+\+"
+    ):
+        engine.run(batches([16]), max_epochs=1)
+    assert not steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fallback_random", [True, False])
 def test_inductor_draws_the_same_random_numbers_and_rounds_a_little(fallback_random: bool) -> None:
