@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +22,10 @@ from torch import Tensor
 from .connection import Phase
 from .distributed.sharded import local_part
 from .engine import Engine
-from .events import Events
+from .events import EventEnum, Events, resolve
 from .findings import allow
 from .handler import Handler, never_called
+from .interval import event_of
 from .plugins import find_handler
 from .randomness import seed_everything
 
@@ -37,6 +41,10 @@ def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
         engine: Engine after a run.
         handlers: Whether to include the states of the handlers.
     """
+    return {name: _digest(part) for name, part in _parts(engine, handlers=handlers).items()}
+
+
+def _parts(engine: Engine, *, handlers: bool) -> dict[str, Any]:
     state = engine.state_dict()
     parts = {f"modules.{name}": part for name, part in state["modules"].items()}
     parts |= {f"updates.{name}": part for name, part in state["updates"].items()}
@@ -46,7 +54,7 @@ def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
     }
     if handlers:
         parts |= {f"handlers.{name}": part for name, part in state["handlers"].items()}
-    return {name: _digest(part) for name, part in parts.items()}
+    return parts
 
 
 def trace(engine: Engine) -> list[tuple[str, int, int]]:
@@ -67,13 +75,16 @@ def check_handler(
     data: Iterable[Any],
     *,
     changes_training: bool = True,
+    uncalled: Iterable[str] = (),
+    per_run: Iterable[str] = (),
     **bounds: Any,
 ) -> str:
     """Assert that a handler subscribes to events, has no effect when disabled, resumes exactly, and cleans up after an error.
 
-    A resumed run is compared by its weights, optimizers, metrics and the states of handlers. Give data and bounds with which
-    each receiver is called, and with which what the handler keeps shows in one of these. The runs use one thread of torch, since
-    the tensors of a test are small.
+    A resumed run is compared by its weights, optimizers, metrics and the states of handlers, and by those attributes of the
+    handler that are numbers, texts, tensors, or made of these, and are the same in two equal runs: what the state does not hold
+    shows there, although nothing depends on it yet. Give data and bounds with which each receiver is called. The runs use one
+    thread of torch, since the tensors of a test are small.
 
     Args:
         build: Builds a new, identical engine on each call.
@@ -81,6 +92,8 @@ def check_handler(
             arguments (an entry point of the group ``signalfire.handlers``).
         data: Data to run on; it must yield the same batches each time it is iterated after ``seed_everything(0)``.
         changes_training: Whether the handler may change the result of the training.
+        uncalled: Names of methods that need not be called in these runs. Those whose events are not emitted in them need not.
+        per_run: Names of attributes that begin anew in a resumed run, as the time at which it began does.
         bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
 
     Returns:
@@ -103,6 +116,7 @@ def check_handler(
         - attached and detached, or disabled, it has no effect
         - two runs with the same seed are equal
         - on another engine it begins as new
+        - each receiver is called whose event is emitted
         - resumed after iterations 1, 2, 3, 4 the run ends in the same state
         - after an error no region is open, and detaching removes all receivers
     """
@@ -116,52 +130,93 @@ def check_handler(
         raise TypeError(
             f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"
         )
-    check = _Check(build, make, data, bounds)
+    check = _Check(build, make, data, bounds, per_run=frozenset(per_run))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         # W10: a handler of evaluators runs for several epochs here, so that there is something to resume.
         # W41, W44: what they report fails a check here.
         with allow("W10", "W41", "W44"):
-            plain = check.plain()
-            check.called()
-            check.absent(plain)
-            whole = check.repeated(plain, changes_training=changes_training)
-            resumed = check.resumed(whole)
-            check.moved(whole)
-            check.failed()
+            return check.all(frozenset(uncalled), changes_training=changes_training)
     finally:
         torch.set_num_threads(threads)
-    held = [
-        "attached and detached, or disabled, it has no effect",
-        "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
-        "on another engine it begins as new",
-        f"resumed after iterations {', '.join(map(str, resumed))} the run ends in the same state",
-        "after an error no region is open, and detaching removes all receivers",
-    ]
-    return "\n- ".join([f"{check.name}: {check.runs} runs", *held])
 
 
 class _Check:
     """The checks of one handler; each raises an AssertionError that names the broken guarantee.
 
     Args:
-        build, make, data, bounds: As for `check_handler`.
+        build, make, data, bounds, per_run: As for `check_handler`.
     """
 
-    def __init__(self, build: Build, make: Callable[[], Handler], data: Iterable[Any], bounds: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        make: Callable[[], Handler],
+        data: Iterable[Any],
+        bounds: dict[str, Any],
+        *,
+        per_run: frozenset[str],
+    ) -> None:
         self.build = build
         self.make = make
         self.data = data
         self.bounds = bounds
         self.name = make().name
         self.runs = 0
+        self._per_run = per_run
+        self._called: set[str] = set()  # methods
+        self._expected: dict[str, str] = {}  # methods whose events were emitted, with their events
+        self._attributes: dict[str, str] = {}  # of the handler after a run, if two runs agree on them
+
+    def all(self, uncalled: frozenset[str], *, changes_training: bool) -> str:
+        """Make all checks; returns what held."""
+        plain = self.plain()
+        self.called()
+        self.absent(plain)
+        whole = self.repeated(plain, changes_training=changes_training)
+        resumed = self.resumed(whole)
+        self.moved(whole)
+        self.failed()
+        self.reached(uncalled)
+        held = [
+            "attached and detached, or disabled, it has no effect",
+            "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
+            "on another engine it begins as new",
+            "each receiver is called whose event is emitted",
+            f"resumed after iterations {', '.join(map(str, resumed))} the run ends in the same state",
+            "after an error no region is open, and detaching removes all receivers",
+        ]
+        return "\n- ".join([f"{self.name}: {self.runs} runs", *held])
 
     def engine(self) -> Engine:
         """A new engine with a new handler."""
-        engine = self.build()
-        engine.attach(self.make())
+        engine, handler = self.build(), self.make()
+        for name in {one.method for one in handler.subscriptions}:
+            function = getattr(handler, name).__func__
+            vars(handler)[name] = MethodType(self._noting(name, function), handler)
+        engine.attach(handler)
         return engine
+
+    def _noting(self, name: str, method: Callable[[Handler, Engine], None]) -> Callable[[Handler, Engine], None]:
+        @wraps(method)
+        def noted(handler: Handler, engine: Engine) -> None:
+            self._called.add(name)
+            method(handler, engine)
+
+        return noted
+
+    def _expect(self, engine: Engine) -> None:
+        """Note in a run which of the handler's receivers ought to be called."""
+        handler = engine.handlers[self.name]
+        for one in handler.subscriptions:
+            event = getattr(handler, one.event) if isinstance(one.event, str) else one.event
+            for plain, _ in () if event is None else resolve(event_of(event)):
+
+                def note(engine: Engine, method: str = one.method, event: EventEnum = plain) -> None:
+                    self._expected[method] = str(event)
+
+                engine.connect(plain, note)
 
     def run(self, engine: Engine, seed: int = 0) -> Engine:
         """Run an engine with the global generators seeded."""
@@ -173,8 +228,8 @@ class _Check:
 
     def plain(self) -> dict[str, str]:
         """The fingerprint of a run without the handler, which must depend only on the seed."""
-        plain = fingerprint(self.run(self.build()), handlers=False)
-        again = fingerprint(self.run(self.build()), handlers=False)
+        plain = _leaves(self.run(self.build()), handlers=False)
+        again = _leaves(self.run(self.build()), handlers=False)
         _same(
             plain,
             again,
@@ -193,21 +248,25 @@ class _Check:
         before = _receivers(engine)
         engine.attach(self.make()).detach()
         _same(before, _receivers(engine), f"{self.name}: attaching and detaching it leaves receivers behind")
-        after = fingerprint(self.run(engine), handlers=False)
+        after = _leaves(self.run(engine), handlers=False)
         _same(plain, after, f"{self.name}: attaching and detaching it changes the run")
         engine = self.engine()
         with engine.without(self.name):
             _same(before, _receivers(engine), f"{self.name}: it leaves receivers behind while disabled")
-            after = fingerprint(self.run(engine), handlers=False)
+            after = _leaves(self.run(engine), handlers=False)
             _same(plain, after, f"{self.name}: it changes the run while disabled")
 
     def repeated(self, plain: dict[str, str], *, changes_training: bool) -> dict[str, str]:
         """Two runs with the same seed are equal, and an observer changes nothing; returns the fingerprint of a run."""
-        whole = fingerprint(self.run(self.engine()))
-        _same(whole, fingerprint(self.run(self.engine())), f"{self.name}: two runs with the same seed differ")
+        engine, again = self.engine(), self.engine()
+        self._expect(engine)
+        whole = _leaves(self.run(engine))
+        _same(whole, _leaves(self.run(again)), f"{self.name}: two runs with the same seed differ")
+        of_both = (_flat("", vars(one.handlers[self.name])) for one in (engine, again))
+        self._attributes = dict(set.intersection(*(set(one.items()) for one in of_both)))
         if not changes_training:
-            without = {part: digest for part, digest in whole.items() if part in plain and part != "engine"}
-            _same({part: plain[part] for part in without}, without, f"{self.name}: it changes training")
+            without = {path: leaf for path, leaf in whole.items() if path in plain and not path.startswith("engine.")}
+            _same({path: plain[path] for path in without}, without, f"{self.name}: it changes training")
         return whole
 
     def moved(self, whole: dict[str, str]) -> None:
@@ -216,7 +275,7 @@ class _Check:
         for _ in range(2):
             engine = self.build()
             with engine.attach(handler):
-                after = fingerprint(self.run(engine))
+                after = _leaves(self.run(engine))
         _same(
             whole,
             after,
@@ -241,10 +300,32 @@ class _Check:
             self.run(resumed, seed=1)  # a new process starts with other random states
             _same(
                 whole,
-                fingerprint(resumed),
+                _leaves(resumed),
                 f"{self.name}: a run resumed after iteration {iteration} ends with another state",
             )
+            if iteration == saved[len(saved) // 2][0]:
+                self._remembered(resumed.handlers[self.name], iteration)
         return [iteration for iteration, _ in saved]
+
+    def _remembered(self, handler: Handler, iteration: int) -> None:
+        """What the handler keeps in attributes is that of a whole run."""
+        found = _flat("", vars(handler))
+        kept = {key: leaf for key, leaf in self._attributes.items() if _first(key) not in self._per_run}
+        _same(
+            {key: leaf for key, leaf in kept.items() if key in found},
+            {key: leaf for key, leaf in found.items() if key in kept},
+            f"{self.name}: after a run resumed after iteration {iteration} attributes differ; return them in state_dict() and "
+            "put them back in load_state_dict(), or name them in per_run= if they describe a run alone",
+        )
+
+    def reached(self, uncalled: frozenset[str]) -> None:
+        """Each receiver was called whose event was emitted in a run."""
+        missing = {name: event for name, event in self._expected.items() if name not in self._called | uncalled}
+        assert not missing, (
+            f"{self.name}: never called in these runs, though their events were emitted: "
+            f"{', '.join(f'{name} ({event})' for name, event in missing.items())}; give data and bounds with which they are, or "
+            "name them in uncalled="
+        )
 
     def failed(self) -> None:
         """After an error, no region is left open, and detaching the handler removes all of its receivers."""
@@ -266,6 +347,12 @@ class _Check:
         _same(before, _receivers(engine), f"{self.name}: detaching it after an error leaves receivers behind")
 
 
+_NAMED, _LISTED, _SHOWN = 5, 50, 40
+"""How many differences are named, how long a list is whose items are compared by themselves, and how long a shown value."""
+_PLAIN = (bool, int, float, complex, str, Tensor)
+"""The attributes of a handler that are compared, and what is made of these."""
+
+
 class _Failure(Exception):
     pass
 
@@ -278,8 +365,46 @@ def _receivers(engine: Engine) -> dict[str, str]:
 
 
 def _same(expected: dict[str, str], found: dict[str, str], guarantee: str) -> None:
-    different = sorted(part for part in expected.keys() | found.keys() if expected.get(part) != found.get(part))
-    assert not different, f"{guarantee}: {', '.join(different)}"
+    different = sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
+    named = [f"{path} ({expected.get(path, 'nothing')}; {found.get(path, 'nothing')})" for path in different[:_NAMED]]
+    more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
+    assert not different, f"{guarantee}: {', '.join(named)}{more}"
+
+
+def _leaves(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
+    """What `fingerprint` compares, one by one: short descriptions by their paths."""
+    leaves: dict[str, str] = {}
+    for name, part in _parts(engine, handlers=handlers).items():
+        leaves |= _flat(name, part, all_of_it=True)
+    return leaves
+
+
+def _flat(path: str, value: Any, *, all_of_it: bool = False) -> dict[str, str]:
+    """Descriptions of the values in nested containers, by path; of numbers, texts and tensors alone, or of all."""
+    if isinstance(value, Mapping) and value:
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple | deque) and 0 < len(value) <= _LISTED:
+        items = enumerate(value)
+    elif all_of_it or isinstance(value, _PLAIN):
+        shown = f"{value!r}"
+        return {
+            path: shown if not isinstance(value, Tensor | list | tuple) and len(shown) < _SHOWN else _described(value)
+        }
+    else:
+        return {}
+    leaves: dict[str, str] = {}
+    for key, item in list(items):
+        leaves |= _flat(f"{path}.{key}" if path else f"{key}", item, all_of_it=all_of_it)
+    return leaves
+
+
+def _described(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}, sha256 {_digest(value)[:8]}"
+
+
+def _first(path: str) -> str:
+    return path.split(".")[0]
 
 
 def _digest(value: Any) -> str:

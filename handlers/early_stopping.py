@@ -49,8 +49,21 @@ class EarlyStopping(Handler):
         waited: Number of values since the last improvement.
 
     Example:
-        >>> EarlyStopping("accuracy", patience=5, threshold=0.99).patience
-        5
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def build(model):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        ...     return Engine(update, model=model)
+        >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
+        >>> engine = build(torch.nn.Linear(1, 1))
+        >>> @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+        ... def measure(engine):
+        ...     engine.log("score", [0.5, 0.7, 0.6, 0.7, 0.9][engine.state.epoch - 1])
+        >>> _ = engine.attach(EarlyStopping("score", mode="max", patience=2))
+        >>> state = engine.run(data, max_epochs=5)
+        >>> state.epoch, state.stop_reason
+        (4, 'score has not improved on 0.7 for 2 values (greater is better)')
     """
 
     trains = True

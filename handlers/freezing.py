@@ -45,8 +45,23 @@ class Freezing(Handler):
         discriminative rates.
 
     Example:
-        >>> Freezing({"backbone": 5, "backbone.stem": None}).parts
-        {'backbone': 5, 'backbone.stem': None}
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def build(model):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        ...     return Engine(update, model=model)
+        >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Linear(3, 1))
+        >>> engine = build(model)
+        >>> _ = engine.attach(Freezing("0", until=3))  # the first layer, for two epochs
+        >>> @engine.on(Events.EPOCH_STARTED)
+        ... def show(engine):
+        ...     print(engine.state.epoch, model[0].weight.requires_grad, model[1].weight.requires_grad)
+        >>> _ = engine.run(data, max_epochs=3)
+        1 False True
+        2 False True
+        3 True True
     """
 
     capture = Capture.FORBIDDEN

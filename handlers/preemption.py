@@ -54,8 +54,24 @@ class Preemption(Handler):
             handler was not installed from Python and cannot be restored.
 
     Example:
-        >>> Preemption(["SIGTERM", "SIGUSR1"]).preempted is None
-        True
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def build(model):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        ...     return Engine(update, model=model)
+        >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
+        >>> engine = build(torch.nn.Linear(1, 1))
+        >>> _ = engine.attach(Preemption(exit_status=None))
+        >>> @engine.on(Events.PREEMPTED)
+        ... def save(engine):  # as a Checkpoint does
+        ...     print("to be saved after iteration", engine.state.iteration)
+        >>> @engine.on(Events.FORWARD_STARTED(once=3))
+        ... def warn(engine):
+        ...     os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler does
+        >>> engine.run(data, max_epochs=2).stop_reason
+        to be saved after iteration 3
+        'preempted by SIGTERM'
     """
 
     trains = True

@@ -113,6 +113,8 @@ def test_what_a_page_shows_runs_and_prints_what_it_says(
         needs("fastai" if page == "from_fastai" else "migration", *PEERS[page])
         warnings.simplefilter("ignore")  # what they warn of is theirs
         warnings.simplefilter("error", FindingWarning)
+    if page == "recipe_search":
+        needs("search", "optuna")
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS
     sybil = Sybil([PythonCodeBlockParser(doctest_optionflags=flags)])

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -97,25 +98,94 @@ def handlers_page() -> str:
     return "\n".join(text)
 
 
+def ways_out() -> dict[str, list[str]]:
+    """What is said to do about a finding, by code: the text after its sentence, wherever one is made."""
+    found: dict[str, list[str]] = {code: [] for code in CODES}
+    for folder in (Path(signalfire.__file__).parent, _HANDLERS):
+        for file in sorted(folder.rglob("*.py")):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            scopes: list[ast.FunctionDef | ast.Module] = [tree]
+            scopes[:0] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            for code, way_out in (one for scope in scopes for one in _ways_in(scope)):
+                if way_out not in found[code]:
+                    found[code].append(way_out)
+    return found
+
+
+def _ways_in(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, str]]:
+    named = _assigned(scope) if isinstance(scope, ast.FunctionDef) else {}
+    for node in ast.walk(scope):
+        parts = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
+        for code, _, way_out in zip(parts, parts[1:], parts[2:], strict=False):
+            if isinstance(code, ast.Constant) and isinstance(code.value, str) and code.value in CODES:
+                yield from ((code.value, text) for text in _texts(way_out, named) if _says(text))
+
+
+def _says(text: str) -> bool:
+    return text not in CODES and bool(text.replace("{...}", "").strip())
+
+
+def _assigned(scope: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What names stand for in a function."""
+    named: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+            for one, value in pairs:
+                if isinstance(one, ast.Name):
+                    named.setdefault(one.id, []).append(value)
+    return named
+
+
+def _texts(node: ast.expr, named: dict[str, list[ast.expr]]) -> list[str]:
+    """The texts that an expression may give, with `{...}` for what they fill in."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)] if isinstance(node.value, str) else ["{...}"]
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(str(one.value) if isinstance(one, ast.Constant) else "{...}" for one in node.values)]
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body, named), *_texts(node.orelse, named)]
+    if isinstance(node, ast.BinOp):
+        return [one + other for one in _texts(node.left, named) for other in _texts(node.right, named)]
+    if isinstance(node, ast.Name) and node.id in named:
+        others = {key: values for key, values in named.items() if key != node.id}
+        return [text for value in named[node.id] for text in _texts(value, others)]
+    return ["{...}"]
+
+
 def codes_page() -> str:
     """The codes of all findings."""
     text = [
         "# Findings and their codes",
         "",
         "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
-        '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it.',
+        '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it. `{...}` stands for a name or a value.',
         "",
     ]
+    ways = ways_out()
     for letter, title in GROUPS.items():
-        text += [f"## {title}", "", "| code | severity | what it means |", "|---|---|---|"]
-        text += [f"| {code} | {level} | {what} |" for code, (level, what) in CODES.items() if code[0] == letter]
+        text += [f"## {title}", "", "| code | severity | what it means | what to do |", "|---|---|---|---|"]
+        text += [
+            f"| {code} | {level} | {what} | {'; or '.join(map(_in_table, ways[code])) or 'said in the finding'} |"
+            for code, (level, what) in CODES.items()
+            if code[0] == letter
+        ]
         text.append("")
     return "\n".join(text)
+
+
+def _in_table(text: str) -> str:
+    return _as_code(" ".join(text.split()).replace("|", "\\|"))
 
 
 def interface_page() -> str:
     """All public names but the handlers."""
     text = ["# The interface", "", "```{eval-rst}"]
+    text += [".. automodule:: signalfire.handler", "   :no-members:", ""]
     for module in (signalfire, signalfire.handlers, exact, testing, tuning, ablation):
         if module not in (signalfire, signalfire.handlers):
             text += [f".. automodule:: {module.__name__}", ""]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -229,6 +230,64 @@ class Hoarding(Handler):
     def count(self, engine: Engine) -> None:
         engine.model.weight.data += self.runs
         self.runs += 1
+
+
+class Late(Handler):
+    """Has a receiver for an iteration that short runs do not reach, and one for an event that they do not emit."""
+
+    @on(Events.ITERATION_COMPLETED(every=100))
+    def save(self, engine: Engine) -> None: ...
+
+    @on(Events.PREEMPTED)
+    def leave(self, engine: Engine) -> None: ...
+
+
+class Forgetful(Handler):
+    """Counts, and changes nothing with it; one count is its state, the other is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.forgotten, self.began = 0, 0, 0.0
+
+    @on(Events.STARTED)
+    def begin(self, engine: Engine) -> None:
+        self.began = time.perf_counter()
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        self.kept += 1
+        self.forgotten += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kept, self.forgotten = state.get("kept", 0), 0
+
+
+class Wrong(Forgetful):
+    """Restores another count than it saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kept = state.get("kept", 0) // 2
+
+
+def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
+    message = r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\); give data and bounds"
+    with pytest.raises(AssertionError, match=message):
+        check_handler(build, Late, make_data(), max_epochs=2)
+    assert "each receiver is called" in check_handler(build, Late, make_data(), max_epochs=2, uncalled=["save"])
+
+
+def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
+    message = r"forgetful: after a run resumed after iteration 4 attributes differ; .*: forgotten \(6; 2\)$"
+    with pytest.raises(AssertionError, match=message):
+        check_handler(build, Forgetful, make_data(), max_epochs=2)
+    check_handler(build, Forgetful, make_data(), max_epochs=2, per_run=["forgotten"])
+    with pytest.raises(
+        AssertionError, match=r"after iteration 1 ends with another state: handlers.wrong.kept \(6; 5\)$"
+    ):
+        check_handler(build, Wrong, make_data(), max_epochs=2)
 
 
 @pytest.mark.parametrize(

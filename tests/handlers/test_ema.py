@@ -489,7 +489,12 @@ def test_a_run_that_continues_goes_on_with_the_average() -> None:
 )
 def test_it_keeps_the_promises_of_a_handler(options: dict[str, Any]) -> None:
     check_handler(
-        lambda: trainer_of(network()), lambda: EMA(0.9, **options), batches(5), changes_training=False, max_epochs=3
+        lambda: trainer_of(network()),
+        lambda: EMA(0.9, **options),
+        batches(5),
+        changes_training=False,
+        max_epochs=3,
+        per_run=["_versions"],
     )
 
 

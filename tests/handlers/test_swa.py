@@ -349,6 +349,7 @@ def test_it_keeps_the_promises_of_a_handler(options: dict[str, Any]) -> None:
         lambda: trainer_of(network()),
         lambda: SWA(2, **options),
         batches(5),
+        per_run=["_versions"],
         changes_training="lr" in options,
         max_epochs=3,
     )
