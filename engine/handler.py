@@ -15,8 +15,8 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 - ``engine.snapshots.run_id``: what distinguishes this run from every other; ``origin`` says where a loaded state came from
 - ``engine.boundary.preempt``: save and stop at the next boundary, also from a signal handler
 - ``engine.boundary.withdraw``: cancel a stop of `Engine.terminate` that has not taken effect
-- ``engine.group.join``: train together with other processes; ``read_alike`` lets groups of them read the same data; ``now()`` is a clock
-  on which the ranks agree
+- ``engine.group.join``: train together with other processes; ``read_alike`` lets groups of them read the same data; ``now()`` is
+  a clock on which the ranks agree
 - ``engine.feed.on_last_batch``: whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside
   it
 - ``engine.signals.call_through``: call every receiver through a function, as the profiler does
