@@ -12,6 +12,7 @@ from typing import Any
 from signalfire.checks import check_bool, check_int
 
 from .designs import Design
+from .formats import named_value
 from .joint import Differences
 from .results import BASELINE, Variant
 
@@ -105,14 +106,8 @@ class Variants(Design):
         return {first: own, **named}
 
     def _text(self, name: str, value: Any, unnamed: str | None = None) -> str:
-        if value is None or isinstance(value, str | int | float | bool):
-            return str(value)
-        if isinstance(value, tuple | list) and all(isinstance(one, str | int | float | bool) for one in value):
-            return str(value)
-        own = getattr(value, "__name__", unnamed)
-        if not isinstance(own, str) or own == "<lambda>":
-            if unnamed is not None:
-                return unnamed
+        own = named_value(value) or unnamed
+        if own is None:
             raise TypeError(f"Variants({name}=[{value!r}]): the value has no name; give it as {{'name': value}}")
         return own
 

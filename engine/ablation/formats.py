@@ -19,6 +19,7 @@ __all__ = [
     "latex_number",
     "listed",
     "looks_p_text",
+    "named_value",
     "number_text",
     "numbers_in_words",
     "p_text",
@@ -152,3 +153,14 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def named_value(value: Any) -> str | None:
+    """How a value is called in the name of a variant: a number or text itself, a function or class by its name; else None."""
+    plain = str | int | float | bool
+    if value is None or isinstance(value, plain):
+        return str(value)
+    if isinstance(value, tuple | list) and all(isinstance(one, plain) for one in value):
+        return str(value)
+    own = getattr(value, "__name__", None)
+    return own if isinstance(own, str) and own != "<lambda>" else None

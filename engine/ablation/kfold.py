@@ -15,6 +15,7 @@ from torch import Tensor
 from signalfire import Engine
 from signalfire.checks import check_int
 
+from .arguments import check_workers
 from .lines import to_line, to_result
 from .out_of_fold import Predict, Predicting, decoded, out_of_fold
 from .plan import PlannedRun
@@ -121,6 +122,7 @@ class KFold:
             workers: As for `Study.run`.
             retry_failed: Whether to train failed folds again.
         """
+        workers = check_workers("run", workers)
         wanted = list(range(len(self.folds)) if folds is None else folds)
         for one in wanted:
             if not isinstance(one, int) or not 0 <= one < len(self.folds):

@@ -22,7 +22,7 @@ from signalfire.checks import check_int
 
 from .arguments import check_seeds
 from .designs import Design, Factory, variants_of
-from .formats import count, listed, numbers_in_words
+from .formats import count, listed, named_value, numbers_in_words
 from .results import BASELINE, Result, Variant
 from .statistics import exact
 from .study import Study
@@ -190,7 +190,7 @@ class _Grid:
     def batches(self) -> Iterator[tuple[str, list[Round]]]:
         rounds: list[Round] = []
         for values in self._combinations:
-            label = f" [{', '.join(f'{name} = {value}' for name, value in values.items())}]"
+            label = f" [{', '.join(f'{name} = {named_value(value) or value}' for name, value in values.items())}]"
             rounds.append((label if rounds else "", _always(values)))
         yield ", ".join(self._combinations[0]), rounds
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import inf, nan
+from typing import Any
 
 import pytest
+import torch
 
 from signalfire.ablation.formats import (
     aligned,
     decimals,
     escaped_markdown,
     latex_number,
+    named_value,
     number_text,
     p_text,
     short_text,
@@ -102,3 +106,20 @@ def test_a_table_that_is_too_wide_goes_on_below_itself() -> None:
     assert found.count("- ema ") >= 2
     assert "100.0 GB" in found
     assert metric in found
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (0.1, "0.1"),
+        (None, "None"),
+        ((4, 4), "(4, 4)"),
+        (torch.optim.SGD, "SGD"),
+        (torch.nn.functional.relu, "relu"),
+        (lambda: None, None),
+        (partial(torch.optim.SGD, lr=0.1), None),
+    ],
+    ids=range(7),
+)
+def test_values_in_names_of_variants_are_called_as_a_reader_would(value: Any, name: str | None) -> None:
+    assert named_value(value) == name

@@ -232,3 +232,5 @@ def test_what_is_wrong_is_refused() -> None:
         validation(splitter=PlainKFold(5, shuffle=True))
     with pytest.raises(ValueError, match=r"run\(folds=\[5\]\): expected numbers from 0 to 4"):
         validation().run(folds=[5])
+    with pytest.raises(TypeError, match=r"run\(workers='2'\)"):
+        validation().run(workers="2")  # type: ignore[arg-type]
