@@ -20,8 +20,12 @@ from signalfire.handlers import (
     Checkpoint,
     Compile,
     DistributedDataParallel,
+    Freezing,
     FullyShardedDataParallel,
+    MicroBatching,
     MixedPrecision,
+    ProgressiveResizing,
+    SequenceLengthWarmup,
     Validation,
 )
 from tests import kit
@@ -139,6 +143,50 @@ def test_beside_other_handlers_the_bits_are_the_same(
 ) -> None:
     for handlers in ([*others(), ours()], [ours(), *others()]):
         assert_same(trained(*others()).modules["model"], trained(*handlers).modules["model"])
+
+
+class Sequences(nn.Module):
+    """A recurrent cell over the times of a sequence, whose last state goes on into the next chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.into, self.along, self.out = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], 6)
+        for time in x.unbind(1):
+            state = torch.tanh(self.into(time) + self.along(state))
+        return self.out(state)  # type: ignore[no-any-return]
+
+
+def convolutions() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
+
+
+def drawn(*shape: int) -> list[Any]:
+    made = torch.Generator().manual_seed(5)
+    return [(torch.randn(8, *shape, generator=made), torch.randn(8, 1, generator=made)) for _ in range(3)]
+
+
+# Of the handlers that change what is computed, how often something is compiled for them at most.
+CHANGING: dict[str, tuple[Callable[[], Handler], Callable[[], nn.Module], Any, int]] = {
+    "a stage of freezing": (lambda: Freezing({"0": 3}), network, batches([16] * 3, 5), 2),
+    "pieces of batches": (lambda: MicroBatching(pieces=2), network, None, 2),
+    "growing images": (lambda: ProgressiveResizing({1: 8, 2: 12, 3: 16}), convolutions, drawn(3, 16, 16), 2),
+    "growing sequences": (lambda: SequenceLengthWarmup(2, 8, over="9it", increment=2), Sequences, drawn(8, 3), 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHANGING)
+def test_what_changes_sizes_or_what_is_trained_gives_the_same_bits_with_few_graphs(case: str) -> None:
+    make, model, data, most = CHANGING[case]
+    plain = trained(make(), model=model(), data=data, epochs=4)
+    compiled = trained(make(), Compile(backend="eager"), model=model(), data=data, epochs=4)
+    assert_same(plain.modules["model"], compiled.modules["model"])
+    assert 1 <= len(compiled.find(Compile).sizes) <= most
 
 
 def everything(engine: Engine) -> dict[str, Any]:
