@@ -11,6 +11,10 @@ from signalfire.distributed import is_sharded, is_unit
 __all__ = ["ReplicatedParameters"]
 
 
+Held = list[tuple[nn.Module, str, Tensor | None]]
+"""The parameters whose places plain tensors have taken: their modules and names."""
+
+
 class ReplicatedParameters:
     """Replaces the plain parameters of a module by replicated DTensors; in a forward, plain tensors take their place.
 
@@ -29,9 +33,7 @@ class ReplicatedParameters:
         self._places: list[tuple[nn.Module, str]] = []
         self._of_unit: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._depth = 0
-        self._held: list[
-            tuple[nn.Module, list[tuple[nn.Module, str, Tensor | None]]]
-        ] = []  # by the call that has put them away
+        self._held: list[tuple[nn.Module, Held]] = []  # by the calls that are under way
         replicated: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
         for module in root.modules():
             for key, parameter in list(module._parameters.items()):
@@ -65,7 +67,7 @@ class ReplicatedParameters:
         if self._depth > 1 and not is_unit(module):
             return
         plain: dict[Tensor, Tensor] = {}  # a shared parameter is one tensor
-        held: list[tuple[nn.Module, str, Tensor | None]] = []
+        held: Held = []
         for holder, key in self._places_of(module):
             parameter = holder._parameters[key]
             held.append((holder, key, parameter))
