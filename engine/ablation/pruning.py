@@ -35,7 +35,7 @@ from .formats import count, listed
 from .joint import Differences, intervals, step_down
 from .lines import to_result
 from .plan import PlannedRun
-from .results import BASELINE, Variant
+from .results import BASELINE, MOST_POINTS, Variant
 from .statistics import exact, holm
 from .store import Store
 
@@ -255,6 +255,13 @@ class Pruning:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} has no metric "
                         f"{self.metric!r} at the end of epoch {epoch}; choose epochs at whose end it is measured"
+                    )
+                curve, ended = line.get("history", {}).get(self.metric), line.get("reached", epoch)
+                if curve and curve[-1][0] < ended <= MOST_POINTS:
+                    raise ValueError(
+                        f"Study(prune={self.halving!r}): of the run of {variant.name!r} with seed {seed}, {self.metric!r} was "
+                        f"last measured in epoch {curve[-1][0]}, and would decide after epoch {ended}; choose epochs at whose end "
+                        "it is measured"
                     )
         if max(reached, default=epoch) < epoch:
             raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any
 __all__ = ["Result", "Variant"]
 
 BASELINE = "baseline"
+MOST_POINTS = 200
+"""Of a history with more points every second one is dropped."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ from signalfire.batches import tensors_in
 from signalfire.randomness import unchanged_random_state
 from signalfire.state import as_number
 
+from .results import MOST_POINTS
+
 __all__ = [
     "Build",
     "Outcome",
@@ -240,8 +242,6 @@ def beginnings_of(engine: Engine) -> list[str]:
 class _History:
     """The scalar metrics at the ends of epochs; of long runs every second one is dropped, as often as it takes."""
 
-    most = 200
-
     def __init__(self, engine: Engine) -> None:
         self.curves: dict[str, list[list[float]]] = {}
         self._every = 1
@@ -255,7 +255,7 @@ class _History:
         for name, value in sorted(new.items()):
             if epoch % self._every == 0 or epoch == engine.state.max_epochs:
                 self.curves.setdefault(name, []).append([epoch, value])
-        if any(len(curve) > self.most for curve in self.curves.values()):
+        if any(len(curve) > MOST_POINTS for curve in self.curves.values()):
             self._every *= 2
             for name, curve in self.curves.items():
                 self.curves[name] = [point for point in curve if point[0] % self._every == 0]

@@ -316,6 +316,17 @@ def test_an_epoch_without_the_metric_is_an_error_that_names_the_way_out() -> Non
         make_study(late, prune=PLAN).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
 
+def late_and_long(seed: int, rate: float) -> Any:
+    trainer, _ = late(seed, rate)
+    return trainer, lambda engine: engine.run(builds.data(0), max_epochs=4)
+
+
+def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
+    message = r"'val_loss' was last measured in epoch 2, and would decide after epoch 3; choose epochs at whose end"
+    with pytest.raises(ValueError, match=message):
+        make_study(late_and_long, prune=Halving([3])).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
+
+
 def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(tmp_path: Path) -> None:
     build = partial(builds.failing, folder=str(tmp_path))
     path = tmp_path / "store.jsonl"
