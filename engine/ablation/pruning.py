@@ -260,8 +260,8 @@ class Pruning:
                 if curve and curve[-1][0] < ended <= MOST_POINTS:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): of the run of {variant.name!r} with seed {seed}, {self.metric!r} was "
-                        f"last measured in epoch {curve[-1][0]}, and would decide after epoch {ended}; choose epochs at whose end "
-                        "it is measured"
+                        f"last measured in epoch {curve[-1][0]}, and would decide after epoch {ended}; choose epochs at whose "
+                        "end it is measured"
                     )
         if max(reached, default=epoch) < epoch:
             raise ValueError(
