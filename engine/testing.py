@@ -22,7 +22,7 @@ from torch import Tensor
 from .connection import Phase
 from .distributed.sharded import local_part
 from .engine import Engine
-from .events import EventEnum, Events, resolve
+from .events import Events, resolve
 from .findings import allow
 from .handler import Handler, never_called
 from .interval import event_of
@@ -117,7 +117,7 @@ def check_handler(
         - two runs with the same seed are equal
         - on another engine it begins as new
         - each receiver is called whose event is emitted
-        - resumed after iterations 1, 2, 3, 4 the run ends in the same state
+        - resumed after iterations 1, 2, 3, 4 the run goes on as without an interruption
         - after an error no region is open, and detaching removes all receivers
     """
     if isinstance(make, str):
@@ -166,7 +166,8 @@ class _Check:
         self.runs = 0
         self._per_run = per_run
         self._called: set[str] = set()  # methods
-        self._expected: dict[str, str] = {}  # methods whose events were emitted, with their events
+        self._subscribed: dict[str, str] = {}  # methods, with their events
+        self._expected: set[str] = set()  # methods whose events were emitted
         self._attributes: dict[str, str] = {}  # of the handler after a run, if two runs agree on them
 
     def all(self, uncalled: frozenset[str], *, changes_training: bool) -> str:
@@ -178,13 +179,13 @@ class _Check:
         resumed = self.resumed(whole)
         self.moved(whole)
         self.failed()
-        self.reached(uncalled)
+        silent = self.reached(uncalled)
         held = [
             "attached and detached, or disabled, it has no effect",
             "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
             "on another engine it begins as new",
-            "each receiver is called whose event is emitted",
-            f"resumed after iterations {', '.join(map(str, resumed))} the run ends in the same state",
+            f"each receiver is called whose event is emitted{silent}",
+            f"resumed after iterations {', '.join(map(str, resumed))} the run goes on as without an interruption",
             "after an error no region is open, and detaching removes all receivers",
         ]
         return "\n- ".join([f"{self.name}: {self.runs} runs", *held])
@@ -211,11 +212,14 @@ class _Check:
         handler = engine.handlers[self.name]
         for one in handler.subscriptions:
             event = getattr(handler, one.event) if isinstance(one.event, str) else one.event
-            for plain, _ in () if event is None else resolve(event_of(event)):
+            if event is None:
+                continue
+            self._subscribed.setdefault(one.method, str(event))
 
-                def note(engine: Engine, method: str = one.method, event: EventEnum = plain) -> None:
-                    self._expected[method] = str(event)
+            def note(engine: Engine, method: str = one.method) -> None:
+                self._expected.add(method)
 
+            for plain, _ in resolve(event_of(event)):
                 engine.connect(plain, note)
 
     def run(self, engine: Engine, seed: int = 0) -> Engine:
@@ -283,7 +287,10 @@ class _Check:
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:
-        """A run that is saved after any iteration and resumed in a new engine ends like an uninterrupted run; which ones."""
+        """A run that is saved after any iteration and resumed in a new engine goes on like an uninterrupted run; which ones.
+
+        The metrics and the handler's state are compared after each iteration, everything at the end.
+        """
         saved: list[tuple[int, bytes]] = []
 
         def save(engine: Engine) -> None:
@@ -293,19 +300,36 @@ class _Check:
 
         engine = self.engine()
         engine.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
+        uninterrupted = self._followed(engine)
         self.run(engine)
         for iteration, file in saved:
             resumed = self.engine()
             resumed.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
-            self.run(resumed, seed=1)  # a new process starts with other random states
-            _same(
-                whole,
-                _leaves(resumed),
-                f"{self.name}: a run resumed after iteration {iteration} ends with another state",
-            )
+            followed = self._followed(resumed)
+            try:
+                self.run(resumed, seed=1)  # a new process starts with other random states
+            except Exception as error:
+                error.add_note(f"{self.name}: in a run resumed after iteration {iteration}")
+                raise
+            what = f"{self.name}: a run resumed after iteration {iteration}"
+            for place, leaves in followed.items():
+                _same(uninterrupted[place], leaves, f"{what} differs in iteration {place}", _RESUMED)
+            _same(whole, _leaves(resumed), f"{what} ends with another state", _RESUMED)
             if iteration == saved[len(saved) // 2][0]:
                 self._remembered(resumed.handlers[self.name], iteration)
         return [iteration for iteration, _ in saved]
+
+    def _followed(self, engine: Engine) -> dict[int, dict[str, str]]:
+        """What the metrics and the handler's state will be after each iteration of a run."""
+        found: dict[int, dict[str, str]] = {}
+
+        def follow(engine: Engine) -> None:
+            metrics = _flat("engine.metrics", engine.state.metrics.state_dict(), all_of_it=True)
+            state = _flat(f"handlers.{self.name}", engine.handlers[self.name].state_dict(), all_of_it=True)
+            found[engine.state.iteration] = metrics | state
+
+        engine.connect(Events.ITERATION_COMPLETED, follow, phase=Phase.PERSIST)
+        return found
 
     def _remembered(self, handler: Handler, iteration: int) -> None:
         """What the handler keeps in attributes is that of a whole run."""
@@ -316,16 +340,21 @@ class _Check:
             {key: leaf for key, leaf in found.items() if key in kept},
             f"{self.name}: after a run resumed after iteration {iteration} attributes differ; return them in state_dict() and "
             "put them back in load_state_dict(), or name them in per_run= if they describe a run alone",
+            _RESUMED,
         )
 
-    def reached(self, uncalled: frozenset[str]) -> None:
-        """Each receiver was called whose event was emitted in a run."""
-        missing = {name: event for name, event in self._expected.items() if name not in self._called | uncalled}
+    def reached(self, uncalled: frozenset[str]) -> str:
+        """Each receiver was called whose event was emitted in a run; returns which events were not."""
+        missing = [name for name in self._subscribed if name in self._expected - self._called - uncalled]
         assert not missing, (
-            f"{self.name}: never called in these runs, though their events were emitted: "
-            f"{', '.join(f'{name} ({event})' for name, event in missing.items())}; give data and bounds with which they are, or "
-            "name them in uncalled="
+            f"{self.name}: never called in these runs, though their events were emitted: {self._with_events(missing)}; give "
+            "data and bounds with which they are, or name them in uncalled="
         )
+        silent = [name for name in self._subscribed if name not in self._expected | self._called]
+        return f"; not emitted: {self._with_events(silent)}" if silent else ""
+
+    def _with_events(self, methods: Iterable[str]) -> str:
+        return ", ".join(f"{name} ({self._subscribed[name]})" for name in methods)
 
     def failed(self) -> None:
         """After an error, no region is left open, and detaching the handler removes all of its receivers."""
@@ -347,6 +376,7 @@ class _Check:
         _same(before, _receivers(engine), f"{self.name}: detaching it after an error leaves receivers behind")
 
 
+_RESUMED = "uninterrupted", "resumed"
 _NAMED, _LISTED, _SHOWN = 5, 50, 40
 """How many differences are named, how long a list is whose items are compared by themselves, and how long a shown value."""
 _PLAIN = (bool, int, float, complex, str, Tensor)
@@ -364,11 +394,17 @@ def _receivers(engine: Engine) -> dict[str, str]:
     return counts | {f"replaced {what}": "yes" for what in engine.overrides.replaced()}
 
 
-def _same(expected: dict[str, str], found: dict[str, str], guarantee: str) -> None:
+def _same(
+    expected: dict[str, str], found: dict[str, str], guarantee: str, named: tuple[str, str] = ("expected", "found")
+) -> None:
+    one, other = named
     different = sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
-    named = [f"{path} ({expected.get(path, 'nothing')}; {found.get(path, 'nothing')})" for path in different[:_NAMED]]
+    shown = [
+        f"{path} ({one} {expected.get(path, 'nothing')}; {other} {found.get(path, 'nothing')})"
+        for path in different[:_NAMED]
+    ]
     more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
-    assert not different, f"{guarantee}: {', '.join(named)}{more}"
+    assert not different, f"{guarantee}: {', '.join(shown)}{more}"
 
 
 def _leaves(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
@@ -381,9 +417,9 @@ def _leaves(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
 
 def _flat(path: str, value: Any, *, all_of_it: bool = False) -> dict[str, str]:
     """Descriptions of the values in nested containers, by path; of numbers, texts and tensors alone, or of all."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         items: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple | deque) and 0 < len(value) <= _LISTED:
+    elif isinstance(value, list | tuple | deque) and len(value) <= _LISTED:
         items = enumerate(value)
     elif all_of_it or isinstance(value, _PLAIN):
         shown = f"{value!r}"
@@ -392,7 +428,7 @@ def _flat(path: str, value: Any, *, all_of_it: bool = False) -> dict[str, str]:
         }
     else:
         return {}
-    leaves: dict[str, str] = {}
+    leaves = {f"{path}.length": str(len(value))} if path else {}
     for key, item in list(items):
         leaves |= _flat(f"{path}.{key}" if path else f"{key}", item, all_of_it=all_of_it)
     return leaves

@@ -31,9 +31,10 @@ class Preemption(Handler):
     resumed from there is bit for bit equal to one that was never stopped.
 
     After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number
-    as in shells, 143 for SIGTERM. torchrun restarts such a process, and Slurm a job with ``--requeue``. Let Slurm send the
-    signal early enough with ``sbatch --signal=USR1@120``: the number of seconds must exceed an iteration, an evaluation and a
-    checkpoint together.
+    as in shells, 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch
+    --requeue`` that it has preempted itself; before a time limit the batch script does it, where the training ended with such a
+    status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with ``sbatch --signal=USR1@120``: the
+    number of seconds must exceed an iteration, an evaluation and a checkpoint together.
 
     The previous signal handlers are replaced during a run and restored when it ends, also after an error. A second signal of
     the same kind is forwarded to the previous handler, which by default ends the process at once. Forked workers of a
@@ -62,15 +63,15 @@ class Preemption(Handler):
         ...     return Engine(update, model=model)
         >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
         >>> engine = build(torch.nn.Linear(1, 1))
-        >>> _ = engine.attach(Preemption(exit_status=None))
+        >>> _ = engine.attach(Preemption(exit_status=None))  # and Checkpoint(folder, resume=True), which saves and resumes
         >>> @engine.on(Events.PREEMPTED)
-        ... def save(engine):  # as a Checkpoint does
-        ...     print("to be saved after iteration", engine.state.iteration)
+        ... def report(engine):
+        ...     print("saved after iteration", engine.state.iteration)
         >>> @engine.on(Events.FORWARD_STARTED(once=3))
         ... def warn(engine):
         ...     os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler does
         >>> engine.run(data, max_epochs=2).stop_reason
-        to be saved after iteration 3
+        saved after iteration 3
         'preempted by SIGTERM'
     """
 

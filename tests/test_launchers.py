@@ -82,6 +82,23 @@ def test_srun_starts_the_processes_as_the_script_says(under_torchrun: tuple[str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("status", "requeued"), [(143, True), (139, False), (0, False)])
+def test_a_job_that_was_preempted_is_queued_again_and_no_other(status: int, requeued: bool, tmp_path: Path) -> None:
+    for name, text in {
+        "srun": f"#!/bin/sh\nexit {status}\n",
+        "scontrol": f"#!/bin/sh\necho node1\necho $* >> {tmp_path}/asked\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "7"
+    }  # fmt: skip
+    ended = subprocess.run(["bash", str(EXAMPLES / "slurm.sh")], env=environment, cwd=tmp_path, check=False)
+    assert ended.returncode == status
+    assert ("requeue 7" in (tmp_path / "asked").read_text()) is requeued
+
+
+@pytest.mark.slow
 def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
     under_torchrun: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def members_of(kind: type[Handler]) -> list[str]:
         name
         for name, one in vars(kind).items()
         if not name.startswith("_")
-        and (inspect.isfunction(one) or isinstance(one, property))
+        and (inspect.isfunction(one) or isinstance(one, property | staticmethod | classmethod))
         and one.__doc__
         and name not in receivers
         and not hasattr(Handler, name)
@@ -164,6 +164,7 @@ def codes_page() -> str:
         "",
         "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
         '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it. `{...}` stands for a name or a value.',
+        "A `warning` is a Python warning. An `info` is not shown and needs nothing done: `engine.findings.of_run()` has it.",
         "",
     ]
     ways = ways_out()

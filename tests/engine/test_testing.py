@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, on, seed_everything
+from signalfire import Engine, Events, Handler, Phase, on, seed_everything
 from signalfire.handlers import History
 from signalfire.testing import check_handler, fingerprint, trace
 from tests import kit
@@ -273,19 +273,68 @@ class Wrong(Forgetful):
 
 
 def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
-    message = r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\); give data and bounds"
+    message = (
+        r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); give data and bounds"
+    )
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Late, make_data(), max_epochs=2)
-    assert "each receiver is called" in check_handler(build, Late, make_data(), max_epochs=2, uncalled=["save"])
+    report = check_handler(build, Late, make_data(), max_epochs=2, uncalled=["save"])
+    assert "- each receiver is called whose event is emitted; not emitted: leave (Events.PREEMPTED)\n" in report
+
+
+class Returning(Handler):
+    """Writes a count that is back at 0 after the last iteration, and does not save it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE)
+    def write(self, engine: Engine) -> None:
+        self.count = (self.count + 1) % 3
+        engine.log("count", self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = 0
+
+
+class Collecting(Handler):
+    """Appends to a list that it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    @on(Events.ITERATION_COMPLETED)
+    def see(self, engine: Engine) -> None:
+        self.seen.append(7)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = []
+
+
+def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_length_too() -> None:
+    message = r"after iteration 1 differs in iteration 2: engine.metrics.* \(uninterrupted 2; resumed 1\)"
+    with pytest.raises(AssertionError, match=message):
+        check_handler(build, Returning, make_data(), max_epochs=2)
+    with pytest.raises(AssertionError, match=r"seen.length \(uninterrupted 6; resumed 2\)"):
+        check_handler(build, Collecting, make_data(), max_epochs=2)
 
 
 def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
-    message = r"forgetful: after a run resumed after iteration 4 attributes differ; .*: forgotten \(6; 2\)$"
+    message = r"forgetful: after a run resumed after iteration 4 attributes differ; .*: forgotten \(uninterrupted 6; resumed 2\)$"
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Forgetful, make_data(), max_epochs=2)
     check_handler(build, Forgetful, make_data(), max_epochs=2, per_run=["forgotten"])
     with pytest.raises(
-        AssertionError, match=r"after iteration 1 ends with another state: handlers.wrong.kept \(6; 5\)$"
+        AssertionError,
+        match=r"after iteration 1 differs in iteration 2: handlers.wrong.kept \(uninterrupted 2; resumed 1\)$",
     ):
         check_handler(build, Wrong, make_data(), max_epochs=2)
 
@@ -315,6 +364,6 @@ def test_the_check_says_what_held_and_takes_one_thread() -> None:
     before = torch.get_num_threads()
     report = check_handler(build, Observing, make_data(), max_epochs=2, changes_training=False)
     assert report.splitlines()[0] == "observing: 16 runs"
-    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run ends in the same state" in report
+    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run goes on as without an interruption" in report
     assert set(threads) == {1}
     assert torch.get_num_threads() == before
