@@ -219,7 +219,7 @@ class _Check:
             def note(engine: Engine, method: str = one.method) -> None:
                 self._expected.add(method)
 
-            for plain, _ in resolve(event_of(event)):
+            for plain in dict.fromkeys(plain for plain, _ in resolve(event_of(event))):
                 engine.connect(plain, note)
 
     def run(self, engine: Engine, seed: int = 0) -> Engine:

@@ -227,7 +227,7 @@ def test_it_keeps_its_promises(tmp_path: Path) -> None:
             lambda: predictor(network()),
             lambda folder=folder: Predictions(folder, inputs=True),  # type: ignore[misc]
             batches(),
-            per_run=["_collected", "_iterations", "_number"],
+            per_run=["files", "_collected", "_iterations", "_number"],
             changes_training=False,
             max_epochs=2,
         )
