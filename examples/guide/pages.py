@@ -18,11 +18,18 @@ from sphinx.addnodes import pending_xref
 
 import signalfire
 import signalfire.handlers
-from signalfire import Handler, ablation, exact, testing, tuning
+from signalfire import Events, Handler, ablation, exact, testing, tuning
+from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.codes import CODES
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
+
+IN_AN_ITERATION = {
+    event
+    for event in Events
+    if re.match("ITERATION_|GET_BATCH_|UPDATE_|FORWARD_|LOSS_|BACKWARD_|GRADIENTS_|OPTIMIZER_STEP_", event.name)
+} - {Events.UPDATE_RETRIED}
 
 GROUPS = {
     "W": "What `Engine.run` notices while it begins or trains",
@@ -62,7 +69,46 @@ def handler_page(kind: type[Handler]) -> str:
         Capture.FORBIDDEN: "A step with it cannot be recorded as a CUDA graph.",
     }
     text += [sentence for capture, sentence in graphs.items() if kind.capture is capture]
+    text += ["", "## What it costs, and what is refused beside it", "", _calls(kind), "", *_refused_beside(kind)]
     return "\n".join([*text, "", f"Its code: `handlers/{file}`.", ""])
+
+
+def _calls(kind: type[Handler]) -> str:
+    """How many receivers it has in an iteration."""
+    always = [one.method for one in kind.subscriptions if not isinstance(one.event, str)
+              and any(event in IN_AN_ITERATION for event in _unfiltered(one.event))]  # fmt: skip
+    depending = {one.method for one in kind.subscriptions if isinstance(one.event, str)} - {*always}
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(always))
+    text = f"Called in each iteration: {names}." if always else "Nothing of it is called in every iteration."
+    if depending:
+        text += f" Depending on the arguments, too: {', '.join(f'`{name}`' for name in sorted(depending))}."
+    return f"{text} What a call costs: [the tables](../costs.md)."
+
+
+def _unfiltered(event: Any) -> list[Any]:
+    """The events of an expression that have no filter."""
+    return [one for one in getattr(event, "members", [event]) if isinstance(one, Events)]
+
+
+def _refused_beside(kind: type[Handler]) -> list[str]:
+    """What it overrides, and who does the same."""
+    lines, overridden = [], all_overridden()
+    for name in sorted(overridden[kind.__name__]):
+        others = [other for other, names in overridden.items() if other != kind.__name__ and name in names]
+        beside = ", ".join(f"[{other}]({other}.md)" for other in others) or "a second one like it"
+        lines.append(f"- It may override {Override[name].value}. What does the same is refused beside it: {beside}.")
+    return lines
+
+
+@cache
+def all_overridden() -> dict[str, set[str]]:
+    """By the names of the handlers, what they or their bases claim or replace."""
+    calls = re.compile(r"overrides\.(?:claim|replace)\(\s*Override\.([A-Z_]+)")
+    found: dict[str, set[str]] = {}
+    for kind in handler_classes():
+        bases = [one for one in kind.__mro__ if one.__module__.startswith("signalfire.handlers")]
+        found[kind.__name__] = {name for base in bases for name in calls.findall(inspect.getsource(base))}
+    return found
 
 
 def members_of(kind: type[Handler]) -> list[str]:

@@ -338,17 +338,15 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-def test_without_a_compiler_inductor_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_inductor_is_refused_before_the_first_batch() -> None:
     import torch._inductor.config as options
 
-    monkeypatch.setattr(options.cpp, "cxx", (None, "no-such-compiler"))
     steps: list[int] = []
     engine = build(network(), Compile())
     engine.connect(Events.ITERATION_STARTED, lambda engine: steps.append(1))
-    with pytest.raises(
-        ValueError, match=r"needs a C\+\+ compiler on a CPU, and 'no-such-compiler' is none; install g\+\+"
-    ):
-        engine.run(batches([16]), max_epochs=1)
+    message = r"needs a C\+\+ compiler on a CPU, and 'no-such-compiler' is none; install g\+\+"
+    with options.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(ValueError, match=message):
+        engine.run(batches([16], 5), max_epochs=1)
     assert not steps
 
 
