@@ -420,8 +420,8 @@ def _synced(metric: Any, data: Processes) -> Iterator[None]:
         with _merging_nothing(metric):
             yield
         return
-    grouped = [] if data.main is None else list(_torchmetrics(metric).values())
-    grouped = [part for part in grouped if part.process_group is None]
+    own = data.main is not None
+    grouped = [part for part in _torchmetrics(metric).values() if part.process_group is None] if own else []
     for part in grouped:
         part.process_group = data.main
     try:

@@ -43,10 +43,8 @@ def test_a_full_stack_makes_few_calls_more_than_the_plain_loop(monkeypatch: pyte
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
     process = importlib.import_module("adapters.process")
     item = importlib.import_module("adapters.items").ITEMS["full"]
-    # What happens now and then, such as a callback of the garbage collector, only adds.
     bare, mine = (
-        min(process.calls(importlib.import_module(f"adapters.{one}").make(item), item) for _ in range(3))
-        for one in ("bare", "signalfire_")
+        process.calls(importlib.import_module(f"adapters.{one}").make(item), item) for one in ("bare", "signalfire_")
     )
     print(bare, mine)
     assert mine - bare <= 11, "of accumulation, clipping, schedule, running loss, stopping, checkpoint and log"
