@@ -318,9 +318,9 @@ def test_a_run_that_goes_back_and_takes_another_way_continues_as_a_new_remote_ru
         )
 
 
-def all_sent(service: Service) -> bool:
-    """Whether the first remote run has the last value of the eighth row."""
-    return any((name, at) == ("lr", 8) for name, at, _ in next(iter(service.runs.values())))
+def all_sent(service: Service, row: int = 7) -> bool:
+    """Whether the first remote run has the last value of a row."""
+    return any((name, at) == ("lr", row) for name, at, _ in next(iter(service.runs.values())))
 
 
 def test_a_run_that_is_resumed_after_it_went_back_finds_its_new_remote_run_again(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_run_that_is_resumed_after_it_went_back_finds_its_new_remote_run_again
         # Once the row of this iteration is in the queue, so that the first remote run has it each time.
         engine.connect(
             Events.ITERATION_COMPLETED(once=8),
-            lambda engine: wait_until(lambda: all_sent(service)),
+            lambda engine: wait_until(lambda: all_sent(service, row=8)),
             phase=Phase.PERSIST,
             rank=100,
         )
