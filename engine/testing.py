@@ -81,10 +81,11 @@ def check_handler(
 ) -> str:
     """Assert that a handler subscribes to events, has no effect when disabled, resumes exactly, and cleans up after an error.
 
-    A resumed run is compared by its weights, optimizers, metrics and the states of handlers, and by those attributes of the
-    handler that are numbers, texts, tensors, or made of these, and are the same in two equal runs: what the state does not hold
-    shows there, although nothing depends on it yet. Give data and bounds with which each receiver is called. The runs use one
-    thread of torch, since the tensors of a test are small.
+    A resumed run is compared after each iteration by its metrics and the handler's state, and at its end by its weights,
+    optimizers, metrics and the states of handlers, and by those attributes of the handler that are numbers, texts, tensors, or
+    made of these, and are the same in two equal runs: what the state does not hold shows there, although nothing depends on it
+    yet. Give data and bounds with which each receiver is called. The runs use one thread of torch, since the tensors of a test
+    are small.
 
     Args:
         build: Builds a new, identical engine on each call.
@@ -117,7 +118,7 @@ def check_handler(
         - two runs with the same seed are equal
         - on another engine it begins as new
         - each receiver is called whose event is emitted
-        - resumed after iterations 1, 2, 3, 4 the run goes on as without an interruption
+        - resumed after iterations 1, 2, 3, 4 the run equals an uninterrupted one
         - after an error no region is open, and detaching removes all receivers
     """
     if isinstance(make, str):
@@ -185,7 +186,7 @@ class _Check:
             "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
             "on another engine it begins as new",
             f"each receiver is called whose event is emitted{silent}",
-            f"resumed after iterations {', '.join(map(str, resumed))} the run goes on as without an interruption",
+            f"resumed after iterations {', '.join(map(str, resumed))} the run equals an uninterrupted one",
             "after an error no region is open, and detaching removes all receivers",
         ]
         return "\n- ".join([f"{self.name}: {self.runs} runs", *held])
@@ -287,7 +288,7 @@ class _Check:
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:
-        """A run that is saved after any iteration and resumed in a new engine goes on like an uninterrupted run; which ones.
+        """A run that is saved after any iteration and resumed in a new engine equals an uninterrupted run; after which ones.
 
         The metrics and the handler's state are compared after each iteration, everything at the end.
         """

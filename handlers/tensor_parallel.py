@@ -188,7 +188,7 @@ class TensorParallel(Distribution):
         """Whether the model was split by this handler in an earlier run."""
         parameters = [p for root in engine.modules.values() for p in root.parameters()]
         if not any(map(is_sharded, parameters)):
-            self._remove_hooks()  # of a model that FSDP has made plain
+            self._forget_split(engine)  # FSDP has made the model plain
             return False
         if not self._replicated or not all(map(is_sharded, parameters)):
             raise ValueError(
@@ -344,10 +344,9 @@ class TensorParallel(Distribution):
         if not self._replicated:
             return
         engine.processes.barrier()  # a missing rank raises an error before anything is changed
-        self._remove_hooks()
+        self._forget_split(engine)
         plain: dict[Tensor, nn.Parameter] = {}
         for module in modules:
-            vars(module).pop("_distribute_module_applied", None)  # torch splits a module once
             for key, parameter in list(_own(module)):
                 if is_sharded(parameter):
                     if parameter not in plain:
@@ -357,12 +356,15 @@ class TensorParallel(Distribution):
         for update in engine.updates:
             update.optimizer = None
 
-    def _remove_hooks(self) -> None:
+    def _forget_split(self, engine: Engine) -> None:
+        """Remove all hooks and marks from the modules."""
         for one in self._replicated:
             one.remove()
         for hooks, number in self._hooks:
             hooks.pop(number, None)
         self._replicated, self._hooks = [], []
+        for module in (part for root in engine.modules.values() for part in root.modules()):
+            vars(module).pop("_distribute_module_applied", None)  # torch splits a module once
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

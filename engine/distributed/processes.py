@@ -209,8 +209,8 @@ class ProcessGroup(Processes):
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         # What is answered later is sent at another place on a rank that lacks a batch: it must not be matched with other calls.
         self.group_later = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        # A random prefix hides keys that processes of an earlier attempt have left.
         self._of_data: dict[int, Processes] = {}
+        # A random prefix hides keys that processes of an earlier attempt have left.
         self.store: Store = PrefixStore(f"signalfire/{self.broadcast(secrets.token_hex(8))}", store)
 
     @_waiting
@@ -328,6 +328,15 @@ class DataGroups(ProcessGroup):
         self.group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")
         self.group_later = self.group
         self._processes = processes
+
+    @property
+    def waited(self) -> float:
+        """Those of all collectives of this process."""
+        return self._processes.waited
+
+    @waited.setter
+    def waited(self, seconds: float) -> None:
+        self._processes.waited = seconds
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0 of all."""

@@ -364,6 +364,6 @@ def test_the_check_says_what_held_and_takes_one_thread() -> None:
     before = torch.get_num_threads()
     report = check_handler(build, Observing, make_data(), max_epochs=2, changes_training=False)
     assert report.splitlines()[0] == "observing: 16 runs"
-    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run goes on as without an interruption" in report
+    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run equals an uninterrupted one" in report
     assert set(threads) == {1}
     assert torch.get_num_threads() == before

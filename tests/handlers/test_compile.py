@@ -146,7 +146,7 @@ def test_beside_other_handlers_the_bits_are_the_same(
 
 
 class Sequences(nn.Module):
-    """A recurrent cell over the times of a sequence, whose last state goes on into the next chunk."""
+    """A recurrent cell over the steps of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()

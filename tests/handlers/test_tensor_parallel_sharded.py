@@ -130,6 +130,9 @@ def usual(first: bool, **options: Any) -> dict[str, Any]:
     engine.run(loader(), max_steps=50)
     averages = {key: whole_tensor(value).clone() for key, value in engine.find(EMA).parameter_copies().items()}
     assert clipping.total_norm is not None
+    before = engine.processes.waited
+    engine.group.data.gather("here")
+    assert engine.group.data.waited == engine.processes.waited > before
     return {
         "weights": full(engine),
         "averages": {key.removeprefix("model."): value for key, value in averages.items()},
@@ -288,6 +291,9 @@ def made_plain() -> list[dict[str, Tensor]]:
     assert is_sharded(engine.model.first.weight)
     engine.run(loader(), max_epochs=3)
     found.append(full(engine))
+    engine.find(FullyShardedDataParallel).unshard(engine)
+    engine.run(loader(), max_epochs=4)  # without unsplit() as well
+    assert all(map(is_sharded, engine.model.parameters()))
     return found
 
 
