@@ -107,13 +107,14 @@ def check_handler(
     Example:
         >>> from functools import partial
         >>> from signalfire import Update
-        >>> from signalfire.handlers import EMA
+        >>> from signalfire.handlers import GradientClipping
         >>> def build():
         ...     torch.manual_seed(0)
         ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
         ...     return Engine(update, model=torch.nn.Linear(2, 1), seed=0)
-        >>> print(check_handler(build, EMA, [(torch.ones(4, 2), torch.ones(4, 1))] * 2, max_epochs=2))
-        ema: 14 runs
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
+        >>> print(check_handler(build, partial(GradientClipping, 1.0), data, max_epochs=2))
+        gradient_clipping: 14 runs
         - attached and detached, or disabled, it has no effect
         - two runs with the same seed are equal
         - on another engine it begins as new
