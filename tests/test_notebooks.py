@@ -38,8 +38,8 @@ FOUND = {
     "first_model": (r"9\d\.\d% of the held-out digits are recognised", r"epoch \d+: accuracy 9\d\.\d%", r"image/png"),
     "writing_a_handler": (
         r"\[20, 40, 60, 80, 100, 120\]",
-        r"- resumed after iterations 1, 2, .*, 10 the run ends in the same state",
-        r"forgetful: a run resumed after iteration 1 ends with another state: handlers\.forgetful",
+        r"- resumed after iterations 1, 2, .*, 10 the run equals an uninterrupted one",
+        r"forgetful: a run resumed after iteration 1 differs in iteration \d+: handlers\.forgetful.*\(uninterrupted .*; resumed ",
         r"the name is taken by <LossSpikes 'loss_spikes'>; .* detach that one first: engine\.detach\('loss_spikes'\)",
     ),
     "ablation": (
