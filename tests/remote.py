@@ -143,13 +143,14 @@ def go_back_once(engine: Engine, at: int, to: int) -> None:
     engine.connect(Events.ITERATION_COMPLETED(once=at), restore)
 
 
-def first_send(logger: RemoteLogger) -> threading.Event:
-    """Set once a logger has sent something."""
+def first_send(logger: RemoteLogger, *, of: int = 1) -> threading.Event:
+    """Set once a logger has sent something of an iteration, or of a later one."""
     sent, send = threading.Event(), logger.send
 
     def note(items: Sequence[Item]) -> None:
         send(items)
-        sent.set()
+        if any(item.iteration >= of for item in items):
+            sent.set()
 
     logger.send = note  # type: ignore[method-assign]
     return sent

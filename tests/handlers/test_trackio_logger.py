@@ -108,7 +108,7 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     logger = make(tmp_path, run_id="mine")
     engine = trainer(logger, folder=tmp_path)
     go_back_once(engine, at=8, to=3)
-    sent = first_send(logger)
+    sent = first_send(logger, of=4)
     engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.log("waited", sent.wait(60)))
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: engine.updates[0].optimizer.param_groups[0].update(lr=0.01))
     engine.run(DATA, max_epochs=2)
