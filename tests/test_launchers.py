@@ -1,17 +1,21 @@
-"""Started by others than one torchrun: srun, Ray Train, and a torchrun on each of two machines, which here are one."""
+"""Started by others than one torchrun: srun, Ray Train, Ray Tune, and a torchrun on each of two machines, which here are one."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from signalfire import Events
 from tests.kit import needs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -165,3 +169,43 @@ def test_ray_train_starts_the_workers_and_a_second_job_has_nothing_left_to_do(tm
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         assert ended.returncode == 0, ended.stderr
         assert f"2 workers, {steps} steps: accuracy" in ended.stdout + ended.stderr
+
+
+@pytest.mark.slow
+def test_trials_of_ray_tune_have_the_values_of_the_engines_also_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("cluster", "ray")
+    command = [sys.executable, str(EXAMPLES / "ray_tune.py"), "--folder", str(tmp_path)]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit = time.monotonic() + LIMIT
+    while not list(tmp_path.glob("search/*/checkpoint_000001")) and time.monotonic() < limit:
+        time.sleep(0.1)
+    killed.kill()
+    killed.wait()
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("search/*/checkpoint_*/step-*")}
+    assert done, "killed once a trial had two epochs"
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^6 trials of \d to 9 epochs: 9\d.\d% with ", ended.stdout, re.M), ended.stdout
+    assert all(path.stat().st_mtime_ns == time_of for path, time_of in done.items()), "no epoch was trained again"
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("ray_tune")
+    found = list(tmp_path.glob("search/*/result.json"))
+    assert len(found) == 6
+    for path in found:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        engine = example.build(**rows[0]["config"])
+        values = []
+        engine.connect(Events.EPOCH_COMPLETED, lambda engine: values.append(float(engine.state.metrics["accuracy"])))  # noqa: B023
+        engine.run(example.digits(0, 1000, batch_size=50, shuffle=True), max_epochs=len(rows))
+        assert {row["training_iteration"]: row["accuracy"] for row in rows} == dict(enumerate(values, 1))
+
+    (path, rows) = max(((path, path.read_text().splitlines()) for path in found), key=lambda one: len(one[1]))
+    trial = example.Trial(json.loads(rows[0])["config"])
+    trial.load_checkpoint(str(max(path.parent.glob("checkpoint_*"))))
+    epochs: list[int] = []
+    trial.engine.connect(Events.EPOCH_COMPLETED, lambda engine: epochs.append(engine.state.epoch))
+    trial.engine.run(trial.data, max_epochs=10)
+    assert epochs == [10], "a trial that is continued begins where it was"

@@ -89,8 +89,8 @@ def test_a_run_continues_from_a_checkpoint_of_version_0_1(tmp_path: Path) -> Non
     # Other processors round otherwise; where this was written, all of it is equal bit for bit.
     found, wanted = ended["weights"], expected["weights"]
     assert found.keys() == wanted.keys()
-    # The gradient of a bias before batch normalisation is rounding alone, which Adam scales up to its full rate. Training does not
-    # depend on this bias; the mean of the statistics, and the error of the evaluations, do.
+    # The gradient of a bias before batch normalisation is rounding alone, which Adam scales up to its full rate. Training is not
+    # changed by this bias; the mean of the statistics, and the error of the evaluations, do.
     alike = wanted.keys() - ({"0.bias", "1.running_mean"} if found["0.bias"] != wanted["0.bias"] else set())
     for name in alike:
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(wanted[name]), rtol=1e-5, atol=1e-5)
