@@ -43,7 +43,7 @@ def build(rate: float, width: int) -> Engine:
     return trainer
 
 
-class Trial(tune.Trainable):
+class Trial(tune.Trainable):  # type: ignore[misc]  # its types are not looked at
     """One engine of a search: each step is an epoch."""
 
     def setup(self, config: dict[str, Any]) -> None:

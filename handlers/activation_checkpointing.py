@@ -59,8 +59,19 @@ class ActivationCheckpointing(Handler):
         without reentrance.
 
     Example:
-        >>> ActivationCheckpointing("blocks.*", keep_operations=["mm", "convolution"]).modules
-        ['blocks.*']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> def count(*handlers):
+        ...     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()), torch.nn.Linear(2, 1))
+        ...     engine, calls = Engine(update, model=model, seed=0), []
+        ...     _ = model[0][0].register_forward_pre_hook(lambda *_: calls.append(1))
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3)
+        ...     return len(calls)
+        >>> count(), count(ActivationCheckpointing("0"))  # in three iterations: once each, and again for the backward
+        (3, 6)
     """
 
     capture = Capture.INSIDE

@@ -52,8 +52,18 @@ class ActivationStatistics(Handler):
         The share of dead units: Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models" (2013).
 
     Example:
-        >>> ActivationStatistics(every="500it", window=10).window
-        10
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> _ = torch.nn.init.zeros_(model[0].weight)
+        >>> model[0].bias.data = torch.tensor([1.0, 1.0, 2.0, -8.0])
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(ActivationStatistics(every="1it"))
+        >>> metrics = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1).metrics
+        >>> {name: round(float(value), 2) for name, value in metrics.items()}  # the ReLU gives 1, 1, 2 and 0
+        {'activation_mean/1': 1.0, 'activation_sd/1': 0.71, 'dead_units/1': 0.25, 'dead_units': 0.25}
     """
 
     capture = Capture.FORBIDDEN

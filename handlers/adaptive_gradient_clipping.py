@@ -47,8 +47,19 @@ class AdaptiveGradientClipping(Handler):
         A unit is always an index of the first dimension, although transposed convolutions have their inputs there.
 
     Example:
-        >>> AdaptiveGradientClipping(0.02, exclude="head.*").clipping
-        0.02
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> def train(*handlers):
+        ...     model = torch.nn.Linear(1, 2, bias=False)
+        ...     model.weight.data = torch.tensor([[1.0], [10.0]])
+        ...     engine = Engine(update, model=model, seed=0)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.ones(1, 1), torch.tensor([[-3.0, 6.0]]))], max_epochs=1)
+        ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
+        >>> train(), train(AdaptiveGradientClipping(0.1))  # gradients of 4 and 4, which are clipped to 0.1 and 1
+        ([-3.0, 6.0], [0.9, 9.0])
     """
 
     capture = Capture.INSIDE

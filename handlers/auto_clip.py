@@ -44,8 +44,20 @@ class AutoClip(Handler):
         2020); the arithmetic of the clip is that of ``torch.nn.utils.clip_grad_norm_``.
 
     Example:
-        >>> AutoClip(10).percentile
-        10
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(lambda output, target: output.mean(), partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), seed=0)  # whose gradient is the mean of the inputs
+        >>> clip = AutoClip(50)
+        >>> _ = engine.attach(clip)
+        >>> @engine.on(Events.ITERATION_COMPLETED)
+        ... def show(engine):
+        ...     print(f"norm {clip.total_norm:.0f}, clipped to {clip.max_norm:.0f}")
+        >>> _ = engine.run([(torch.full((4, 1), scale), torch.zeros(4, 1)) for scale in (2.0, 2.0, 90.0)], max_epochs=1)
+        norm 2, clipped to 2
+        norm 2, clipped to 2
+        norm 90, clipped to 2
     """
 
     capture = Capture.FORBIDDEN

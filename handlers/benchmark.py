@@ -24,8 +24,19 @@ class Benchmark(Handler):
         "Performance Tuning Guide" of PyTorch, "Enable cuDNN auto-tuner".
 
     Example:
-        >>> Benchmark().name
-        'benchmark'
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(Benchmark())
+        >>> @engine.on(Events.ITERATION_COMPLETED)
+        ... def show(engine):
+        ...     print("during the run:", torch.backends.cudnn.benchmark)
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        during the run: True
+        >>> torch.backends.cudnn.benchmark
+        False
     """
 
     def __init__(self, *, name: str | None = None) -> None:

@@ -44,8 +44,20 @@ class ChannelsLast(Handler):
         "Channels Last Memory Format in PyTorch", a tutorial of PyTorch.
 
     Example:
-        >>> ChannelsLast().name
-        'channels_last'
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> model = torch.nn.Conv2d(2, 2, 3)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(ChannelsLast())
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def show(engine):  # the channels, which are the second dimension, are next to each other
+        ...     print(model.weight.stride(), engine.state.batch[0].stride())
+        >>> _ = engine.run([(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 2, 2))], max_epochs=1)
+        (18, 1, 6, 2) (32, 1, 8, 2)
+        >>> model.weight.stride()  # as before
+        (18, 9, 3, 1)
     """
 
     def __init__(self, *, name: str | None = None) -> None:

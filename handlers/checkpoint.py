@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.blame import warn
 from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.devices import DeviceFeature
-from signalfire.distributed import is_sharded, lost_another
+from signalfire.distributed import lost_another
 from signalfire.frozen import FrozenBase, without
 from signalfire.interval import check_every, unfiltered
 from signalfire.monitor import Monitor
 from signalfire.plain import plain_mapping
 from signalfire.planning import comes_up
 
-from ._common.checkpoint_findings import report_base, report_folder, report_hyperparameters, report_nothing_saved
+from ._common import checkpoint_findings
 from ._common.folders import check_folder, check_shared, open_folder
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, RESUME
 
@@ -64,9 +63,8 @@ class Checkpoint(Handler):
             completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
             in every iteration. It does not count towards ``keep``.
         resume: When a run starts, resume from the newest intact version of this handler in the folder, if any, and say so on
-            stderr: a restarted
-            script, such as with ``torchrun --max-restarts``, continues automatically. A version is skipped if three runs that
-            resumed from it failed with an error before the next save. Ignored if a state was loaded or the run continues.
+            stderr: a restarted script, such as with ``torchrun --max-restarts``, continues automatically. A version is skipped
+            if three runs that resumed from it failed before the next save. Ignored if a state was loaded or the run continues.
         sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
             a killed process loses nothing, but a power failure may damage the newest version: use ``keep=2`` or more.
         asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
@@ -82,9 +80,17 @@ class Checkpoint(Handler):
         kept: Names and values of the kept versions on disk, the best or the oldest first.
 
     Example:
-        >>> import tempfile
-        >>> Checkpoint(tempfile.mkdtemp(), monitor="accuracy", keep=3, name="best").keep
-        3
+        >>> import os, tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        ...     _ = engine.attach(Checkpoint(folder, keep=2))
+        ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 5, max_epochs=3)
+        ...     print(sorted(os.listdir(folder)))
+        ['checkpoint-epoch0002-iter00000010', 'checkpoint-epoch0003-iter00000015']
     """
 
     trains = True
@@ -258,17 +264,13 @@ class Checkpoint(Handler):
         if engine.processes.distributed:
             self.retention.share(engine.processes)
         self.retention.restart()
-        parameters = (p for root in engine.modules.values() for p in root.parameters())
-        if self.exception_event is not None and any(is_sharded(p) for p in parameters):
-            raise ValueError(
-                f"{self.name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no "
-                "longer write their parts; remove it, and save more often"
-            )
+        if self.exception_event is not None:
+            checkpoint_findings.refuse_shards(engine, self.name)
         if engine.processes.is_rank_zero:
             checkpoints.make_folders(self.folder, self.files)
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
-            report_folder(engine, self.name, self.folder, self.files)
+            checkpoint_findings.report_folder(engine, self.name, self.folder, self.files)
         if engine.processes.distributed:
             check_shared(self, self.folder, engine.processes)
         self._began = engine.state.iteration
@@ -285,7 +287,7 @@ class Checkpoint(Handler):
         else:
             self._base.recheck(engine.modules)
         if self._base.count != before:
-            report_base(engine, self.name, self._base)
+            checkpoint_findings.report_base(engine, self.name, self._base)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
@@ -293,7 +295,7 @@ class Checkpoint(Handler):
         self._saver.forget()
         if engine.processes.is_rank_zero:
             self._saver.ownership(self._run(engine))
-            report_hyperparameters(engine, self.name, self._saver.constants["hyperparameters"])
+            checkpoint_findings.report_hyperparameters(engine, self.name, self._saver.constants["hyperparameters"])
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 
@@ -425,7 +427,7 @@ class Checkpoint(Handler):
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
         ran = engine.state.exception is None and engine.state.completed > self._began
         if nothing and ran and self._may_save and engine.processes.is_rank_zero:
-            report_nothing_saved(engine, self.name, self.every, self.monitor)
+            checkpoint_findings.report_nothing_saved(engine, self.name, self.every, self.monitor)
 
     @on("hold_event", phase=Phase.PERSIST, rank=HOLD, reads=["state"], writes=[])
     def hold_state(self, engine: Engine) -> None:
@@ -445,10 +447,7 @@ class Checkpoint(Handler):
         try:
             self._sync_written(engine)
         except OSError as problem:  # perhaps the error that ended the run; the state is saved nevertheless
-            warn(
-                f"{self.name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
-                RuntimeWarning,
-            )
+            checkpoint_findings.warn_unsynced(self.name, problem)
         self._save_uncounted(engine, held, "exception", rank_local=True)
 
     @on("preemption_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])

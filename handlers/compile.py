@@ -67,8 +67,16 @@ class Compile(Handler):
         (ASPLOS 2024); ``torch.compile``.
 
     Example:
-        >>> Compile("blocks.*", backend="aot_eager").modules
-        ['blocks.*']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> compiled = Compile(backend="eager", dynamic=False)
+        >>> _ = engine.attach(compiled)
+        >>> _ = engine.run([(torch.ones(size, 2), torch.ones(size, 1)) for size in (4, 4, 3)], max_epochs=1)
+        >>> compiled.sizes  # a graph for each size
+        [[('4', '2')], [('3', '2')]]
     """
 
     capture = Capture.FORBIDDEN  # inductor captures graphs of its own

@@ -39,8 +39,22 @@ class CSVLogger(TextLogger):
         OSError: If a row cannot be written, for example on a full disk. The error names the handler; earlier rows are kept.
 
     Example:
-        >>> CSVLogger("runs/digits/log.csv", every="50it").name
-        'csv_logger'
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from pathlib import Path
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(CSVLogger(f"{folder}/log.csv", every="2it"))
+        ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 2, max_epochs=1)
+        ...     print(Path(f"{folder}/log.csv").read_text(), end="")
+        epoch,iteration,step,name,value
+        1,2,2,train/loss,0.25
+        1,2,2,lr,0.25
     """
 
     def __init__(

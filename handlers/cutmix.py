@@ -43,8 +43,21 @@ class CutMix(SampleMixing):
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features" (ICCV 2019).
 
     Example:
-        >>> CutMix().alpha
-        1.0
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, mix = Engine(update, model=torch.nn.Conv2d(1, 1, 1), seed=0), CutMix()
+        >>> _ = engine.attach(mix)
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def show(engine):
+        ...     print(engine.state.batch[0][0, 0], mix.lam)
+        >>> images = torch.stack([torch.zeros(1, 4, 4), torch.ones(1, 4, 4)])  # the first one gets a box of the second
+        >>> _ = engine.run([(images, images)], max_epochs=1)
+        tensor([[0., 0., 0., 0.],
+                [1., 1., 0., 0.],
+                [1., 1., 0., 0.],
+                [0., 0., 0., 0.]]) 0.75
     """
 
     def __init__(

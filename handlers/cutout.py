@@ -34,8 +34,20 @@ class Cutout(Handler):
         DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout" (2017).
 
     Example:
-        >>> Cutout(16).length
-        16
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Conv2d(1, 1, 1), seed=0)
+        >>> _ = engine.attach(Cutout(2))
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def show(engine):
+        ...     print(engine.state.batch[0][0, 0])
+        >>> _ = engine.run([(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 4, 4))], max_epochs=1)
+        tensor([[1., 1., 1., 1.],
+                [1., 1., 1., 1.],
+                [1., 1., 0., 0.],
+                [1., 1., 0., 0.]])
     """
 
     trains = True

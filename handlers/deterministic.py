@@ -57,8 +57,20 @@ class Deterministic(Handler):
         "Reproducibility" in PyTorch's documentation.
 
     Example:
-        >>> Deterministic(warn_only=True).warn_only
-        True
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def loss(output, target):
+        ...     return output.put(torch.tensor([0]), torch.zeros(1)).mean()  # of which torch has no deterministic algorithm
+        >>> update = Update.supervised(loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(Deterministic())
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        Traceback (most recent call last):
+            ...
+        RuntimeError: put_ does not have a deterministic implementation...
+        >>> torch.are_deterministic_algorithms_enabled()  # as before the run
+        False
     """
 
     def __init__(self, *, warn_only: bool = False, name: str | None = None) -> None:

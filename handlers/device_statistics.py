@@ -48,8 +48,15 @@ class DeviceStatistics(Handler):
         ``torch.cuda.memory_stats``; the files of Linux in /proc/self.
 
     Example:
-        >>> DeviceStatistics(every="1ep").every
-        Interval(value=1, unit='ep')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(DeviceStatistics(every="1it"))
+        >>> metrics = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1).metrics
+        >>> sorted(metrics), metrics["process_mib"] > 10  # on a CPU
+        (['process_mib', 'process_peak_mib'], True)
     """
 
     rank_zero_only = True

@@ -42,8 +42,19 @@ class DeviceTransfer(Handler):
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.
 
     Example:
-        >>> DeviceTransfer("cpu").device
-        device(type='cpu')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> class Sample:
+        ...     def to(self, device):
+        ...         print("moved to", device)
+        ...         return torch.ones(4, 2, device=device), torch.ones(4, 1, device=device)
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(DeviceTransfer("cpu"))
+        >>> _ = engine.run([Sample()], max_epochs=2)
+        moved to cpu
+        moved to cpu
     """
 
     device_features = frozenset({DeviceFeature.TRANSFER, DeviceFeature.PREFETCH})

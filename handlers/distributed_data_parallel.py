@@ -63,8 +63,15 @@ class DistributedDataParallel(Distribution):
         "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS 2019).
 
     Example:
-        >>> DistributedDataParallel(timeout=60).processes.world_size  # a single process
-        1
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(DistributedDataParallel())
+        >>> state = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 6, max_epochs=1)
+        >>> engine.processes.rank, engine.processes.world_size, state.iteration  # with two processes (0, 2, 3) and (1, 2, 3)
+        (0, 1, 6)
     """
 
     _decisive = (

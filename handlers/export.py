@@ -62,9 +62,18 @@ class Export(Handler):
             its packages (``pip install signalfire[onnx]``).
 
     Example:
-        >>> from importlib.util import find_spec
-        >>> if find_spec("safetensors"):
-        ...     export = Export("runs/digits/model.safetensors", at="best", monitor="accuracy", average="ema")
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(Export(f"{folder}/model.pt2"))
+        ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
+        ...     program = torch.export.load(f"{folder}/model.pt2").module()
+        >>> torch.equal(program(torch.ones(3, 2)), engine.model(torch.ones(3, 2)))  # it takes batches of any size
+        True
     """
 
     trains = True

@@ -33,8 +33,15 @@ class FastDevRun(Handler):
         batches: Number of batches of the training and of each evaluation.
 
     Example:
-        >>> FastDevRun(2).batches
-        2
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(FastDevRun(2))
+        >>> state = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 1000, max_epochs=50)
+        >>> state.epoch, state.iteration
+        (1, 2)
     """
 
     decides_alike = True

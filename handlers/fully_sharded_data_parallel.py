@@ -81,8 +81,11 @@ class FullyShardedDataParallel(Distribution):
         ``torch.distributed.fsdp.fully_shard``.
 
     Example:
-        >>> FullyShardedDataParallel(units="blocks.*", param_dtype="bf16", reduce_dtype="fp32").param_dtype
-        torch.bfloat16
+        >>> from signalfire import Engine, Update
+        >>> engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=nn.Linear(2, 2), seed=0)
+        >>> _ = engine.attach(FullyShardedDataParallel())
+        >>> engine.run([(torch.ones(4, 2), torch.ones(4, 2))] * 6, max_epochs=1).iteration  # with two processes 3 each
+        6
     """
 
     trains = True

@@ -49,8 +49,20 @@ class GarbageCollection(Handler):
         The `gc` module of Python: https://docs.python.org/3/library/gc.html.
 
     Example:
-        >>> GarbageCollection(every="50it").every
-        Interval(value=50, unit='it')
+        >>> import gc
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, garbage = Engine(update, model=torch.nn.Linear(2, 1), seed=0), GarbageCollection(every="2it")
+        >>> _ = engine.attach(garbage)
+        >>> @engine.on(Events.ITERATION_STARTED)
+        ... def show(engine):
+        ...     print(f"iteration {engine.state.iteration}: {garbage.collections} collections, automatic ones: {gc.isenabled()}")
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+        iteration 1: 1 collections, automatic ones: False
+        iteration 2: 1 collections, automatic ones: False
+        iteration 3: 2 collections, automatic ones: False
     """
 
     def __init__(

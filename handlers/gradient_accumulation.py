@@ -31,8 +31,19 @@ class GradientAccumulation(Handler):
         update: Name of the update to accumulate for; all updates by default.
 
     Example:
-        >>> GradientAccumulation({1: 1, 5: 4}).window(7)
-        4
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.5))
+        >>> def train(*handlers):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     _ = torch.nn.init.zeros_(model.weight)
+        ...     engine = Engine(update, model=model, seed=0)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.ones(1, 1), torch.full((1, 1), target)) for target in (1.0, 3.0)], max_epochs=1)
+        ...     return engine.find_update().steps, model.weight.item()
+        >>> train(), train(GradientAccumulation(2))  # two steps, to 1 and to 3; or one, on the mean of both losses
+        ((2, 3.0), (1, 2.0))
     """
 
     capture = Capture.FORBIDDEN  # a window has several kinds of steps

@@ -42,8 +42,19 @@ class GradientCentralization(Handler):
         2020), Algorithm 1. As in the authors' code, a unit is an index of the first dimension in transposed convolutions, too.
 
     Example:
-        >>> GradientCentralization(exclude="head").exclude
-        ['head']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> def train(*handlers):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     _ = torch.nn.init.zeros_(model.weight)
+        ...     engine = Engine(update, model=model, seed=0)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5]]))], max_epochs=1)
+        ...     return model.weight.tolist()
+        >>> train(), train(GradientCentralization())  # the gradient is (-1, -3), and less its mean (1, -1)
+        ([[1.0, 3.0]], [[-1.0, 1.0]])
     """
 
     capture = Capture.INSIDE

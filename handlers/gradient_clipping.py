@@ -34,8 +34,19 @@ class GradientClipping(Handler):
         the arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``.
 
     Example:
-        >>> GradientClipping(1.0).max_norm
-        1.0
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> def train(*handlers):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     _ = torch.nn.init.zeros_(model.weight)
+        ...     engine = Engine(update, model=model, seed=0)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5]]))], max_epochs=1)
+        ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
+        >>> train(), train(GradientClipping(max_norm=1.0))  # the gradient is (-3, -4), whose norm is 5
+        ([3.0, 4.0], [0.6, 0.8])
     """
 
     capture = Capture.INSIDE

@@ -41,8 +41,19 @@ class GradientNoise(Handler):
         Neelakantan et al., "Adding Gradient Noise Improves Learning for Very Deep Networks" (2015).
 
     Example:
-        >>> round(GradientNoise(0.3).variance(step=99), 4)
-        0.0238
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Phase, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(100, 100, bias=False), seed=0)
+        >>> _ = engine.attach(GradientNoise(eta=1.0, gamma=2.0))
+        >>> @engine.on(Events.OPTIMIZER_STEP_STARTED, phase=Phase.RECORD)
+        ... def show(engine):
+        ...     print(f"{engine.model.weight.grad.std().item():.1f}")
+        >>> _ = engine.run([(torch.zeros(4, 100), torch.zeros(4, 100))] * 3, max_epochs=1)  # without noise, the gradient is zero
+        1.0
+        0.5
+        0.3
     """
 
     capture = Capture.FORBIDDEN

@@ -39,8 +39,17 @@ class GradientNorms(Handler):
         The total is what ``torch.nn.utils.clip_grad_norm_`` returns.
 
     Example:
-        >>> GradientNorms(every="10st", per_parameter=True).every
-        Interval(value=10, unit='st')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> model = torch.nn.Linear(2, 1)
+        >>> _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(GradientNorms(per_parameter=True))
+        >>> metrics = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0]]))], max_epochs=1).metrics
+        >>> {name: round(float(value), 2) for name, value in metrics.items()}  # of the gradients (6, 8) and 2
+        {'gradient_norm': 10.2, 'gradient_norm/weight': 10.0, 'gradient_norm/bias': 2.0}
     """
 
     capture = Capture.INSIDE

@@ -9,18 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from signalfire import (
-    AnyEvent,
-    Engine,
-    Events,
-    Finding,
-    FindingError,
-    Handler,
-    Interval,
-    Phase,
-    UpdateState,
-    on,
-)
+from signalfire import AnyEvent, Engine, Events, Finding, FindingError, Handler, Interval, Phase, UpdateState, on
 from signalfire.capture import Capture
 from signalfire.codes import Severity
 from signalfire.devices import widened
@@ -71,8 +60,16 @@ class Guards(Handler):
         FindingError: For a finding whose code is in ``error``.
 
     Example:
-        >>> Guards(error=["G14"]).every
-        Interval(value=1000, unit='it')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1e-6))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(Guards(error=["G13"]))
+        >>> _ = engine.run([(torch.full((4, 2), 255.0), torch.ones(4, 1))], max_epochs=1)
+        Traceback (most recent call last):
+            ...
+        signalfire.findings.reports.FindingError: G13: the inputs are large: 255 on average, without the sign; normalise them...
     """
 
     capture = Capture.FORBIDDEN

@@ -32,8 +32,20 @@ class Histograms(Handler):
         parameters: Patterns of the names of the parameters, such as ``"backbone"`` or ``["*.weight"]``; all by default.
 
     Example:
-        >>> Histograms(every="100it", parameters="*.weight").parameters
-        ['*.weight']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 3), seed=0)
+        >>> _ = engine.attach(Histograms(every="2it", parameters="*weight"))
+        >>> @engine.on(Events.HISTOGRAM_LOGGED)  # as TensorBoard does
+        ... def show(engine):
+        ...     entry = engine.log.entry
+        ...     print(f"iteration {engine.state.iteration}: {entry.name}, {sum(entry.value.counts)} values")
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 3))] * 4, max_epochs=1)
+        iteration 2: weights/weight, 6 values
+        iteration 3: gradients/weight, 6 values
+        iteration 4: weights/weight, 6 values
     """
 
     capture = Capture.FORBIDDEN

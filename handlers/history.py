@@ -39,9 +39,20 @@ class History(Handler):
         dropped: Number of values dropped, by metric; empty while the history is complete.
 
     Example:
-        >>> history = History()
-        >>> history.names
-        []
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Phase, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, history = Engine(update, model=torch.nn.Linear(2, 1), seed=0), History()
+        >>> _ = engine.attach(history)
+        >>> @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+        ... def measure(engine):
+        ...     engine.log("score", [0.5, 0.75, 0.625][engine.state.epoch - 1])
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 10, max_epochs=3)
+        >>> history["score"]
+        [0.5, 0.75, 0.625]
+        >>> history.records["score"][1]  # its epoch, its iteration and the value
+        (2, 20, 0.75)
     """
 
     def __init__(

@@ -41,8 +41,21 @@ class JSONLinesLogger(TextLogger):
             kept.
 
     Example:
-        >>> JSONLinesLogger("runs/digits/log.jsonl", every="50it").name
-        'json_lines_logger'
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from pathlib import Path
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(JSONLinesLogger(f"{folder}/log.jsonl", every="2it"))
+        ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 2, max_epochs=2)
+        ...     print(Path(f"{folder}/log.jsonl").read_text(), end="")
+        {"epoch": 1, "iteration": 2, "step": 2, "train/loss": 0.25, "lr": 0.25}
+        {"epoch": 2, "iteration": 4, "step": 4, "train/loss": 0.015625, "lr": 0.25}
     """
 
     def __init__(

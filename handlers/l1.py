@@ -31,8 +31,17 @@ class L1(ParameterPenalty):
         Tibshirani, "Regression Shrinkage and Selection via the Lasso" (Journal of the Royal Statistical Society B, 1996).
 
     Example:
-        >>> L1(1e-5, parameters="head.*").parameters
-        ['head.*']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.data = torch.tensor([[4.0, -1.0]])
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(L1(0.5))
+        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)  # without it, the gradient is zero
+        >>> state.metrics["l1"], model.weight.tolist()
+        (tensor(2.5000), [[3.5, -0.5]])
     """
 
     def size(self, parameter: Tensor) -> Tensor:

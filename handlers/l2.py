@@ -32,8 +32,17 @@ class L2(ParameterPenalty):
         Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019) for the difference from weight decay.
 
     Example:
-        >>> L2(1e-4, norms_and_biases=True).weight
-        0.0001
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.data = torch.tensor([[4.0, -1.0]])
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(L2(0.5))
+        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)  # without it, the gradient is zero
+        >>> state.metrics["l2"], model.weight.tolist()
+        (tensor(4.2500), [[2.0, -0.5]])
     """
 
     factor = 0.5

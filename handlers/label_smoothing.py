@@ -44,8 +44,19 @@ class LabelSmoothing(Handler):
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (CVPR 2016).
 
     Example:
-        >>> LabelSmoothing(0.1).alpha
-        0.1
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=1.0))
+        >>> def train(*handlers):
+        ...     model = torch.nn.Linear(1, 2)
+        ...     _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+        ...     engine = Engine(update, model=model, seed=0)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))], max_epochs=1)
+        ...     return [round(one, 2) for one in model.bias.tolist()]
+        >>> train(), train(LabelSmoothing(0.2))  # the targets (1, 0) or (0.9, 0.1), less the prediction (0.5, 0.5)
+        ([0.5, -0.5], [0.4, -0.4])
     """
 
     capture = Capture.INSIDE

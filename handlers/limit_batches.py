@@ -29,8 +29,15 @@ class LimitBatches(Handler):
         validation: The same for the data of evaluations.
 
     Example:
-        >>> LimitBatches(train=0.1, validation=20).train
-        0.1
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(LimitBatches(train=0.25))
+        >>> state = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 20, max_epochs=3)
+        >>> state.epoch, state.iteration  # five batches in each epoch
+        (3, 15)
     """
 
     def __init__(self, train: float | None = None, validation: float | None = None, *, name: str | None = None) -> None:

@@ -50,8 +50,21 @@ class MemorySnapshot(Handler):
         https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 
     Example:
-        >>> MemorySnapshot("runs/memory", largest=50).largest
-        50
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from pathlib import Path
+        >>> from signalfire import Engine, Update
+        >>> def loss(output, target):
+        ...     raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        >>> engine = Engine(Update.supervised(loss, partial(torch.optim.SGD, lr=0.1)), model=torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(MemorySnapshot(folder))
+        ...     try:
+        ...         _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        ...     except torch.OutOfMemoryError:
+        ...         print(Path(folder, "memory-1.txt").read_text().splitlines()[:2])
+        ['Out of memory in epoch 1, iteration 1.', 'OutOfMemoryError: tried to allocate 20 GiB']
     """
 
     writes = True

@@ -59,8 +59,16 @@ class Metrics(Handler):
         named: The same as ``metrics``, as keyword arguments.
 
     Example:
-        >>> Metrics(loss=Average(), accuracy=Accuracy()).names
-        ['loss', 'accuracy']
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+        >>> batches = [(torch.zeros(3, 2), torch.tensor([0, 0, 0])), (torch.zeros(1, 2), torch.tensor([1]))]  # scores and classes
+        >>> metrics = evaluator.run(batches).metrics
+        >>> round(metrics["loss"], 3), metrics["accuracy"]
+        (0.693, 0.75)
     """
 
     def __init__(

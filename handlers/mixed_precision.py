@@ -53,8 +53,17 @@ class MixedPrecision(Handler):
         Micikevicius et al., "Mixed Precision Training" (ICLR 2018); ``torch.autocast`` and ``torch.amp.GradScaler``.
 
     Example:
-        >>> MixedPrecision("bf16").dtype
-        torch.bfloat16
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(MixedPrecision("bf16"))
+        >>> @engine.on(Events.BACKWARD_COMPLETED)
+        ... def show(engine):
+        ...     print(engine.state.update.output.dtype, engine.model.weight.dtype, engine.model.weight.grad.dtype)
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        torch.bfloat16 torch.float32 torch.float32
     """
 
     decides_alike = True

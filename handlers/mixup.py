@@ -40,8 +40,17 @@ class MixUp(SampleMixing):
         Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
 
     Example:
-        >>> MixUp(0.4).alpha
-        0.4
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, mixup = Engine(update, model=torch.nn.Linear(2, 1), seed=0), MixUp(0.4)
+        >>> _ = engine.attach(mixup)
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def show(engine):
+        ...     print(round(mixup.lam, 2), [[round(value, 2) for value in sample] for sample in engine.state.batch[0].tolist()])
+        >>> _ = engine.run([(torch.eye(2), torch.ones(2, 1))], max_epochs=1)
+        0.29 [[0.29, 0.71], [0.71, 0.29]]
     """
 
     def __init__(

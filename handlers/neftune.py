@@ -48,8 +48,20 @@ class NEFTune(Handler):
         Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (ICLR 2024), Algorithm 1.
 
     Example:
-        >>> NEFTune(5, mask="attention_mask").alpha
-        5
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Embedding(10, 8)), seed=0)
+        >>> _ = torch.nn.init.zeros_(engine.model[0].weight)  # what comes out is the noise
+        >>> _ = engine.attach(NEFTune(4, mask=2))  # up to 4 / sqrt(2 * 8) for two tokens of 8 dimensions
+        >>> @engine.on(Events.FORWARD_COMPLETED)
+        ... def show(engine):
+        ...     noise = engine.state.update.output.abs().amax(dim=-1)
+        ...     print((noise > 0).tolist(), (noise <= 1).all().item())
+        >>> tokens, mask = torch.tensor([[5, 6, 0]]), torch.tensor([[1, 1, 0]])
+        >>> _ = engine.run([(tokens, torch.ones(1, 3, 8), mask)], max_epochs=1)
+        [[True, True, False]] True
     """
 
     capture = Capture.FORBIDDEN

@@ -49,8 +49,18 @@ class NonFiniteGuard(Handler):
         FloatingPointError: With ``action="raise"``.
 
     Example:
-        >>> NonFiniteGuard(action="stop", patience=3).patience
-        3
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), allow=["W19"])  # without the warning
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> guard = NonFiniteGuard()
+        >>> _ = engine.attach(guard)
+        >>> inputs = [torch.ones(4, 1), torch.full((4, 1), float("nan")), torch.ones(4, 1)]
+        >>> _ = engine.run([(x, torch.zeros(4, 1)) for x in inputs], max_epochs=1)
+        >>> engine.model.weight.item(), guard.skipped  # two steps, each of which halves the weight
+        (0.25, {'main': 1})
     """
 
     capture = Capture.FORBIDDEN  # the flags are read from the device

@@ -33,8 +33,17 @@ class OptimizerStatistics(Handler):
         update: Name of the update whose optimizer is recorded; all updates by default.
 
     Example:
-        >>> OptimizerStatistics(every="10st").every
-        Interval(value=10, unit='st')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import History, LRScheduling
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.4, momentum=0.5))
+        >>> engine, history = Engine(update, model=torch.nn.Linear(2, 1), seed=0), History()
+        >>> halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+        >>> _ = engine.attach(LRScheduling(halved, every="1step"), OptimizerStatistics(every="1st"), history)
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+        >>> history["learning_rate"], history["momentum"]
+        ([0.4, 0.2, 0.1], [0.5, 0.5, 0.5])
     """
 
     trains = True

@@ -30,8 +30,17 @@ class OverfitBatches(Handler):
         validation: Whether evaluations inside the run use these batches, too, instead of their own data.
 
     Example:
-        >>> OverfitBatches(4).count
-        4
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1), seed=0)
+        >>> _ = engine.attach(OverfitBatches(2))
+        >>> seen = []
+        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: seen.append(engine.state.batch[0].item()))
+        >>> _ = engine.run([(torch.full((1, 1), float(i)), torch.ones(1, 1)) for i in range(5)], max_epochs=3)
+        >>> seen
+        [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     """
 
     trains = True

@@ -45,8 +45,16 @@ class ParameterStatistics(Handler):
         The ratio of updates to weights: Karpathy, "CS231n: Neural Networks Part 3", https://cs231n.github.io/neural-networks-3/.
 
     Example:
-        >>> ParameterStatistics(every="50st").every
-        Interval(value=50, unit='st')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> _ = engine.attach(ParameterStatistics(every="1st"))
+        >>> metrics = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=1).metrics
+        >>> [(name, metrics[name].item()) for name in ("weight_norm", "update_ratio", "update_ratio/weight")]
+        [('weight_norm', 0.5), ('update_ratio', 0.5), ('update_ratio/weight', 0.5)]
     """
 
     capture = Capture.FORBIDDEN

@@ -39,8 +39,17 @@ class Precision32(Handler):
         "TensorFloat-32 (TF32) on Ampere (and later) devices" in PyTorch's documentation.
 
     Example:
-        >>> Precision32("high").precision
-        'high'
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(Precision32("high"))
+        >>> precisions = [torch.get_float32_matmul_precision()]
+        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: precisions.append(torch.get_float32_matmul_precision()))
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        >>> [*precisions, torch.get_float32_matmul_precision()]
+        ['highest', 'high', 'highest']
     """
 
     def __init__(self, precision: Literal["high", "medium", "highest"], *, name: str | None = None) -> None:

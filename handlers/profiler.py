@@ -46,10 +46,20 @@ class Timing:
         longest: Time of the longest call, in seconds.
 
     Example:
-        >>> forward = Timing("forward")
-        >>> forward.add(2_000_000_000)
-        >>> forward.calls, forward.seconds
-        (1, 2.0)
+        >>> import io, time
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
+        >>> _ = engine.attach(profiler)
+        >>> @engine.on(Events.EPOCH_COMPLETED)
+        ... def pause(engine):
+        ...     time.sleep(0.01)
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=2)
+        >>> timing = profiler.timings[-1]
+        >>> timing.name, timing.event, timing.calls, timing.seconds > 0.015, timing.longest > 0.005
+        ('pause', 'EPOCH_COMPLETED', 2, True, True)
     """
 
     name: str
@@ -93,9 +103,19 @@ class Profiler(Handler):
         timings: The measurements; see `Timing`.
 
     Example:
-        >>> profiler = Profiler()
-        >>> profiler.timings
-        []
+        >>> import io
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import GradientClipping
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
+        >>> _ = engine.attach(profiler, GradientClipping(1.0))
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=2)
+        >>> [one.name for one in profiler.timings]
+        ['waiting for data', 'forward', 'loss', 'backward', 'optimizer step', 'gradient_clipping.clip']
+        >>> [one.calls for one in profiler.timings]
+        [6, 6, 6, 6, 6, 6]
     """
 
     rank_zero_only = True

@@ -63,8 +63,19 @@ class ProgressBar(Handler):
         ImportError: if ``style`` is "rich" and that package is not installed.
 
     Example:
-        >>> ProgressBar(["accuracy"]).metrics
-        ['accuracy']
+        >>> import io
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine, file = Engine(update, model=torch.nn.Linear(1, 1, bias=False)), io.StringIO()
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> bar = ProgressBar(["loss"], line_interval=0, file=file, clock=lambda: engine.state.iteration)  # one second for each
+        >>> _ = engine.attach(bar)
+        >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))] * 2, max_epochs=2)
+        >>> print(file.getvalue().strip())
+        epoch 1/2  iteration 2  2.0s  1 it/s  4 samples/s  00:02 left  loss 0.25
+        epoch 2/2  iteration 4  2.0s  1 it/s  4 samples/s  loss 0.01562
     """
 
     rank_zero_only = True

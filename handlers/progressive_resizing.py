@@ -61,10 +61,18 @@ class ProgressiveResizing(Handler):
         (fast.ai, 2018).
 
     Example:
-        >>> ProgressiveResizing(initial=0.5, delay=0.5, final=0.2, increment=4).side(64, iteration=66, of=100)
-        48
-        >>> ProgressiveResizing({1: 128, 10: 160, 20: 1.0}).sizes
-        {1: 128, 10: 160, 20: 1.0}
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> _ = engine.attach(ProgressiveResizing(initial=0.5, delay=0.25, final=0.25, increment=4))
+        >>> sides = []
+        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: sides.append(engine.state.batch[0].shape[-1]))
+        >>> _ = engine.run([(torch.ones(2, 3, 32, 32), torch.ones(2, 1))] * 2, max_epochs=4)
+        >>> sides
+        [16, 16, 16, 20, 24, 28, 32, 32]
     """
 
     capture = Capture.FORBIDDEN

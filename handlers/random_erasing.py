@@ -46,8 +46,17 @@ class RandomErasing(Handler):
         Zhong, Zheng, Kang, Li and Yang, "Random Erasing Data Augmentation" (AAAI 2020), Algorithm 1.
 
     Example:
-        >>> RandomErasing(0.25, value="random").scale
-        (0.02, 0.33)
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 1)), seed=0)
+        >>> _ = engine.attach(RandomErasing(1.0, scale=(0.25, 0.5)))  # a quarter to a half of each sequence
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def show(engine):
+        ...     print(engine.state.batch[0].int().tolist())
+        >>> _ = engine.run([(torch.ones(2, 1, 8), torch.ones(2, 1))], max_epochs=1)
+        [[[1, 1, 1, 0, 0, 0, 1, 1]], [[1, 1, 1, 0, 0, 0, 0, 1]]]
     """
 
     trains = True

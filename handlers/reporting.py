@@ -27,9 +27,22 @@ class Reporting(MetricReports):
         KeyError: when the run starts, for a metric that nobody writes.
 
     Example:
-        >>> values = []
-        >>> Reporting(lambda value, step: values.append(value), "accuracy").reported
-        0
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import Average, Metrics
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> def report(value, step):  # a searcher's, which decides whether to stop
+        ...     print(step, value)
+        ...     return value < 0.1
+        >>> _ = engine.attach(Metrics(loss=Average()), Reporting(report, "loss"))
+        >>> engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=10).stop_reason
+        0 1.0
+        1 0.25
+        2 0.0625
+        'pruned'
     """
 
     def __init__(

@@ -26,8 +26,22 @@ class Rewindable(Handler):
         DataError: at the start of a run, for data that can be iterated once only, such as a generator.
 
     Example:
-        >>> Rewindable(every="50it", keep=2).keep
-        2
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> _ = engine.attach(Rewindable(every="1it"))
+        >>> seen = []
+        >>> @engine.on(Events.ITERATION_COMPLETED)
+        ... def look(engine):
+        ...     seen.append((engine.state.iteration, engine.model.weight.item()))
+        ...     if len(seen) == 3:
+        ...         engine.rewind(to=1)
+        >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))] * 3, max_epochs=1)
+        >>> seen
+        [(1, 0.5), (2, 0.25), (3, 0.125), (2, 0.25), (3, 0.125)]
     """
 
     trains = True

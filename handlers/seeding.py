@@ -24,8 +24,19 @@ class Seeding(Handler):
         seed: Seed with 0 <= seed < 2**32; the engine's seed by default.
 
     Example:
-        >>> Seeding(7).seed
-        7
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> def first_draw(*handlers):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=7)
+        ...     _ = engine.attach(*handlers)
+        ...     drawn = []
+        ...     _ = engine.connect(Events.FORWARD_STARTED, lambda engine: drawn.append(torch.rand(1).item()))
+        ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        ...     return drawn
+        >>> first_draw() == first_draw(), first_draw(Seeding()) == first_draw(Seeding())
+        (False, True)
     """
 
     device_features = frozenset({DeviceFeature.GENERATOR})

@@ -55,9 +55,17 @@ class SequenceLengthWarmup(Handler):
         (NeurIPS 2022).
 
     Example:
-        >>> warmup = SequenceLengthWarmup(64, 1024, over="1000it")
-        >>> [warmup.length(done) for done in (0, 100, 500, 1000)]
-        [64, 160, 544, 1024]
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> engine = Engine(update, model=torch.nn.Linear(3, 1), seed=0)
+        >>> _ = engine.attach(SequenceLengthWarmup(2, 8, over="4it", increment=2))
+        >>> lengths = []
+        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: lengths.append(engine.state.batch[0].shape[1]))
+        >>> _ = engine.run([(torch.ones(4, 8, 3), torch.ones(4, 8, 1))] * 6, max_epochs=1)
+        >>> lengths
+        [2, 2, 4, 6, 8, 8]
     """
 
     capture = Capture.FORBIDDEN

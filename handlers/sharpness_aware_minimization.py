@@ -49,8 +49,18 @@ class SharpnessAwareMinimization(Handler):
         Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep Neural Networks" (ICML 2021).
 
     Example:
-        >>> SharpnessAwareMinimization(adaptive=True).rho
-        0.5
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def trained(*handlers):
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        ...     engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
+        ...     _ = torch.nn.init.ones_(engine.model.weight)
+        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=1)
+        ...     return engine.model.weight.item()
+        >>> trained(), trained(SharpnessAwareMinimization(rho=0.5))  # by the gradient 2 at a weight of 1, and by 3 at 1.5
+        (0.5, 0.25)
     """
 
     capture = Capture.INSIDE

@@ -68,8 +68,20 @@ class SpikeGuard(Handler):
         threshold is that of OLMo's ``SkipStepOptimizer``, but in logarithms and on windows without the spikes.
 
     Example:
-        >>> SpikeGuard(policy="rewind", rewind=50).rewind
-        50
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), allow=["W19"])  # without the warning
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> guard = SpikeGuard("skip", window=8)
+        >>> _ = engine.attach(guard)
+        >>> inputs = [torch.ones(4, 1)] * 10 + [torch.full((4, 1), 100.0)] + [torch.ones(4, 1)]
+        >>> _ = engine.run([(x, torch.zeros(4, 1)) for x in inputs], max_epochs=1)
+        >>> [(action["iteration"], action["batches"]) for action in guard.actions]  # epoch and index of the batch
+        [(11, [[1, 10]])]
+        >>> engine.state.update.steps
+        11
     """
 
     capture = Capture.FORBIDDEN

@@ -54,8 +54,21 @@ class StochasticDepth(Handler):
         training is that of timm's ``DropPath`` and of torchvision's ``stochastic_depth`` with mode "row".
 
     Example:
-        >>> StochasticDepth("layers.*", 0.2, schedule=lambda step: min(1, step / 1000)).rate
-        0.2
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> class Block(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return x + super().forward(x)
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Sequential(Block(1, 1, bias=False)), seed=0)
+        >>> _ = torch.nn.init.ones_(engine.model[0].weight)
+        >>> _ = engine.attach(StochasticDepth("0", 0.5))
+        >>> @engine.on(Events.FORWARD_COMPLETED)
+        ... def show(engine):  # 1 for the samples that drop the block, 1 + 1 / 0.5 for the others
+        ...     print(engine.state.update.output.flatten().tolist())
+        >>> _ = engine.run([(torch.ones(6, 1), torch.ones(6, 1))], max_epochs=1)
+        [3.0, 1.0, 3.0, 1.0, 1.0, 3.0]
     """
 
     capture = Capture.FORBIDDEN

@@ -199,8 +199,22 @@ class Summary(Handler):
         Operations: ``torch.utils.flop_counter``.
 
     Example:
-        >>> Summary(depth=1).summary is None
-        True
+        >>> import sys
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Linear(100, 500), torch.nn.Linear(500, 100)), seed=0)
+        >>> _ = engine.attach(Summary(file=sys.stdout))
+        >>> _ = engine.run([(torch.ones(10, 100), torch.ones(10, 100))], max_epochs=1)
+        module  type        parameters  output  MFLOPs
+        ----------------------------------------------
+        model   Sequential     100,600  10x100   2.000
+          0     Linear          50,500  10x500   1.000
+          1     Linear          50,100  10x100   1.000
+        parameters: 100,600, of which 100,600 are trainable
+        memory: weights 393 KiB, gradients 393 KiB, optimizer 0 B
+        forward: 2.000 MFLOPs for a batch of 10, 0.200 for a sample
     """
 
     rank_zero_only = True

@@ -76,8 +76,16 @@ class SWA(AveragedWeights):
         of ``torch.optim.swa_utils`` (AveragedModel with ``get_swa_multi_avg_fn()``, SWALR, update_bn).
 
     Example:
-        >>> SWA(75, lr=0.05, anneal_epochs=5).every
-        Interval(value=1, unit='ep')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
+        >>> _ = torch.nn.init.ones_(engine.model.weight)
+        >>> _ = engine.attach(SWA(2))  # averages the weights after the epochs 2 and 3, 0.25 and 0.125
+        >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=3)
+        >>> engine.model.weight.item(), engine.weights()["model"]["weight"].item()
+        (0.125, 0.1875)
     """
 
     def __init__(

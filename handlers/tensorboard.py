@@ -55,8 +55,20 @@ class TensorBoardLogger(ScalarLogger):
         ImportError: If a graph is asked for and the package tensorboard, with which torch traces it, is not installed.
 
     Example:
-        >>> TensorBoardLogger("runs/digits", every="50it").name
-        'tensorboard'
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from pathlib import Path
+        >>> from signalfire import Engine, Events, Phase, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log("accuracy", 0.5), phase=Phase.PREPARE)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(TensorBoardLogger(folder, every="1it"))
+        ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     written = next(Path(folder).glob("events.out.tfevents.*")).read_bytes()
+        >>> {tag: written.count(tag.encode()) for tag in ("train/loss", "train/accuracy")}  # values in the file
+        {'train/loss': 3, 'train/accuracy': 1}
     """
 
     def __init__(

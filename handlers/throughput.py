@@ -50,8 +50,20 @@ class Throughput(Handler):
         MFU: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (JMLR 2023), appendix B.
 
     Example:
-        >>> Throughput(every="50it", tokens=lambda batch: batch[0].numel()).every
-        Interval(value=50, unit='it')
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> clock = lambda: 0.5 * engine.state.iteration  # an iteration takes half a second
+        >>> _ = engine.attach(Throughput(every="4it", warmup=2, tokens=0, clock=clock))
+        >>> metrics = engine.run([(torch.ones(16, 2), torch.ones(16, 1))] * 4, max_epochs=1).metrics
+        >>> for name, value in metrics.items():
+        ...     print(name, value)
+        samples_per_second 32.0
+        batches_per_second 2.0
+        steps_per_second 2.0
+        tokens_per_second 64.0
     """
 
     capture = Capture.OUTSIDE

@@ -40,8 +40,17 @@ class TruePrecision(Handler):
             that is run by itself needs its own TruePrecision for its batches.
 
     Example:
-        >>> TruePrecision("bf16").dtype
-        torch.bfloat16
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Events, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(TruePrecision("bf16"))
+        >>> @engine.on(Events.BACKWARD_COMPLETED)
+        ... def show(engine):
+        ...     print(engine.state.batch[0].dtype, engine.model.weight.dtype, engine.model.weight.grad.dtype)
+        >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
+        torch.bfloat16 torch.bfloat16 torch.bfloat16
     """
 
     capture = Capture.INSIDE

@@ -63,14 +63,22 @@ class TruncatedBPTT(Handler):
         (Neural Computation, 1990), with as many steps forward as back.
 
     Example:
-        >>> def forward(engine, batch):
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def loss(engine, batch):
         ...     update = engine.state.update
+        ...     print(tuple(batch[0].shape), update.hidden is not None, update.more)
         ...     output, hidden = engine.model(batch[0], update.hidden)
-        ...     if update.more:  # there is a next chunk; always False without this handler
-        ...         update.hidden = hidden
-        ...     return output
-        >>> TruncatedBPTT(20).steps
-        20
+        ...     update.hidden = hidden if update.more else None  # where there is a next chunk; never without this handler
+        ...     return torch.nn.functional.mse_loss(output, batch[1])
+        >>> update = Update.from_function(loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=torch.nn.RNN(1, 1, batch_first=True), seed=0)
+        >>> _ = engine.attach(TruncatedBPTT(20))
+        >>> _ = engine.run([(torch.ones(4, 50, 1), torch.ones(4, 50, 1))], max_epochs=1)
+        (4, 20, 1) False True
+        (4, 20, 1) True True
+        (4, 10, 1) True False
     """
 
     capture = Capture.FORBIDDEN

@@ -39,8 +39,20 @@ class UpdateFrequency(Handler):
         Arjovsky, Chintala and Bottou, "Wasserstein Generative Adversarial Networks" (ICML 2017), algorithm 1, where n_critic = 5.
 
     Example:
-        >>> UpdateFrequency({"generator": 5}).every
-        {'generator': 5}
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> def update(name):
+        ...     def loss(engine, batch):
+        ...         return engine.model[name](batch).square().mean()
+        ...     sgd = partial(torch.optim.SGD, lr=0.1)
+        ...     return Update.from_function(loss, sgd, name=name, parameters=lambda engine: engine.model[name].parameters())
+        >>> models = {"critic": torch.nn.Linear(1, 1), "generator": torch.nn.Linear(1, 1)}
+        >>> engine = Engine([update("critic"), update("generator")], model=models)
+        >>> _ = engine.attach(UpdateFrequency(generator=5))
+        >>> _ = engine.run([torch.ones(4, 1)] * 10, max_epochs=1)
+        >>> {one.name: one.steps for one in engine.updates}
+        {'critic': 10, 'generator': 2}
         >>> UpdateFrequency(generator=2, critic=2, offset={"critic": 1}).every  # alternating
         {'generator': 2, 'critic': 2}
     """

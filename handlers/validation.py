@@ -41,10 +41,19 @@ class Validation(Handler):
         DataError: at the start of a run, for data of length 0.
 
     Example:
+        >>> import torch
+        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> evaluator = Engine(Update.prediction(lambda engine, batch: batch))
-        >>> Validation(evaluator, [1, 2, 3], every="2ep").every
-        Interval(value=2, unit='ep')
+        >>> from signalfire.handlers import Average, History, Metrics
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model, history = torch.nn.Linear(1, 1, bias=False), History()
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> trainer, evaluator = Engine(update, model=model), Engine(update.evaluation(), model=model)
+        >>> _ = evaluator.attach(Metrics(loss=Average()))
+        >>> _ = trainer.attach(Validation(evaluator, [(torch.full((4, 1), 4.0), torch.zeros(4, 1))]), history)
+        >>> _ = trainer.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=3)
+        >>> history["loss"]  # of the weights 0.5, 0.25 and 0.125
+        [4.0, 1.0, 0.25]
     """
 
     interval_matters = True

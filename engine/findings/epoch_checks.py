@@ -275,7 +275,9 @@ class _Before:
         return list(self.parameters) if self.is_unchanged() else []
 
     def is_unchanged(self) -> bool:
-        """Whether all parameters have the values that they had, of which samples are compared."""
+        """Whether all parameters have the values that they had, of which samples are compared; not where this rank holds none."""
+        if not any(sample.numel() for sample in self.values[::2]):
+            return False
         now = _samples(self.parameters)
         return all(not a.is_meta and bool(torch.equal(a, b)) for a, b in zip(self.values, now, strict=True))
 

@@ -8,10 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Interval, checkpoints
+from signalfire.blame import warn
+from signalfire.distributed import is_sharded
 from signalfire.frozen import FrozenBase
 from signalfire.monitor import Monitor
 
-__all__ = ["report_base", "report_folder", "report_hyperparameters", "report_nothing_saved"]
+__all__ = [
+    "refuse_shards",
+    "report_base",
+    "report_folder",
+    "report_hyperparameters",
+    "report_nothing_saved",
+    "warn_unsynced",
+]
+
+
+def refuse_shards(engine: Engine, name: str) -> None:
+    """Raise an error if a state that is held for an error would be in parts, which the other ranks no longer write then."""
+    if any(is_sharded(p) for root in engine.modules.values() for p in root.parameters()):
+        raise ValueError(
+            f"{name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no longer write "
+            "their parts; remove it, and save more often"
+        )
+
+
+def warn_unsynced(name: str, problem: OSError) -> None:
+    """Say that the disk, whose failure perhaps ended the run, does not have the files that a saved state refers to."""
+    warn(
+        f"{name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
+        RuntimeWarning,
+    )
 
 
 def report_base(engine: Engine, name: str, base: FrozenBase) -> None:

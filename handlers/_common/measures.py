@@ -51,10 +51,14 @@ class Average:
         ValueError: For a loss of torch with ``reduction="sum"`` or "none".
 
     Example:
-        >>> average = Average()
-        >>> average.add(torch.tensor(1.0), 30)
-        >>> average.add(torch.tensor(4.0), 10)
-        >>> average.compute()
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import Average, Metrics
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD)
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(loss=Average()))
+        >>> batches = [(torch.zeros(30, 1), torch.full((30, 1), 1.0)), (torch.zeros(10, 1), torch.full((10, 1), 2.0))]
+        >>> evaluator.run(batches).metrics["loss"]  # 30 samples have a loss of 1, and 10 one of 4
         1.75
     """
 
@@ -212,11 +216,16 @@ class MovingAverage(Average):
         higher_is_better: As for `Average`.
 
     Example:
-        >>> average = MovingAverage(decay=0.5)
-        >>> for loss in (4.0, 1.0):
-        ...     average.add(loss, 32)
-        >>> average.compute()
-        2.0
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import Metrics
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(mean=Average(), smooth=MovingAverage(decay=0.5)))
+        >>> batches = [(torch.full((1, 1), error), torch.zeros(1, 1)) for error in (2.0, 1.0)]  # losses of 4 and 1
+        >>> evaluator.run(batches).metrics
+        {'mean': 2.5, 'smooth': 2.0}
     """
 
     carries_over = True
@@ -257,9 +266,15 @@ class Accuracy:
     threshold predict class 1.
 
     Example:
-        >>> accuracy = Accuracy()
-        >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
-        >>> accuracy.compute()
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import Accuracy, Metrics
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD)
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(accuracy=Accuracy()))
+        >>> first = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3]]), torch.tensor([1, 1, 1])  # one of three is right
+        >>> second = torch.tensor([[0.6, 0.4]]), torch.tensor([0])
+        >>> evaluator.run([first, second]).metrics["accuracy"]  # two of four
         0.5
     """
 

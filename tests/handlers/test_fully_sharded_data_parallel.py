@@ -413,6 +413,24 @@ def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path)
         Checkpoint.load(newest)
 
 
+def nearly_nothing_held(rate: float) -> list[str]:
+    """The codes of what a run warns of in which rank 0 holds the whole of a small model."""
+    model = nn.Linear(2, 1)
+    update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=rate))
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(FullyShardedDataParallel())
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 6, max_epochs=1)
+    return [str(one.message)[:3] for one in given]
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_nothing_of_the_model_does_not_miss_changes() -> None:
+    assert together(2, nearly_nothing_held, 0.1) == [[], []]
+    assert "W12" in together(2, nearly_nothing_held, 1e-30)[0], "rank 0 holds the weights, and they stay as they are"
+
+
 def exporting(folder: Path, size: int) -> Any:
     engine = make(EMA(0.5), FullyShardedDataParallel(), Checkpoint(folder, keep=1, weights_only=True))
     engine.run(loader(size), max_epochs=2)
