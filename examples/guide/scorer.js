@@ -2,6 +2,7 @@
 var Scorer = {  // which Sphinx looks for, and declares itself where there is none
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
     if (["errors", "changelog", "codes"].includes(docname)) return score - 30;
+    if (docname === "interface") return score - 10;
     if (docname === "symptoms") return score + 12;
     if (docname.startsWith("handlers/") && docname !== "handlers/index") return score + 4;
     return score;

@@ -344,6 +344,7 @@ def _count_reductions() -> tuple[list[int], int]:
     return after, len(set(reported))
 
 
+@pytest.mark.slow
 def test_each_bucket_is_reduced_once_in_a_window() -> None:
     after, buckets = assert_alike(run_together(_count_reductions, 2))
     assert buckets >= 2
@@ -640,6 +641,7 @@ def _measured() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:C28")
 @pytest.mark.filterwarnings("ignore:W84")
 @pytest.mark.parametrize("size", quick([2, 3], 2))
@@ -881,6 +883,7 @@ def _out_of_memory() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_all_halve_their_batches_when_the_memory_of_one_runs_out(size: int) -> None:
     found = assert_alike(run_together(_out_of_memory, size))
@@ -907,6 +910,7 @@ def _mixed() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_process_skips_the_step_of_all() -> None:
     found = assert_alike(run_together(_mixed, 2))
     assert found["bf16"]["steps"] == [3]
@@ -1078,6 +1082,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], kind: type[Exception
 # ---- before, after and without ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_launched_alone_it_changes_nothing() -> None:
     data = batches(4, 4, 3)
     handler = DistributedDataParallel()
@@ -1136,6 +1141,7 @@ def _afterwards() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:C30")
 def test_after_a_run_the_model_is_the_plain_one() -> None:
     found = run_together(_afterwards, 2)
@@ -1198,6 +1204,7 @@ def _once(folder: Path) -> float:
     return drawn[0]
 
 
+@pytest.mark.slow
 def test_what_is_written_is_written_by_rank_0_alone(tmp_path: Path) -> None:
     drawn = run_together(_once, 3, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0.csv"]

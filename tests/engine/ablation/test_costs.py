@@ -89,6 +89,7 @@ def test_pictures_are_drawn(variants: int, tmp_path: Path) -> None:
         plot_pareto(results, tmp_path / "x.png", metric="accuracy", mode="max", cost="money")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_histories_are_in_the_store_as_the_metrics_were_at_each_epoch(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     study = make_study(seeds=[1], store=store)
