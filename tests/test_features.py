@@ -731,7 +731,17 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_of_200_studies_none_advises_against_a_handler_that_prevents_collapses",
         ],
     },
-    "X8 several tasks and metrics": {
+    "X8 any factor, tuning by variant, several tasks and metrics": {
+        "engine/ablation/test_factors.py": [
+            "test_a_two_by_three_design_is_least_squares_with_interactions",
+            "test_a_study_builds_each_variant_with_its_arguments",
+            "test_every_pair_of_levels_is_a_cell",
+        ],
+        "engine/ablation/test_nuisance.py": [
+            "test_each_variant_gets_the_best_value_of_the_same_grid_on_other_seeds",
+            "test_a_search_is_that_of_optuna_for_each_variant_and_resumes",
+            "test_tuning_in_two_steps_keeps_the_first_and_says_so",
+        ],
         "engine/ablation/test_tasks.py": [
             "test_each_task_has_the_runs_that_a_study_of_it_alone_has",
             "test_the_store_keeps_the_runs_of_tasks_apart_even_where_they_are_built_alike",
@@ -751,6 +761,24 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_all_variants_and_metrics_are_one_family",
             "test_the_correction_keeps_the_error_over_the_metrics",
         ],
+    },
+    "X9 failures count; Shapley values, a methods paragraph, one page": {
+        "engine/ablation/test_failures.py": [
+            "test_ranks_are_those_of_wilcoxon_with_failures_beyond_all",
+            "test_mcnemar_is_the_binomial_test",
+            "test_of_200_studies_none_advises_against_a_handler_that_prevents_collapses",
+        ],
+        "engine/ablation/test_orders.py": [
+            "test_exact_values_are_those_of_the_definition_and_add_up",
+            "test_sampled_values_have_an_interval_that_holds_the_exact_ones",
+            "test_cumulative_steps_go_both_ways",
+        ],
+        "engine/ablation/test_paper.py": [
+            "test_the_methods_state_what_was_done",
+            "test_the_methods_name_failures_margins_and_looks",
+            "test_the_page_holds_everything_and_needs_no_other_file",
+        ],
+        "engine/ablation/test_costs.py": ["test_ratios_and_intervals_are_those_of_the_logarithms"],
     },
     "X3 where two runs part": {
         "engine/ablation/test_divergence.py": [
@@ -877,9 +905,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "engine/ablation/test_kfold.py": [
             "test_each_sample_is_validated_once_and_each_fold_is_the_plain_training",
         ],
+        "engine/ablation/test_pruning.py": [
+            "test_the_worst_mean_rank_is_pruned_and_the_evidence_is_stored",
+            "test_a_study_that_was_killed_comes_to_the_same_store",
+        ],
         "engine/ablation/test_executors.py": [
             "test_jobs_that_are_no_futures_are_asked_until_they_are_done",
         ],
+        "test_launchers.py": ["test_trials_of_ray_tune_have_the_values_of_the_engines_also_after_a_kill"],
     },
     "X6 provenance and checksums": {
         "engine/ablation/test_provenance.py": [

@@ -10,7 +10,7 @@ from signalfire.checks import check_int
 
 from .runs import Build
 
-__all__ = ["check_build", "check_seeds", "check_workers", "message_of"]
+__all__ = ["check_build", "check_handlers", "check_seeds", "check_workers", "message_of"]
 
 
 def check_build(build: Build | None, run: object, metric: object) -> Build:
@@ -42,6 +42,13 @@ def check_seeds(owner: str, seeds: Iterable[int]) -> tuple[int, ...]:
     if len(set(found)) < len(found) or max(found) >= 2**32:
         raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints less than 2**32")
     return found
+
+
+def check_handlers(owner: str, handlers: Iterable[str]) -> tuple[str, ...]:
+    """The names as a tuple, if they are not one string."""
+    if isinstance(handlers, str):
+        raise TypeError(f"{owner}(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
+    return tuple(handlers)
 
 
 def check_workers(method: str, workers: int | Executor) -> int | Executor:

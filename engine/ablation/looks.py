@@ -77,6 +77,13 @@ class Looks:
                     f"{self._smallest(place)}"
                 )
 
+    def check(self, seeds: Sequence[int]) -> None:
+        """Raise a ValueError if there are more or fewer seeds than the last look takes."""
+        if len(seeds) != self.sizes[-1]:
+            raise ValueError(
+                f"Study(looks={list(self.sizes)}): the last look takes {self.sizes[-1]} seeds, and seeds= has {len(seeds)}"
+            )
+
     def spent(self, size: int) -> float:
         """The part of alpha that is spent up to a look at ``size`` seeds."""
         return self.alpha * size / self.sizes[-1]

@@ -131,7 +131,8 @@ def plot_curves(
     others = [name for name in curves if name != baseline] or [baseline]
     columns = min(len(others), 3 if len(others) <= 9 else 5)
     rows = -(-len(others) // columns)
-    figure = new_figure(max(5.0, 2.6 * columns), 0.8 + 2.0 * rows)
+    lines = max(len(textwrap.wrap(name, 30)) for name in others)  # of a title: names are long, and differ at their ends
+    figure = new_figure(max(5.0, 2.6 * columns), 0.8 + (1.8 + 0.2 * lines) * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
     for axes, name in zip(panels, [*others, *[""] * (rows * columns - len(others))], strict=True):
         if not name:
@@ -140,7 +141,7 @@ def plot_curves(
         for which, colour in ((baseline, GREY), (name, BLUE)):
             if which in curves:
                 _draw_curve(axes, curves[which], colour)
-        axes.set_title(plain_text(textwrap.shorten(name, 30)), fontsize="small", color=BLUE)
+        axes.set_title("\n".join(map(plain_text, textwrap.wrap(name, 30))), fontsize="small", color=BLUE)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
     figure.supxlabel(f"epoch (grey: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")

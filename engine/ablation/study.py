@@ -17,7 +17,7 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
-from .arguments import check_build, check_seeds, check_workers, message_of
+from .arguments import check_build, check_handlers, check_seeds, check_workers, message_of
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, baseline_of, factories_of, variants_of
 from .factors import with_arguments
@@ -137,11 +137,9 @@ class Study:
         self.mode: Literal["min", "max"] | None = mode
         self.looks = None if looks is None else Looks(looks)
         last = 8 if self.looks is None else self.looks.sizes[-1]
-        self.seeds = check_seeds("Study", range(last) if seeds is None else seeds)
-        if self.looks is not None and len(self.seeds) != last:
-            raise ValueError(
-                f"Study(looks={list(self.looks.sizes)}): the last look takes {last} seeds, and seeds= has {len(self.seeds)}"
-            )
+        self._seeds = check_seeds("Study", range(last) if seeds is None else seeds)
+        if self.looks is not None:
+            self.looks.check(self._seeds)
         self.margin = check_margin("Study", margin)
         if prune is not None and not isinstance(prune, Halving):
             raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
@@ -149,9 +147,7 @@ class Study:
             raise ValueError("Study(prune=..., looks=...): the error of planned looks does not cover pruning; give one")
         self.prune = prune
         self.store = Store(store)
-        if isinstance(handlers, str):
-            raise TypeError(f"Study(handlers={handlers!r}): expected a list of names, such as [{handlers!r}]")
-        self.handlers = None if handlers is None else tuple(handlers)
+        self.handlers = None if handlers is None else check_handlers("Study", handlers)
         self.own_run = run
         if streams is not None:
             check_choice(self, "streams", streams, ("shared", "separate"))
@@ -162,6 +158,11 @@ class Study:
         self.task = ""
         self.scores = check_scores(scores, builds)
         self.tasks: Mapping[str, Study] = {name: self._of_task(name, one) for name, one in builds.items()}
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of every variant. Others are those of another study, which may have the same store."""
+        return self._seeds
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
         """The runs that `run` would make, and their estimated duration. Nothing is trained.

@@ -31,7 +31,7 @@ napoleon_use_rtype = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["attrs_inline", "deflist"]  # the first one: anchors of codes
 myst_heading_anchors = 3
 
 # Types of other packages, whose pages are elsewhere; every link to a page of this guide is checked.

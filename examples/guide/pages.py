@@ -217,7 +217,7 @@ def codes_page() -> str:
     for letter, title in GROUPS.items():
         text += [f"## {title}", "", "| code | severity | what it means | what to do |", "|---|---|---|---|"]
         text += [
-            f"| {code} | {level} | {what} | {'; or '.join(map(_in_table, ways[code])) or 'said in the finding'} |"
+            f"| [{code}]{{#{code}}} | {level} | {what} | {'; or '.join(map(_in_table, ways[code])) or 'said in the finding'} |"
             for code, (level, what) in CODES.items()
             if code[0] == letter
         ]

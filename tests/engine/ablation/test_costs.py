@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +90,15 @@ def test_pictures_are_drawn(variants: int, tmp_path: Path) -> None:
         plot_curves(results, tmp_path / "x.png", metric="acuracy")
     with pytest.raises(ValueError, match="cost='money'"):
         plot_pareto(results, tmp_path / "x.png", metric="accuracy", mode="max", cost="money")  # type: ignore[arg-type]
+
+
+def test_a_panel_has_the_whole_name_of_its_variant(tmp_path: Path) -> None:
+    names = {f"- handler_{place}": f"- gradient_clipping, + label_smoothing, dropout={place}" for place in (1, 2)}
+    results = [replace(one, variant=names.get(one.variant, one.variant)) for one in results_of(3)]
+    plot_curves(results, tmp_path / "curves.svg", metric="accuracy")
+    titles = re.findall(r"<!-- (.*?) -->", (tmp_path / "curves.svg").read_text())
+    for name in names.values():
+        assert all(line in titles for line in textwrap.wrap(name, 30))
 
 
 @pytest.mark.slow

@@ -57,6 +57,13 @@ def losses(report: TasksReport) -> dict[tuple[str, str], Mapping[int, float]]:
     return {(task, row.variant.name): row.values for task, one in report.tasks.items() for row in one.rows}
 
 
+def test_seeds_are_those_that_the_study_was_made_with() -> None:
+    one = study()
+    with pytest.raises(AttributeError, match="seeds"):
+        one.seeds = (7, 8)  # type: ignore[misc]  # which its tasks would not see
+    assert one.seeds == one.tasks["steep"].seeds == (0, 1, 2)
+
+
 @pytest.mark.slow
 def test_each_task_has_the_runs_that_a_study_of_it_alone_has() -> None:
     found = losses(tasks_of(study().run(DESIGN, workers=0)))
