@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -172,6 +173,31 @@ COMPOSED: dict[str, Callable[[], list[Handler]]] = {
     "Seeding": lambda: [Seeding(5)],
     "GradientClipping, p = 3": lambda: [GradientClipping(0.2, norm_type=3.0)],
 }
+
+
+def of_the_guide() -> dict[str, Any]:
+    """The transformer that the page shows, with its plan."""
+    page = Path(__file__).parents[2] / "examples" / "guide" / "processes.md"
+    fences = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    names: dict[str, Any] = {"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel}
+    exec(next(fence for fence in fences if "transformer_plan = " in fence), names)
+    torch.manual_seed(0)
+    tokens = torch.randint(50, (48, 16), generator=torch.Generator().manual_seed(1))
+    update = Update.supervised(
+        lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()), SGD
+    )
+    engine = Engine(update, model=names["Transformer"](), seed=0)
+    engine.attach(TensorParallel(names["transformer_plan"], timeout=60.0), GradientClipping(0.5))
+    engine.run(DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=8), max_epochs=3)
+    return {"weights": full(engine)}
+
+
+@pytest.mark.slow
+def test_the_transformer_of_the_guide_trains_over_two_and_four_processes_as_over_one() -> None:
+    expected = of_the_guide()["weights"]
+    for size in (2, 4):
+        for found in run_together(of_the_guide, size):
+            assert_close(found["weights"], expected)
 
 
 class Recurrent(nn.Module):
