@@ -1,7 +1,7 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
-The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--full` runs all of them,
-and what is marked `slow`; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is
+The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--moderate` adds what is
+marked `moderate`, `--full` all cases and what is marked `slow` as well; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is
 named by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
 """
 
@@ -32,6 +32,9 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the slow tests as well: all but the campaigns")
+    parser.addoption(
+        "--moderate", action="store_true", help="run the moderate tests as well, of 0.15 s to some seconds"
+    )
     parser.addoption(
         "--cuda", action="store_true", help="let the tests see the GPUs: for tests/test_cuda.py and the like"
     )
@@ -77,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     full = config.getoption("--full")
     off = {"campaign", "neutral"} | (set() if full else {"slow"})
+    off |= set() if full or config.getoption("--moderate") else {"moderate"}
     left_out = [item for item in items if any(mark.name in off for mark in item.iter_markers())]
     if not full:
         gone = set(left_out)

@@ -159,7 +159,7 @@ def counted_between_epochs(shuffled: bool) -> int:
     return max(after - before for before, after in zip(seen[1:-1:2], seen[2::2], strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_ranks_agree_once_between_epochs_and_share_an_order_that_is_drawn(shuffled: bool) -> None:
     found = assert_alike(run_together(counted_between_epochs, 2, shuffled))

@@ -264,7 +264,7 @@ def test_each_way_of_reading_a_value_is_noticed_once(read: Callable[[Tensor], An
     assert [iteration for iteration, _ in found] == [2], found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_nothing_in_an_iteration_waits_for_the_device_in_bf16(tmp_path: Path) -> None:
     engine = build(*stack("cpu", tmp_path))
     found = waits(engine, batches(), max_epochs=EPOCHS)
@@ -283,7 +283,7 @@ def statistics() -> list[Handler]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_statistics_in_every_iteration_wait_for_nothing() -> None:
     engine = build(*statistics())
     assert waits(engine, batches(), max_epochs=1) == []
@@ -291,7 +291,7 @@ def test_statistics_in_every_iteration_wait_for_nothing() -> None:
         assert engine.state.metrics.serials[name] >= LENGTH - 2
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("check", ["gradients", "loss", "both"])
 def test_scaling_and_the_guard_wait_once_a_window_together(tmp_path: Path, check: Any, guard_first: bool) -> None:
@@ -305,7 +305,7 @@ def test_scaling_and_the_guard_wait_once_a_window_together(tmp_path: Path, check
     assert engine.updates[0].steps == LENGTH
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("alone", [MixedPrecision("fp16"), NonFiniteGuard(check="both")], ids=["scaling", "guard"])
 def test_each_of_the_two_alone_waits_once_a_window(alone: Handler) -> None:
     engine = build(alone, GradientAccumulation(3))
@@ -359,7 +359,7 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", ON_META)
 def test_an_iteration_needs_no_values_and_no_copy_that_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("signalfire.loop.check_modules", lambda engine: None)  # which refuses the meta device
@@ -427,7 +427,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.usefixtures("_deterministic")
 @devices
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

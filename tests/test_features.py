@@ -1010,7 +1010,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
 }
 
 
-OFF = {"slow", "campaign", "neutral"}
+OFF = {"slow", "moderate", "campaign", "neutral"}
 
 
 @cache

@@ -12,7 +12,7 @@ from tests.kit import quick
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", quick(["empty", "tiny", "full", "real"], "empty", "tiny", "full"))
 def test_an_item_ends_with_the_weights_of_the_bare_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

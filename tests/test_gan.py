@@ -152,7 +152,7 @@ def frequency(n_critic: int) -> list[Handler]:
     return [UpdateFrequency(generator=n_critic)] if n_critic > 1 else []
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("n_critic", [1, 2, 5])
 def test_alone_and_with_n_critic(n_critic: int) -> None:
     trainer = trained(*frequency(n_critic))
@@ -160,7 +160,7 @@ def test_alone_and_with_n_critic(n_critic: int) -> None:
     assert [update.steps for update in trainer.updates] == [14, 14 // n_critic]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("n_critic", [1, 2])
 @pytest.mark.parametrize(
     "windows", [{"discriminator": 3}, {"generator": 2}, {"discriminator": 2, "generator": 3}], ids=str
@@ -171,7 +171,7 @@ def test_with_accumulation_for_one_or_both(windows: dict[str, int], n_critic: in
     assert_same(trainer, train_in_plain_loop(windows=windows, n_critic=n_critic)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("window", [1, 2])
 def test_with_clipping_for_one_update(name: str, window: int) -> None:
@@ -183,7 +183,7 @@ def test_with_clipping_for_one_update(name: str, window: int) -> None:
         assert_same(trainer, unclipped)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("n_critic", [1, 2])
 def test_with_fp16_each_update_has_a_scaler_of_its_own(n_critic: int) -> None:
     scaling = MixedPrecision("fp16", init_scale=2.0**14, growth_interval=3)

@@ -528,7 +528,7 @@ class Leaky(Handler):
             torch.rand(1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -544,7 +544,7 @@ def test_the_check_notices_a_broken_promise(broken: str, message: str) -> None:
         check_handler(build, kind, make_data(), max_epochs=3, changes_training=broken != "observer")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_receivers_that_meet_in_a_cell_have_ranks_or_are_known_to_commute() -> None:
     cells: dict[Cell, dict[tuple[str, str], int]] = defaultdict(dict)
     for name, case in CASES.items():

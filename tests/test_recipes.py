@@ -83,7 +83,7 @@ def plain_loop_with_accumulation_scaling_clipping_schedule_and_average() -> tupl
     return model, average, rates, overflows
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("order", [1, -1])
 def test_accumulation_fp16_clipping_schedule_and_average(order: int) -> None:
     reference, average, expected_rates, overflows = plain_loop_with_accumulation_scaling_clipping_schedule_and_average()
@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
         return self.head(output).squeeze(2), hidden
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_truncated_bptt_accumulation_and_clipping() -> None:
     generator = torch.Generator().manual_seed(7)
     data = [(x, x.sum(2).cumsum(1)) for x in torch.randn(3, 4, 10, 2, generator=generator)]

@@ -23,7 +23,7 @@ from tests.resume_runs import FIRST_PROCESS, FOLDER, Cut, a_folder, resumed, run
 _clean_up = cleaned_up(FOLDER)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", spread(RECIPES, 2))
 def test_taking_the_state_changes_nothing(name: str) -> None:
     assert run(RECIPES[name], a_folder(), process=FIRST_PROCESS) == whole(name).left

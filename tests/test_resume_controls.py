@@ -285,7 +285,7 @@ def noticed(control: Control) -> tuple[list[Cut], list[Cut]]:
     return found, tried
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("part", spread(CONTROLS, 1))
 def test_a_state_without_this_part_ends_elsewhere(part: str) -> None:
     where = CONTROLS[part].where

@@ -276,7 +276,7 @@ SETTINGS = {
 TURNS = {size: -(-BATCHES // size) for size in (1, 2, 3, 4)}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("name", "every"), quick([("2 processes", 5), *((name, 1) for name in SETTINGS)], ("2 processes", 5))
 )
@@ -368,7 +368,7 @@ def at_most_four(part: tuple[str, ...]) -> bool:
     return any(part[: len(known)] == known for known in (*CONTROLS, *WITHOUT_EFFECT))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_there_is_a_control_for_each_part_that_differs_between_processes() -> None:
     found = set().union(*(parts_in(loaded(path)["ranks"]["1"]) for path in cuts(whole(Setting(2))[1])))
     assert {known for known in (*CONTROLS, *WITHOUT_EFFECT) if any(p[: len(known)] == known for p in found)} == {
@@ -555,7 +555,7 @@ def ends_early() -> str:
     return "\n".join(raised.value.__notes__)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
     reported, _ = run_together(ends_early, 2)
     assert "run() and evaluate() have to be called on all ranks" in reported
@@ -575,7 +575,7 @@ def with_different_checkpoints(folder: Path, paths: list[Path]) -> None:
     engine.run(setting.loader(), max_epochs=EPOCHS)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "names",
     [

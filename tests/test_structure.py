@@ -107,7 +107,7 @@ def our_names() -> set[str]:
     } | {node.name for other in FILES for node in ast.walk(tree(other)) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("file", FILES, ids=dotted)
 def test_no_module_reaches_into_the_privates_of_another(file: Path) -> None:
     own = {
@@ -143,7 +143,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in FOREIGN
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_no_circle_of_imports() -> None:
     graph = {file: imports(file) for file in FILES if file.name != "__init__.py"}
 
@@ -171,7 +171,7 @@ def test_a_room_imports_only_the_rooms_below_it(file: Path) -> None:
             assert other.stem in BASE, f"{dotted(file)} imports {dotted(other)}"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_no_handler_imports_another() -> None:
     handlers = {file for file in FILES if room(file) == "handlers" and file.stem not in ("__init__", "schedules")}
     for file in handlers:

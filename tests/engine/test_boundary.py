@@ -414,7 +414,7 @@ def test_a_preemption_does_not_wait_for_the_least_of_a_run_and_finishes_its_iter
         engine.boundary.preempt("too late")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "worked_on", ["_set_due", "wait", "_replan", "_select", "attend", "wake", "_sleep_if_nothing_recurs"]
 )

@@ -140,7 +140,7 @@ OPTIMIZERS = {"LBFGS": LBFGS, "LBFGS with a line search": SEARCHING, "Heun": Heu
 # ---- against plain PyTorch closures  -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("window", quick([1, 2, 3], 2))
 @pytest.mark.parametrize("max_norm", [None, 0.2])
@@ -179,7 +179,7 @@ def test_batches_count_by_their_weights(optimizer: str, window: int, as_tensor: 
     assert_same(engine.model, plain_loop(optimizer=OPTIMIZERS[optimizer], window=window, weight=tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("window", [1, 2])
 def test_dropout_draws_what_a_plain_pytorch_closure_draws(optimizer: str, window: int) -> None:
@@ -188,7 +188,7 @@ def test_dropout_draws_what_a_plain_pytorch_closure_draws(optimizer: str, window
     assert_same(engine.model, plain_loop(optimizer=kind, window=window, dropout=0.3))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_schedule_moves_once_for_each_step(window: int) -> None:
     rates: list[float] = []
@@ -275,7 +275,7 @@ class Counter(Handler):
         self.note("STEP", engine)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 def test_what_records_and_decides_sees_the_first_evaluation_only(window: int) -> None:
     evaluations: list[int] = []
@@ -497,7 +497,7 @@ def test_handlers_keep_their_promises_with_a_closure() -> None:
         check_handler(make_trainer, make, make_data(), max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_detaching_what_asked_for_windows_leaves_a_closure_its_own() -> None:
     class Again(Handler):
         def attached(self, engine: Engine) -> None:

@@ -356,7 +356,7 @@ class Unsized:
         return iter(make_data(4))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("bounds", [{"max_steps": 8}, {"max_iters": 8}, {"max_epochs": 2}])
 @pytest.mark.parametrize("data", [make_data(4), Unsized()], ids=["sized", "unsized"])
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
@@ -484,7 +484,7 @@ def test_a_shuffling_loader_with_a_generator_of_its_own_validates_in_the_same_or
     assert orders[0] == orders[1]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_collections_and_wrappers_of_torchmetrics_are_measured_and_resumed() -> None:
     def build() -> Engine:
         torch.manual_seed(0)

@@ -126,7 +126,7 @@ KINDS: dict[str, Callable[[Mapping[str, Tensor]], Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_f12_a_model_that_returns_its_loss_trains_as_in_a_plain_loop_on_batches_of_any_kind(kind: str) -> None:
@@ -354,7 +354,7 @@ def calls_of(engine: Engine, data: Any) -> int:
     return counted(60) - counted(20)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_batch_that_is_a_mapping_costs_nothing_more_than_a_tuple() -> None:
     def handlers() -> list[Any]:
         return [DeviceTransfer("cpu"), Metrics(loss=Average()), Throughput(every="100it")]

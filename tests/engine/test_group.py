@@ -151,7 +151,7 @@ def _agreed() -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_ranks_agree_on_the_clock_of_rank_0_and_on_what_any_of_them_asks_for() -> None:
     first, second = run_together(_agreed, 2)
     assert first == second
@@ -194,7 +194,7 @@ def _noticed() -> list[bool]:
     return heard
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_all_ranks_hear_that_one_lacks_a_gradient_skips_or_asks_for_something() -> None:
     assert run_together(_noticed, 2) == [[False, True, True, False, True]] * 2
 
@@ -214,6 +214,6 @@ def _clock_of_rank_0() -> tuple[bool, bool, bool]:
     return before, heard, group.has_come(moment)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_moment_comes_on_all_ranks_once_the_clock_of_rank_0_reads_it() -> None:
     assert run_together(_clock_of_rank_0, 2) == [(False, True, True)] * 2

@@ -56,7 +56,7 @@ def test_a_number_of_each_iteration_is_sampled_and_a_rarer_one_is_written_always
     assert history["kl"] == [i / 2 for i in range(1, 26)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_resumed_run_samples_at_the_same_iterations(tmp_path: Path) -> None:
     def engine_of(path: Path) -> Engine:
         engine = build(mlp(5, 8, 1), CSVLogger(path, every="4it"))

@@ -164,7 +164,7 @@ def test_a_handlers_receivers_run_by_phase_then_rank_then_connection() -> None:
 # ---- bounds ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("bounds", "epoch", "iteration"),
     [
@@ -201,7 +201,7 @@ def test_run_continues_up_to_larger_bounds_as_if_it_had_not_ended() -> None:
     assert fingerprint(whole) == fingerprint(parts)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_run_continues_inside_an_epoch_and_a_window_as_if_it_had_not_ended() -> None:
     for cut in range(1, 12):
         whole, parts = make_engine(), make_engine()

@@ -189,7 +189,7 @@ def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> N
         engine.attach(DistributedDataParallel())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "wrapper", quick([DistributedDataParallel, FullyShardedDataParallel], FullyShardedDataParallel)
 )
@@ -236,7 +236,7 @@ def parallel_and_compiled(model: nn.Module) -> nn.Module:
 WRAPPINGS = [compiled, compiled_parts, checkpointed, parallel_and_compiled]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, as it compiles
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 @pytest.mark.parametrize("wrapped_first", [True, False])
@@ -286,7 +286,7 @@ def pipelines_are_refused() -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_stages_and_schedules_of_torchs_pipelines_are_refused_with_the_reason() -> None:
     (found,) = run_together(pipelines_are_refused, 1)
     assert [*dict.fromkeys(found)] == [

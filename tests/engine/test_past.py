@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[Any, dict[str, int]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("kind", kit.quick([kind for kind in KINDS if kind != "none"], "shuffled", "across epochs"))
 def test_going_back_and_on_again_changes_nothing(kind: str, window: int) -> None:
@@ -132,7 +132,7 @@ LEFT_OUT = [(kind, False) for kind in KINDS if kind not in ("none", "of workers"
 LEFT_OUT += [(kind, True) for kind, _ in LEFT_OUT if kind != "across epochs"]  # an epoch there has fewer than 9 batches
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(("kind", "limited"), LEFT_OUT)
 def test_the_batches_left_out_are_those_that_follow_and_no_others(kind: str, limited: bool) -> None:
     make, bounds = KINDS[kind]
@@ -176,7 +176,7 @@ def test_a_second_run_and_a_reset_know_what_was_left_out() -> None:
     assert engine.state.iteration == 10
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("after", [7, 12, 19])
 def test_a_resumed_run_leaves_out_the_same_and_can_go_back_as_far(after: int) -> None:
     saved: list[bytes] = []

@@ -91,7 +91,7 @@ def test_it_is_the_iteration_of_the_run(workers: int) -> None:
         assert remade.times[0] == remade.times[1]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("generator", [torch.Generator().manual_seed(1), None])
 def test_its_samples_are_those_of_its_batch(generator: torch.Generator | None) -> None:
     engine = build(Rewindable(every="6it", keep=9))
@@ -159,7 +159,7 @@ def test_a_poisoned_sample_is_named_first() -> None:
     assert sorted(one.sample for one in ranked) == sorted(replay.samples)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["fault", "batch", "random"])
 def test_a_fault_does_not_repeat_and_bad_data_does(kind: str) -> None:
     engine = build(SpikeGuard("stop", window=16, rewind=6))
@@ -185,7 +185,7 @@ def test_a_fault_does_not_repeat_and_bad_data_does(kind: str) -> None:
     assert "in the run" in str(remade)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("iteration", [50, 49])
 def test_within_a_window_loss_and_gradients_are_those_of_the_window(iteration: int) -> None:
     engine = build(SpikeGuard("stop", window=16, rewind=6), GradientAccumulation(2))

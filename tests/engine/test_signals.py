@@ -608,7 +608,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("event", spread([event for event in Events if event.counter == "iteration"], 3), ids=str)
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.filterwarnings("ignore:W49")

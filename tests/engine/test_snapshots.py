@@ -140,7 +140,7 @@ def recorded(engine: Engine) -> list[tuple[int, int, list[Any]]]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("taken_at", [2, 5, 7])
@@ -247,7 +247,7 @@ def go_back_once(
                 also()
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED(once=1)])
 @pytest.mark.parametrize("epoch_length", [None, 4, 7])
 def test_it_goes_back_to_before_the_first_batch_also_where_data_continues_across_epochs(

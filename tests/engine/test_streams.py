@@ -119,7 +119,7 @@ COMPOSITIONS: dict[str, Callable[[], list[Handler]]] = {
 CASES = [(name, handler.name) for name, make in COMPOSITIONS.items() for handler in make()]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(("composition", "off"), CASES, ids=["-".join(case) for case in CASES])
 def test_switching_a_handler_off_moves_no_mask_no_order_and_no_other_handlers_draw(composition: str, off: str) -> None:
     make = COMPOSITIONS[composition]

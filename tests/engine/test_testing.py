@@ -131,7 +131,7 @@ def test_a_trace_has_every_event_with_its_place() -> None:
 # ---- guarantees -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_handler_that_gives_its_guarantees_passes() -> None:
     check_handler(build, History, make_data(), max_epochs=2, changes_training=False)
 
@@ -191,7 +191,7 @@ class Swallowing(Handler):
         vars(engine)["run"] = quietly
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -274,7 +274,7 @@ class Wrong(Forgetful):
         self.kept = state.get("kept", 0) // 2
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
     message = (
         r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); give data and bounds"
@@ -322,7 +322,7 @@ class Collecting(Handler):
         self.seen = []
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_length_too() -> None:
     message = r"after iteration 1 differs in iteration 2: engine.metrics.* \(uninterrupted 2; resumed 1\)"
     with pytest.raises(AssertionError, match=message):
@@ -343,7 +343,7 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
         check_handler(build, Wrong, make_data(), max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -358,7 +358,7 @@ def test_a_handler_that_is_never_called_or_keeps_what_it_saw_fails(kind: type[Ha
         check_handler(build, kind, make_data(), max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_check_says_what_held_and_takes_one_thread() -> None:
     threads = []
 

@@ -89,7 +89,7 @@ def plain_loop(epochs: int = 10) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("way", quick(["pattern", "every", "kept", "class"], "pattern"))
 def test_a_hundred_steps_give_the_same_bits_also_of_dropout_and_statistics(way: str) -> None:
     model, random = trained(WAYS[way]()), torch.get_rng_state()
@@ -222,7 +222,7 @@ def recurrent(*handlers: Handler) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_with_chunks_of_time_the_bits_are_the_same() -> None:
     assert_same(recurrent(ActivationCheckpointing(["block", "cell", "head"])), recurrent())
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ActivationStatistics(unit_dim="last")  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_changes_nothing_and_keeps_the_promises_of_a_handler() -> None:
     make = partial(ActivationStatistics, every="3it", window=2)
     check_handler(build, make, batches(4), max_epochs=2, changes_training=False)

@@ -244,7 +244,7 @@ def test_sparse_gradients_are_refused_unless_excluded() -> None:
     engine(exclude="weight").run([torch.tensor([1, 1])], max_epochs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     def build() -> Engine:
         return Engine(Update.supervised(nn.functional.mse_loss, SGD), model=network(), seed=0)

@@ -75,7 +75,7 @@ def plain_loop(
     return model, norms
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("percentile", [10, 37.5, 100])
 @pytest.mark.parametrize(("steps", "window"), [(1000, 1), (1000, 4), (4, 1), (1, 1)])
 def test_weights_equal_a_plain_loop(percentile: float, steps: int, window: int) -> None:
@@ -97,7 +97,7 @@ def test_of_all_steps_as_in_the_paper() -> None:
     assert len(engine.find(AutoClip).state_dict()["main"]["norms"]) == 18
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_norms_of_skipped_steps_and_such_that_are_not_finite_are_left_out() -> None:
     expected, norms = plain_loop(30, steps=5, scale=2.0**17, spoilt=(4, 9))
     assert 5 < len(norms) < 16
@@ -251,7 +251,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
         AutoClip(**options)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [3, None])
 def test_it_keeps_the_promises_of_a_handler(window: int | None) -> None:
     check_handler(build, lambda: AutoClip(50, window=window), batches(4), max_epochs=2)

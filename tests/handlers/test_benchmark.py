@@ -10,14 +10,14 @@ from tests.kit import build, linear
 from tests.process_state import changed_by
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 def test_the_flag_is_set_inside_the_run_and_restored(fails: str | None) -> None:
     expected = {} if fails == "setup" else {"cudnn.benchmark": (False, True)}
     assert changed_by(Benchmark, fails) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_flag_that_was_set_before_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert changed_by(Benchmark) == {}

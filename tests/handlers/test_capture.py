@@ -150,14 +150,14 @@ def test_the_steps_of_a_plain_engine_can_be_captured() -> None:
     assert all(step.operations == steps[0].operations and not step.obstacles for step in steps)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_every_handler_that_acts_within_a_step_declares_what_it_is_to_a_graph() -> None:
     assert {kind(case) for case in CASES} == {one.__name__ for one in shipped()}
     silent = [case for case, one in CASES.items() if one.make().capture is None and acts_within_a_step(one)]
     assert silent == []
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("case", quick(TRIED, "GradientClipping", "GradientNoise", "EMA"))
 def test_what_a_handler_declares_is_what_its_steps_show(case: str) -> None:
     declared = CASES[case].make().capture or Capture.OUTSIDE

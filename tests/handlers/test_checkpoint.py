@@ -188,7 +188,7 @@ def test_every_file_continues_the_run_bit_for_bit(tmp_path: Path, own_generator:
         assert torch.equal(torch.rand(5), next_draw)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_finished_run_is_continued_with_larger_bounds_from_its_file(tmp_path: Path) -> None:
     def build(folder: Path) -> Engine:
         return engine_of(Checkpoint(folder), GradientAccumulation(3))
@@ -218,7 +218,7 @@ def test_the_file_is_read_back_without_running_code(tmp_path: Path) -> None:
     assert torch.equal(by_load["modules"]["model"]["0.weight"], engine.model[0].weight)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("checkpoint_first", [True, False])
 def test_the_saved_state_sees_what_the_same_epoch_decided(tmp_path: Path, checkpoint_first: bool) -> None:
     deciders: list[Handler] = [
@@ -365,7 +365,7 @@ def test_the_snapshot_of_an_iteration_is_not_taken_for_that_of_the_epoch(tmp_pat
     assert torch.equal(inner["modules"]["model"]["0.weight"], engine.model[0].weight)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_checkpoints_do_not_change_the_training(tmp_path: Path) -> None:
     weights = []
     for handlers in ([], [Checkpoint(tmp_path, every="1it", keep=3)]):
@@ -621,7 +621,7 @@ def test_hyperparameters_come_back_as_they_were_and_may_be_overridden(tmp_path: 
 # ---- when the run ends by an error ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 @pytest.mark.parametrize(
@@ -691,7 +691,7 @@ def test_before_the_first_iteration_is_complete_there_is_nothing_to_write(tmp_pa
     assert files(tmp_path) == ["checkpoint-epoch0001-iter00000002"]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_an_error_left_goes_once_a_later_run_does_not_need_it(tmp_path: Path) -> None:
     def run(until: int, fails_at: int | None) -> None:
         engine = engine_of(Checkpoint(tmp_path, every="1it", keep=1, on_exception=True))
@@ -758,7 +758,7 @@ class Gated(Files):
         self.log.append("committed" if old.name.endswith(".new") else "removed")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_written_in_a_thread_the_training_and_the_files_are_the_same(tmp_path: Path) -> None:
     seen = []
     for asynchronous in (False, True):
@@ -845,7 +845,7 @@ class Slow(Files):
         super().write(path, content)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_no_saved_state_depends_on_how_often_something_was_saved(tmp_path: Path) -> None:
     """Nor on how quick a thread is: a state cannot contain its own duration."""
     counts = []
@@ -1141,7 +1141,7 @@ def usual_pair(folder: Path, *, asynchronous: bool = False) -> Engine:
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("operation", spread(range(1, 27), 9))
 def test_a_version_that_a_dying_process_did_not_write_is_written_on_resume(
@@ -1209,7 +1209,7 @@ def last_and_best(folder: Path, asynchronous: bool) -> tuple[Engine, Checkpoint,
     return engine, last, best
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings(r"ignore:run\(\). nothing to do")  # it died after the last iteration
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", spread(range(12), 1))

@@ -262,7 +262,7 @@ def test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other(tmp_p
         assert not any("_orig_mod" in name for name in engine.state_dict()["modules"]["model"])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_more_sizes_than_graphs_are_one_warning_that_names_them() -> None:
     engine = build(network(), Compile(backend="eager", dynamic=False, recompile_limit=3))
     message = r"'compile': 3 graphs were compiled, the limit.*: \(2, 5\); \(3, 5\); \(4, 5\)\. Pad or drop"

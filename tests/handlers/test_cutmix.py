@@ -88,7 +88,7 @@ def plain_loop(
     return model, lams
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @pytest.mark.parametrize("window", [1, 4])
@@ -149,7 +149,7 @@ def test_dicts_and_batches_of_none() -> None:
     assert engine.updates[0].steps == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: CutMix(), batches((6, 7), 3), max_epochs=2)
 
@@ -273,7 +273,7 @@ def test_the_one_that_is_left_mixes_every_batch(switched_off: str) -> None:
     assert same(engine.model, alone.model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_turns_go_on_in_a_resumed_run_also_where_gradients_are_recomputed() -> None:
     def made() -> Engine:
         engine = build()

@@ -139,7 +139,7 @@ def test_it_cuts_after_the_batch_was_prepared() -> None:
     assert engine.updates[0].steps == 5
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: Cutout(3), batches((6, 7), 3), max_epochs=2)
 

@@ -27,7 +27,7 @@ def unpool(engine: Engine | None = None) -> None:
     nn.MaxUnpool1d(2)(pooled, indices)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 @pytest.mark.parametrize("warn_only", [False, True])
 def test_the_flags_are_set_inside_the_run_and_restored(warn_only: bool, fails: str | None) -> None:
@@ -105,7 +105,7 @@ def test_new_memory_is_not_filled() -> None:
     assert inside == [False] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_the_user_has_set_is_restored() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -114,7 +114,7 @@ def test_what_the_user_has_set_is_restored() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_nested_runs_restore_in_turn() -> None:
     seen = []
     inner = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=mlp(5, 8, 1), seed=0)
@@ -133,7 +133,7 @@ def test_nested_runs_restore_in_turn() -> None:
     assert process_state() == before
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it pretends that there is a CUDA device")
 def test_cuda_that_has_started_without_the_variable_is_refused_with_the_line_for_the_shell(
     monkeypatch: pytest.MonkeyPatch,

@@ -299,7 +299,7 @@ def test_a_teacher_that_draws_moves_no_draw_of_the_student() -> None:
     assert torch.equal(*ends)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_no_state_holds_the_teacher_and_another_one_is_reported_on_resume() -> None:
     engine = build(distillation())
     engine.run(data(), max_epochs=1)
@@ -335,7 +335,7 @@ def test_inputs_in_another_precision_are_converted_for_the_teacher() -> None:
     assert {one.dtype for one in teacher.seen} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("draws", [True, False])
 def test_it_keeps_the_promises_of_a_handler(draws: bool) -> None:
     check_handler(build, lambda: Distillation(Watched(draws=draws)), data()[:3], max_epochs=2)

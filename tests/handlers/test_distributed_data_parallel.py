@@ -344,7 +344,7 @@ def _count_reductions() -> tuple[list[int], int]:
     return after, len(set(reported))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_bucket_is_reduced_once_in_a_window() -> None:
     after, buckets = assert_alike(run_together(_count_reductions, 2))
     assert buckets >= 2
@@ -908,7 +908,7 @@ def _mixed() -> dict[str, Any]:
     return reported
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_an_overflow_in_one_process_skips_the_step_of_all() -> None:
     found = assert_alike(run_together(_mixed, 2))
     assert found["bf16"]["steps"] == [3]
@@ -1080,7 +1080,7 @@ def test_wrong_arguments_are_named(options: dict[str, Any], kind: type[Exception
 # ---- before, after and without ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_launched_alone_it_changes_nothing() -> None:
     data = batches(4, 4, 3)
     handler = DistributedDataParallel()
@@ -1139,7 +1139,7 @@ def _afterwards() -> dict[str, Any]:
     return reported
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C30")
 def test_after_a_run_the_model_is_the_plain_one() -> None:
     found = run_together(_afterwards, 2)
@@ -1202,7 +1202,7 @@ def _once(folder: Path) -> float:
     return drawn[0]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_is_written_is_written_by_rank_0_alone(tmp_path: Path) -> None:
     drawn = run_together(_once, 3, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["0.csv"]

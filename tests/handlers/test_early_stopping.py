@@ -465,7 +465,7 @@ def test_two_that_restore_refuse_each_other() -> None:
         engine.attach(EarlyStopping("score", mode="min", restore_best=True, name="three"))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("options", spread([{}, {"threshold": 0.75, "after": "1ep"}], 1), ids=str)
 def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
     check_handler(

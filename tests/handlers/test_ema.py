@@ -89,7 +89,7 @@ def three_averages() -> list[Any]:
     return [EMA(0.9, name="fast"), EMA(0.99, name="slow", evaluate=False), SWA(2, bn_batches=0, evaluate=False)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:W55")
 @pytest.mark.parametrize("order", [1, -1])
 def test_several_averages_equal_those_of_a_plain_loop_and_one_is_evaluated(order: int) -> None:
@@ -175,7 +175,7 @@ def test_averages_and_weights_equal_a_plain_loop(case: str, ema_first: bool) -> 
     assert_same(model.state_dict(), reference.state_dict())  # `weights` left them as they were
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("ema_first", [True, False])
 def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_first: bool) -> None:
     model, losses = network(), []
@@ -191,7 +191,7 @@ def test_a_validation_measures_the_averages_and_training_does_not_notice(ema_fir
     assert fingerprint(plain, handlers=False)["updates.main"] == fingerprint(engine, handlers=False)["updates.main"]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("ema_first", [True, False])
 def test_a_validation_right_after_a_step_measures_the_average_with_that_step(ema_first: bool) -> None:
     model, losses = network(), []
@@ -487,7 +487,7 @@ def test_a_run_that_continues_goes_on_with_the_average() -> None:
     assert_same(engine.weights()["model"], plain_loop()[1].state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "options", spread([{}, {"start": 6}, {"warmup": True, "every": 2, "buffers": "average"}], 1), ids=str
 )

@@ -69,7 +69,7 @@ def whole(folder: Path, model: nn.Module, *handlers: Any) -> tuple[Engine, Engin
     return trainer, evaluator
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("count", quick([1, 3], 3))
 def test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing(tmp_path: Path, count: int) -> None:
     before = set(multiprocessing.active_children())
@@ -101,7 +101,7 @@ def test_it_runs_one_epoch_of_a_few_batches_of_everything_and_writes_nothing(tmp
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_afterwards_everything_is_back(tmp_path: Path) -> None:
     trainer, evaluator = whole(tmp_path, network(), FastDevRun())
     trainer.run(loader(), max_epochs=20)
@@ -253,7 +253,7 @@ def test_handlers_of_the_users_own_are_rehearsed_while_they_are_enabled() -> Non
     assert [handler.rehearsed for handler in trainer.handlers.values() if isinstance(handler, Rare)] == [2, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("make", "trained", "evaluated", "afterwards"),
     [
@@ -318,7 +318,7 @@ def test_it_is_listed_as_a_finding() -> None:
     assert "nothing is written" in found.sentence
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_its_promises() -> None:
     check_handler(
         lambda: engine_of(network(), Seeding(), GradientAccumulation(2)),

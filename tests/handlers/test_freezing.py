@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], Freezing], Callable[[Network, int], None]]] 
 }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("optimizer", [SGD, AdamW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_statistics_equal_a_plain_loop(case: str, optimizer: Any) -> None:
@@ -137,7 +137,7 @@ def test_weights_and_statistics_equal_a_plain_loop(case: str, optimizer: Any) ->
     assert engine.updates[0].steps == 20
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("freezing_first", [True, False])
 def test_with_accumulation_and_clipping_it_equals_a_plain_loop(freezing_first: bool) -> None:
     handlers = [Freezing(GRADUAL), GradientAccumulation(4), GradientClipping(max_norm=0.2)]
@@ -152,7 +152,7 @@ def test_under_fp16_scaling_frozen_weights_do_not_move() -> None:
         assert torch.equal(value, initial[name]) == name.startswith("backbone."), name
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("optimizer", [SGD, AdamW], ids=["SGD", "AdamW"])
 def test_frozen_again_weights_stand_still_in_spite_of_momentum_and_decay(optimizer: Any) -> None:
     model = Network()
@@ -184,7 +184,7 @@ def test_a_path_is_not_mistaken_for_another_that_begins_like_it() -> None:
     assert seen == {"backbone10.weight", "backbone10.bias", "head.weight", "head.bias"}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_validation_inside_leaves_what_is_frozen_as_it_is() -> None:
     model = Network()
     evaluator = evaluator_of(model)
@@ -234,7 +234,7 @@ def test_everything_is_put_back(way: str) -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("iteration", [3, 5, 10, 12, 17])
 def test_a_saved_run_goes_on_bit_for_bit(iteration: int) -> None:
     engine, files = trainer_of(Network(), Freezing(GRADUAL), GradientAccumulation(2)), []
@@ -283,7 +283,7 @@ def test_in_an_engine_with_several_modules_paths_begin_with_the_modules_name() -
             assert torch.equal(p, before[name][key]) == ((name, key) == ("first", "weight"))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "make", [lambda: Freezing("backbone"), lambda: Freezing({"backbone": 2, "backbone.0": 3})], ids=["whole", "gradual"]
 )

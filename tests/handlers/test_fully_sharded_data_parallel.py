@@ -538,7 +538,7 @@ def test_an_open_window_is_refused_unless_every_batch_is_reduced(tmp_path: Path)
     assert together(2, partial(saving_inside_a_window, every_batch=True), tmp_path / "saved") == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", quick([1, 2], 2))
 @pytest.mark.parametrize("number", quick([2, 3], 2))
 def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
@@ -821,7 +821,7 @@ def trained_beside_evaluations(accumulated: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("accumulated", quick([1, 2], 2))
 @pytest.mark.parametrize("number", quick([2, 3], 2))
 def test_evaluations_of_any_number_of_batches_leave_no_trace(number: int, accumulated: int) -> None:

@@ -93,7 +93,7 @@ def counted(engine: Engine, epochs: int, **options: Any) -> Seen:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_garbage_is_collected_at_the_interval_and_at_the_end_of_an_epoch_and_at_no_other_time() -> None:
     assert counted(build(), 2, every="4it") == [(0, 2), (4, 1), (6, 2), (8, 1), (12, 1), (12, 2)]
 
@@ -204,7 +204,7 @@ def test_pauses_are_short() -> None:
     assert longest_pause("10it") < longest_pause(None)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_it_took_is_counted_and_shown_by_the_profiler() -> None:
     engine, collector, profiler = build(), GarbageCollection(every="2it"), Profiler(file=io.StringIO())
     engine.attach(profiler, collector)

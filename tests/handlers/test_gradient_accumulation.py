@@ -117,7 +117,7 @@ def test_a_window_as_long_as_the_epoch_and_a_longer_one_both_step_once() -> None
         assert gradients == [5.5]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("unsized", [False, True])
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_weights_equal_a_plain_loop(steps: int, unsized: bool) -> None:
@@ -446,7 +446,7 @@ def test_a_run_that_reaches_its_bounds_inside_a_window_continues_it(data: Any) -
     assert gradients == [2.5, 6.5, 9.5]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("unsized", [False, True])
 @pytest.mark.parametrize("at", [1, 4, 5, 7])
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")

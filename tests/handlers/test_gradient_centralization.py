@@ -86,7 +86,7 @@ def plain_loop(
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize(("exclude", "place"), [(None, None), ("5", 6), (["3.weight"], 4)])
 def test_weights_equal_a_plain_loop(window: int, exclude: Any, place: int | None) -> None:
@@ -98,7 +98,7 @@ def test_weights_equal_a_plain_loop(window: int, exclude: Any, place: int | None
     assert not same(engine.model, plain.model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_after_noise_and_before_clipping_on_unscaled_gradients_in_every_order() -> None:
     expected = plain_loop(scaled=True, max_norm=0.1)
     for order in itertools.permutations(range(4)):
@@ -177,6 +177,6 @@ def test_sparse_gradients_and_wrong_arguments_are_refused() -> None:
         build(GradientCentralization(name="one"), GradientCentralization(name="two"))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, GradientCentralization, pictures()[:3], max_epochs=2)

@@ -215,7 +215,7 @@ def test_sparse_gradients_are_refused() -> None:
         engine.run([torch.tensor([1, 1])], max_epochs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler_and_can_be_copied() -> None:
     check_handler(build, lambda: GradientNoise(0.3), batches(3), max_epochs=2)
     used = trained(GradientNoise(0.3)).handlers["gradient_noise"]

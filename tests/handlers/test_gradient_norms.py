@@ -216,7 +216,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("every", quick(["1st", "2st", "2it"], "2it"))
 def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
     def make() -> Engine:

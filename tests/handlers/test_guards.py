@@ -61,7 +61,7 @@ def no_finding_is_reported() -> Iterator[None]:
 # ---- no false alarm, and no trace ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", quick(RECIPES, *spread(RECIPES, len(RECIPES))))
 def test_the_recipes_raise_no_alarm_and_end_as_without(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
@@ -177,7 +177,7 @@ def test_an_evaluation_that_is_watched_raises_no_alarm_and_measures_the_same() -
     assert engine.state.metrics["loss"] == plain.state.metrics["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     data = batches(3, targets=(), classes=3)
     make = lambda: build(mlp(5, 8, 3, nn.Dropout(0.2)), loss=cross_entropy)  # noqa: E731
@@ -192,7 +192,7 @@ def _in_two_processes(kind: str) -> tuple[list[str], list[Any]]:
     return [str(found) for found in engine.findings.of_run()], [len(str(engine.state.iteration))]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", quick(["ddp", "fsdp"], "ddp"))
 def test_two_processes_raise_no_alarm(kind: str) -> None:
     assert run_together(_in_two_processes, 2, kind)[0][0] == []
@@ -229,7 +229,7 @@ def test_it_looks_at_the_first_iterations_and_every_n_th_and_is_not_called_betwe
     assert not engine.signal(Events.LOSS_COMPUTED).connections
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_between_its_looks_an_iteration_makes_no_call_more() -> None:
     path = Path(__file__).parent.parent / "benchmarks" / "loop.py"
     spec = importlib.util.spec_from_file_location("benchmark_loop", path)

@@ -101,7 +101,7 @@ def test_between_the_intervals_nothing_is_called() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_resumed_at_any_iteration_nothing_is_lost_or_doubled() -> None:
     saved: list[bytes] = []
 

@@ -88,7 +88,7 @@ def test_the_table_has_a_row_for_each_epoch() -> None:
     assert len({len(line) for line in history.table().splitlines()}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     history = History()
@@ -156,7 +156,7 @@ def measured(keep: int | None, iterations: int, folder: Path | None = None) -> E
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_older_half_is_thinned_out_and_the_newest_is_complete() -> None:
     whole, limited = (measured(keep, 100).find(History) for keep in (None, 16))
     assert whole["score"] == list(map(float, range(1, 101)))

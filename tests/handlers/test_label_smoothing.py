@@ -83,7 +83,7 @@ def plain_loop(
     return model, losses
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 1])
 @pytest.mark.parametrize("window", [1, 4])
@@ -98,7 +98,7 @@ def test_it_trains_as_torchs_label_smoothing_does(dense: bool, alpha: float, win
     assert not torch.allclose(engine.model[0].weight, plain[0].weight, rtol=1e-3)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("reverse", [True, False])
 def test_weights_equal_the_same_sums_in_a_plain_loop_with_accumulation_and_fp16(scaled: bool, reverse: bool) -> None:
@@ -143,7 +143,7 @@ def test_one_update_of_two_is_smoothed() -> None:
         engine.attach(LabelSmoothing(update="c", name="other"))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: LabelSmoothing(0.2), batches(True, 3), max_epochs=2)
 

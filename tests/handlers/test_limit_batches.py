@@ -85,7 +85,7 @@ def loader_with(options: dict[str, Any]) -> DataLoader[Any]:
     return loader(**(options | {"generator": generator}))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("limit", "count"), quick([(4, 4), (0.45, 4)], (0.45, 4)))
 def test_each_epoch_takes_the_first_batches_of_a_new_shuffle(options: dict[str, Any], limit: float, count: int) -> None:
@@ -173,7 +173,7 @@ def test_a_given_epoch_length_stays_and_the_limited_data_starts_again() -> None:
     assert order == [first, second, first, second, first]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_end_with_the_last_batch_that_is_taken_unless_they_are_persistent(persistent: bool) -> None:
     before = set(multiprocessing.active_children())
@@ -188,7 +188,7 @@ def test_workers_end_with_the_last_batch_that_is_taken_unless_they_are_persisten
     assert alive == ([2, 2, 2, 2] if persistent else [2, 0, 2, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_no_worker_is_left_behind_by_an_error() -> None:
     before = set(multiprocessing.active_children())
     engine = engine_of(network(), LimitBatches(5))
@@ -253,7 +253,7 @@ def test_two_refuse_each_other() -> None:
     assert engine.run(batches(), max_epochs=1).iteration == 6
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_may_limit_the_training_and_another_the_validation(order: int) -> None:
     lengths = {}
@@ -283,7 +283,7 @@ def test_a_limit_that_is_set_after_the_handler_was_attached_without_it_is_refuse
         engine.run(batches(5), max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("data", [batches(), DataLoader(dataset(), batch_size=3, shuffle=True)], ids=["list", "loader"])
 def test_it_keeps_its_promises(data: Any) -> None:
     check_handler(

@@ -88,7 +88,7 @@ class Plain:
             parameter.copy_(slow)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(("k", "alpha"), [(5, 0.5), (3, 0.8), (1, 0.25), (2, 1.0)])
 @pytest.mark.parametrize("window", [1, 4])
 def test_weights_and_the_optimizers_state_equal_a_plain_loop(k: int, alpha: float, window: int) -> None:
@@ -101,7 +101,7 @@ def test_weights_and_the_optimizers_state_equal_a_plain_loop(k: int, alpha: floa
     assert same(engine.model, run(build(GradientAccumulation(window))).model) == (alpha == 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_steps_that_a_scaler_skips_do_not_count_and_an_average_takes_the_synchronised_weights() -> None:
     plain = Plain(3, 0.5, optimizer=SGD, scale=2.0**17)
     assert plain.skipped > 1
@@ -117,7 +117,7 @@ def test_steps_that_a_scaler_skips_do_not_count_and_an_average_takes_the_synchro
         assert all(torch.equal(value, average[name]) for name, value in engine.weights()["model"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_an_evaluation_sees_the_weights_of_the_optimizer_or_on_request_the_slow_ones(evaluate: bool) -> None:
     model = network()
@@ -322,7 +322,7 @@ def test_sharded_weights_have_sharded_slow_ones() -> None:
     assert_same(first, second)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_it_keeps_the_promises_of_a_handler_and_can_be_copied(evaluate: bool) -> None:
     check_handler(build, lambda: Lookahead(3, evaluate=evaluate), batches(4), max_epochs=2)

@@ -598,7 +598,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         steps.simulate(4, lr=0.1, metric_values=[1.0])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_schedule_is_drawn(tmp_path: Path) -> None:
     handler = LRScheduling(partial(OneCycleLR, max_lr=[0.3, 0.1]))
     handler.plot(tmp_path / "rates.png", 50, lr=[0.1, 0.1])
@@ -709,7 +709,7 @@ def trained_as_timm_does(factory: Factory, *, epochs: int, window: int = 1) -> t
     return model, rates
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("every", ["1st", "1ep"])
 @pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.filterwarnings("ignore:W18")

@@ -163,7 +163,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         MemorySnapshot(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler(tmp_path: Path) -> None:
     model = mlp(5, 8, 1).state_dict()
 

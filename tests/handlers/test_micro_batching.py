@@ -107,7 +107,7 @@ def test_weights_equal_a_plain_loop() -> None:
     assert_same(trained(MicroBatching(3), GradientAccumulation(2)).model, model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_batch_that_is_small_enough_stays_as_it_is() -> None:
     for handler in (MicroBatching(8), MicroBatching(), MicroBatching(pieces=1), MicroBatching(8, halve_on_oom=False)):
         engine = Engine(Update.supervised(cross_entropy, SGD), model=make_model(), seed=0)
@@ -234,7 +234,7 @@ def test_afterwards_the_whole_batch_is_there_again() -> None:
         assert not backward_loss.requires_grad
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_metrics_are_those_of_the_whole_batch() -> None:
     def measured(*handlers: Handler) -> list[tuple[float, float]]:
         metrics = Metrics(accuracy=Accuracy(), loss=Average())
@@ -394,7 +394,7 @@ def test_a_hidden_state_over_time_chunks_is_refused() -> None:
 # ---- together with others ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 def test_clipping_sees_the_whole_batch(window: int) -> None:
     def run(*handlers: Handler) -> Engine:
@@ -404,7 +404,7 @@ def test_clipping_sees_the_whole_batch(window: int) -> None:
     assert not torch.equal(run().model[0].weight, trained(GradientAccumulation(window)).model[0].weight)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: Any) -> None:
     def run(*handlers: Handler) -> Engine:
@@ -446,7 +446,7 @@ def two_updates(*handlers: Handler) -> Engine:
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("which", [None, "g"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_several_updates(which: str | None, window: int) -> None:
@@ -468,7 +468,7 @@ def test_several_updates(which: str | None, window: int) -> None:
     assert forwards.count("d") == (10 if which == "g" else 24)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("weight", [None, tokens])
 def test_an_optimizer_with_a_closure_evaluates_in_pieces(window: int, weight: Any) -> None:
@@ -536,7 +536,7 @@ def run_out(
     return engine, retries
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("places", ["forward", "backward", "CPU"])
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_retry_leaves_no_trace_in_the_training(places: str, window: int) -> None:
@@ -663,7 +663,7 @@ def test_an_error_of_a_recorder_says_whose_it_was() -> None:
 # ---- promises ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("limit", [99, 3])
 def test_it_keeps_its_promises(limit: int) -> None:
     def build() -> Engine:

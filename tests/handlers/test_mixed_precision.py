@@ -400,7 +400,7 @@ def test_fp16_refuses_an_optimizer_with_a_closure_before_the_first_batch() -> No
     assert engine.run(batches(), max_epochs=1).iteration == 7  # the closure still works
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_bf16_with_a_closure_equals_a_plain_loop() -> None:
     model, reference = network(), network()
     lbfgs_of(model, MixedPrecision("bf16")).run(batches(), max_epochs=2)

@@ -121,7 +121,7 @@ def plain_loop(
     return model, losses
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 4])
 @pytest.mark.parametrize("window", [1, 4])
 def test_weights_and_reported_losses_equal_a_plain_loop(alpha: float, window: int) -> None:
@@ -182,7 +182,7 @@ def test_lam_is_distributed_as_beta() -> None:
     assert 0.99 < numbers.max() <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["list", "dict", "namedtuple", "triple", "negative"])
 def test_batches_of_other_kinds(kind: str) -> None:
     def as_kind(x: Tensor, y: Tensor) -> Any:
@@ -256,7 +256,7 @@ def test_steps_that_compute_their_gradients_again_find_the_targets_of_every_batc
     assert same(model, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("resumed", [True, False])
 def test_an_open_window_that_is_computed_again_survives_the_end_of_a_run(resumed: bool) -> None:
     def make() -> Engine:
@@ -291,7 +291,7 @@ def test_switched_off_it_shifts_no_other_number() -> None:
     assert same(engine.model, plain_loop(None)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: MixUp(0.4), batches(3), max_epochs=2)
 
@@ -305,7 +305,7 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
     assert engine.state.iteration == 0
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
 def test_pieces_of_a_mixed_batch_equal_a_plain_loop(first: bool, window: int) -> None:
@@ -314,7 +314,7 @@ def test_pieces_of_a_mixed_batch_equal_a_plain_loop(first: bool, window: int) ->
     assert same(engine.model, plain_loop(0.4, window=window, pieces=3)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_pieces_and_a_step_that_computes_its_gradients_again() -> None:
     """The second computation finds the targets of every piece of every batch, too."""
     one = trained(MixUp(0.4), MicroBatching(pieces=1), SharpnessAwareMinimization())

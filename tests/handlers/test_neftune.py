@@ -259,6 +259,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: NEFTune(mask="attention_mask"), texts(3), max_epochs=2)

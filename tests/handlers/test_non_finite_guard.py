@@ -97,7 +97,7 @@ def test_without_it_the_weights_are_lost() -> None:
     assert not bool(engine.model[0].weight.isfinite().any())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("always:W19")
 @pytest.mark.parametrize("window", [1, 4])
 def test_it_warns_of_the_first_skipped_step_and_of_the_tenth_but_not_of_each(window: int) -> None:
@@ -140,7 +140,7 @@ def test_finite_gradients_whose_squares_overflow_are_fine() -> None:
     assert guard.skipped == {}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("check", CHECKS)
 def test_with_clipping_and_a_schedule_that_follows_real_steps(check: Any, guard_first: bool) -> None:
@@ -251,7 +251,7 @@ def test_a_stop_that_was_held_back_is_taken_back_when_the_gradients_recover() ->
     assert engine.state.iteration == 8
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("guard_first", [True, False])
 @pytest.mark.parametrize("window", [1, 2])
 def test_an_overflow_under_fp16_is_the_scalers_business(guard_first: bool, window: int) -> None:
@@ -348,7 +348,7 @@ def test_sparse_and_empty_gradients() -> None:
     assert reasons == [None, "the gradients are not finite in table.weight"]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("check", spread(CHECKS, 1))
 @pytest.mark.parametrize("window", quick([1, 3], 3))
 @pytest.mark.filterwarnings("ignore:W15")

@@ -61,7 +61,7 @@ def plain_loop_batches(data: DataLoader[Any], count: int, seed: int = 7) -> Batc
     return list(islice(data, count))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_equals_a_plain_loop_over_the_same_batches(own_generator: bool, workers: int) -> None:
@@ -186,7 +186,7 @@ def test_wrong_use_is_refused() -> None:
         Engine(Update.prediction()).attach(OverfitBatches())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("own_generator", quick([False, True], True))
 def test_it_keeps_its_promises(own_generator: bool) -> None:
     class Fresh:

@@ -263,7 +263,7 @@ def test_a_rate_schedule_that_cycles_the_same_field_is_refused(first: bool) -> N
     engine.run(batches(), max_epochs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("every", quick(["1st", "2ep"], "1st"))
 def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
     def build() -> Engine:

@@ -164,7 +164,7 @@ def count_of(engine: Engine) -> float:
     return count(engine.state.batch)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @kinds
 @pytest.mark.parametrize("setting", ["plain", "accumulated", "weighted", "scaled"])
 def test_weights_losses_and_terms_equal_those_of_a_plain_loop(kind: str, setting: str) -> None:
@@ -190,7 +190,7 @@ def test_weights_losses_and_terms_equal_those_of_a_plain_loop(kind: str, setting
     assert [metrics[kind] for _, metrics in written] == added
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @kinds
 def test_a_batch_in_pieces_has_the_term_once(kind: str) -> None:
     make, term = KINDS[kind]
@@ -227,7 +227,7 @@ def test_the_metric_of_pieces_is_the_mean_over_the_samples_also_after_a_retry() 
     assert written[0][1]["penalty"] == pytest.approx(sum(value * samples for value, samples in seen) / 5, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @kinds
 def test_the_second_evaluation_of_sam_has_the_term_too(kind: str) -> None:
     make, term = KINDS[kind]
@@ -240,7 +240,7 @@ def test_the_second_evaluation_of_sam_has_the_term_too(kind: str) -> None:
     assert [metrics[kind] for _, metrics in written] == added, "that of the first evaluation"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @kinds
 def test_the_closure_of_lbfgs_evaluates_the_loss_with_the_term(kind: str) -> None:
     make, term = KINDS[kind]
@@ -278,7 +278,7 @@ def test_a_weight_follows_the_number_of_steps_and_zero_is_no_penalty() -> None:
     assert_same(trained(Penalty(never, 0.0)).model, trained().model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_several_penalties_are_added_in_the_order_of_their_names() -> None:
     def handlers() -> list[Handler]:
         return [L1(0.1), L2(0.3), Penalty(z_loss, 0.7), L2(0.01, parameters="4.weight", name="a")]
@@ -312,7 +312,7 @@ def test_a_disabled_penalty_is_absent_and_the_others_stay() -> None:
 # ---- L1 and L2 -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 4])
 def test_l2_is_the_weight_decay_of_sgd_where_the_products_are_exact(window: int) -> None:
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -463,7 +463,7 @@ def test_a_negative_weight_is_for_functions_only() -> None:
             kind(-1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", ["penalty", "l2"])
 def test_it_keeps_the_promises_of_a_handler(kind: str) -> None:
     check_handler(build, lambda: KINDS[kind][0](0.1), data()[:3], max_epochs=2)

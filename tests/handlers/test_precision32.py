@@ -32,7 +32,7 @@ def own_settings() -> Iterator[None]:
     BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision = cuda, cpu
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_setting_holds_inside_the_run_and_nothing_of_it_stays(precision: str, fails: str | None) -> None:
@@ -40,7 +40,7 @@ def test_the_setting_holds_inside_the_run_and_nothing_of_it_stays(precision: str
     assert {key: inside for key, (_, inside) in changed.items()} == ({} if fails == "setup" else PRECISIONS[precision])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.usefixtures("own_settings")
 @pytest.mark.parametrize("before", ["high", "medium", "highest"])
 def test_what_the_user_has_set_is_restored(before: str) -> None:
@@ -71,7 +71,7 @@ def test_medium_rounds_products_inside_the_run_only() -> None:
     assert error_of_product() == before < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.usefixtures("own_settings")
 def test_the_newer_interface_of_torch_is_refused_with_what_was_set() -> None:
     BACKENDS.cuda.matmul.fp32_precision = "tf32"

@@ -221,7 +221,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     two.run(batches())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_its_promises(tmp_path: Path) -> None:
     for folder in (None, tmp_path / "out"):
         check_handler(

@@ -112,7 +112,7 @@ def kill_at(event: Any, *signals: signal.Signals) -> Callable[[Engine], None]:
     return connect
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("iteration", spread(range(1, 7 * EPOCHS + 1), 5))
 def test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same(tmp_path: Path, iteration: int) -> None:
     expected = uninterrupted(tmp_path / "whole")
@@ -125,7 +125,7 @@ def test_stopped_in_any_iteration_and_resumed_the_run_ends_the_same(tmp_path: Pa
     assert resumed(tmp_path / "run") == expected
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "event",
     spread(
@@ -271,7 +271,7 @@ def test_a_process_leaves_with_the_exit_status_after_everything_was_emitted(
     assert resumed(tmp_path / "run") == uninterrupted(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_signal_while_a_checkpoint_is_written_leaves_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +314,7 @@ def test_a_second_signal_of_the_same_kind_gets_to_the_previous_handler(tmp_path:
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_second_sigterm_ends_the_process_at_once_unless_it_is_a_repeat(tmp_path: Path) -> None:
     def main(repeat_seconds: float) -> None:
         engine = build(tmp_path / str(repeat_seconds), Preemption(repeat_seconds=repeat_seconds))
@@ -328,7 +328,7 @@ def test_a_second_sigterm_ends_the_process_at_once_unless_it_is_a_repeat(tmp_pat
     assert len(list((tmp_path / "60").glob("*-preempted"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_forked_child_is_not_saved_and_dies_of_a_sigterm_but_not_of_what_all_processes_get(tmp_path: Path) -> None:
     engine = build(tmp_path, Preemption())
     statuses: list[int] = []
@@ -360,7 +360,7 @@ def test_everything_is_emitted_as_with_terminate_and_the_handlers_are_put_back(t
     assert all(parameter.grad is None for parameter in engine.model.parameters())  # the window is discarded
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_minimum_bounds_do_not_hold_it_back_and_a_stop_that_was_asked_for_is_kept(tmp_path: Path) -> None:
     engine = build(tmp_path / "run", Preemption(exit_status=None))
     kill_at(Events.FORWARD_STARTED(once=4), signal.SIGTERM)(engine)

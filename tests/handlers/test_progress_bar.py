@@ -334,7 +334,7 @@ class Fetches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_values_are_fetched_only_when_they_are_drawn(kind: type[io.StringIO]) -> None:
     def fetched(iterations: int) -> tuple[int, int]:
@@ -415,7 +415,7 @@ class Unsized:
         return iter(BATCHES)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("bounds", "count", "left"),
@@ -452,7 +452,7 @@ def test_the_time_left_of_a_time_limit_is_what_the_limit_leaves() -> None:
     assert re.search(r"epoch 2:   0%\|.*\| 6it \[.*59:5\d left", file.getvalue())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_epochs_that_are_short_share_one_bar_over_the_run() -> None:
     file = Terminal()
     engine = timed(ProgressBar(file=file, interval=0.1, clock=Clock()), 0.01)
@@ -480,7 +480,7 @@ def test_a_line_comes_within_an_epoch_once_a_minute() -> None:
     assert [line.split("  ")[1] for line in file.getvalue().splitlines()] == [f"iteration {n}" for n in (6, 12, 18, 20)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_lines_become_rarer_as_the_run_becomes_longer() -> None:
     file = io.StringIO()
     timed(ProgressBar(file=file, clock=Clock()), 10.0).run(BATCHES[:1], max_epochs=400)

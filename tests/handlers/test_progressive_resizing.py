@@ -180,7 +180,7 @@ def test_a_run_that_is_extended_does_not_shrink_its_images_again() -> None:
         assert seen == [(16, 12)] * 10
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("options", [{}, {"sizes": {1: 0.5, 3: 0.75, 4: 1.0}, "unit": "it"}])
 def test_it_keeps_the_promises_of_a_handler(options: Any) -> None:
     check_handler(build, lambda: ProgressiveResizing(**options), data(3), max_epochs=2)

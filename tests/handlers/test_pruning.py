@@ -177,7 +177,7 @@ def test_averages_that_began_before_have_the_same_zeros_at_once() -> None:
     assert seen == [0, 0, 0, 24, 24, 24]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_every_checkpoint_is_sparse_and_has_the_keys_of_the_model(tmp_path: Path) -> None:
     engine = build()
     engine.attach(Pruning(0.5, start=3, end=9, every=2), EMA(0.5))

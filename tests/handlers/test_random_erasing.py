@@ -75,7 +75,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("window", "scaled"), [(1, False), (2, True)])
 def test_weights_equal_a_plain_loop(options: dict[str, Any], window: int, scaled: bool) -> None:
@@ -208,7 +208,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
         RandomErasing(**options)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler_and_two_that_cut_are_refused() -> None:
     check_handler(build, lambda: RandomErasing(0.8, value="random"), pictures()[:3], max_epochs=2)
     with pytest.raises(ValueError, match="both 'cutout' and 'random_erasing' override cutting parts out of samples"):

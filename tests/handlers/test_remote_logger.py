@@ -80,7 +80,7 @@ def test_what_is_logged_and_hyperparameters_are_sent(tmp_path: Path) -> None:
     assert (kind, sum(counts), len(edges)) == ("histogram", 2, len(counts) + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("first", [1, 5], ids=["from the start", "later"])
 def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, first: int) -> None:
     service = Service()
@@ -484,7 +484,7 @@ def send_one_run(folder: str) -> tuple[int, list[Any], list[Any]]:
     return service.requests, rows, rows_of_csv(Path(folder) / "log.csv")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_of_several_processes_the_first_sends_one_run(tmp_path: Path) -> None:
     (asked, rows, logged), (asked_by_other, rows_of_other, _) = run_together(send_one_run, 2, str(tmp_path))
     assert asked > 0

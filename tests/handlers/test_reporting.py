@@ -115,7 +115,7 @@ def objective(trial: Any, ended: list[str], *, plain: bool = False) -> float:
     return float(engine.state.metrics["val_loss"])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("default")
 def test_trials_are_bit_equal_to_the_plain_loops_and_prune_as_these_do() -> None:
     needs("search", "optuna")
@@ -137,7 +137,7 @@ def test_trials_are_bit_equal_to_the_plain_loops_and_prune_as_these_do() -> None
     assert states.count("PRUNED") + states.count("COMPLETE") == 20
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("default")
 def test_a_pruner_that_prunes_at_three_leaves_three_epochs_and_a_checkpoint_that_loads(tmp_path: Path) -> None:
     needs("search", "optuna")

@@ -335,7 +335,7 @@ def test_what_is_simulated_is_what_training_uses(kind: str) -> None:
     assert LRScheduling(FACTORIES[kind]).simulate(15, lr=0.4) == used
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", spread(FACTORIES, 7))
 @pytest.mark.filterwarnings("ignore:W18")
 @pytest.mark.filterwarnings("ignore:C0[56]:signalfire.FindingWarning")

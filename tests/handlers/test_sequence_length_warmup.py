@@ -170,7 +170,7 @@ def test_whole_sequences_are_left_as_they_are() -> None:
     assert all(one is other for one, other in zip(seen[5:], batches, strict=True)), "shorter ones are not cut"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("mode", ["cut", "split"])
 @pytest.mark.parametrize("over", ["4it", "3st", "1ep"])
 def test_it_keeps_the_promises_of_a_handler(mode: Any, over: str) -> None:

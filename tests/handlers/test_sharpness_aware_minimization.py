@@ -173,7 +173,7 @@ def test_the_defaults_are_those_of_the_papers() -> None:
     assert (SharpnessAwareMinimization().rho, SharpnessAwareMinimization(adaptive=True).rho) == (0.05, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
 def test_both_gradients_are_clipped(window: int, first: bool) -> None:
@@ -397,7 +397,7 @@ def test_one_update_of_two() -> None:
 # ---- what does not go together -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_an_optimizer_with_a_closure_is_refused_before_the_first_batch() -> None:
     engine = make_trainer(SharpnessAwareMinimization(), optimizer=torch.optim.LBFGS)
     with pytest.raises(ValueError, match=r"LBFGS.*'main'.*closure"):
@@ -543,7 +543,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], kind: type[Exception
 # ---- promises ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", quick([1, 3], 3))
 def test_it_keeps_its_promises(window: int) -> None:
     check_handler(

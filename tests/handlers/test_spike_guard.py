@@ -109,7 +109,7 @@ def test_a_poisoned_batch_is_left_out_as_in_a_plain_loop_without_it() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_is_watched_is_the_loss_the_norm_or_both() -> None:
     for watch in ("loss", "gradient_norm", ["loss", "gradient_norm"]):
         guard = SpikeGuard(window=WINDOW, watch=watch)
@@ -212,7 +212,7 @@ def lacking(data: list[Batch], *numbers: int) -> list[Batch]:
     return [batch for number, batch in enumerate(data, start=1) if number not in numbers]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_rewind_ends_as_a_run_that_never_sees_these_batches() -> None:
     guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
     engine = build(guard, EMA(0.9), LRScheduling(partial(OneCycleLR, max_lr=1e-2, total_steps=200)))
@@ -244,7 +244,7 @@ class Samples(Dataset[Batch]):
         return inputs + 0.01 * torch.randn(5), targets * (100.0 if index == self.poisoned else 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("workers", kit.quick([0, 2], 0))
 def test_a_shuffled_loader_leaves_out_batches_by_epoch_and_index(workers: int) -> None:
     def loader() -> DataLoader[Batch]:
@@ -272,7 +272,7 @@ def test_a_shuffled_loader_leaves_out_batches_by_epoch_and_index(workers: int) -
     assert all(torch.equal(a, b) for a, b in zip(used.values(), kept, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_spike_at_the_beginning_of_an_epoch_leaves_out_batches_of_two() -> None:
     data = data_of(40)
     model = network()
@@ -349,7 +349,7 @@ def spoiled_at(engine: Engine, *places: tuple[int, int]) -> None:
             update.loss = update.loss * 1e4
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_spike_after_a_rewind_may_reach_back_into_the_epoch_before() -> None:
     guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
     engine = build(guard)
@@ -362,7 +362,7 @@ def test_a_spike_after_a_rewind_may_reach_back_into_the_epoch_before() -> None:
     assert engine.state.iteration == 80 - 12
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED(once=41), Events.EPOCH_COMPLETED(once=1)])
 def test_a_resumed_run_reaches_back_into_the_epoch_before(event: Any) -> None:
     saved: list[bytes] = []
@@ -457,7 +457,7 @@ def test_switched_off_nothing_is_called() -> None:
         assert calls() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("policy", ["skip", "stop", "rewind"])
 def test_a_run_without_spikes_is_not_changed(policy: Any) -> None:
     digests = []
@@ -468,7 +468,7 @@ def test_a_run_without_spikes_is_not_changed(policy: Any) -> None:
     assert digests[0] == digests[1]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_best_from_before_is_still_there_once_a_better_one_is_rewound(tmp_path: Path, asynchronous: bool) -> None:
     data = data_of(60, poisoned=40)
@@ -497,7 +497,7 @@ def test_the_best_from_before_is_still_there_once_a_better_one_is_rewound(tmp_pa
     assert digest(states[0]) == digest(states[1])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_resumed_run_keeps_the_best_from_before_as_well(tmp_path: Path) -> None:
     data = data_of(60, poisoned=40)
 

@@ -108,7 +108,7 @@ def linear(steps: int) -> list[float]:
     return [1.0 * 0.5 * (place / 4) for place in (1, 2, 3, 4)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(("window", "scaled"), [(1, False), (4, False), (2, True)])
 def test_weights_equal_a_plain_loop_over_a_model_that_drops_its_blocks_itself(window: int, scaled: bool) -> None:
     engine = build(StochasticDepth("blocks.*", 0.5), GradientAccumulation(window))
@@ -119,7 +119,7 @@ def test_weights_equal_a_plain_loop_over_a_model_that_drops_its_blocks_itself(wi
     assert not same(engine.model, plain_loop(lambda steps: [0.0] * 4, window=window, scaled=scaled))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_all_alike_and_some_of_the_blocks() -> None:
     engine = build(StochasticDepth(["blocks.1", "blocks.[3-9]"], 0.25, depth="uniform"))
     with_seed = plain_loop(lambda steps: [0.0, 0.25, 0.0, 0.25])
@@ -132,7 +132,7 @@ def test_all_alike_and_some_of_the_blocks() -> None:
     assert_same(everywhere.model, plain_loop(lambda steps: [0.25] * 4))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_schedule_counts_steps_that_were_made() -> None:
     def factor(step: int) -> float:
         return min(1.0, step / 5)
@@ -289,6 +289,6 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
         StochasticDepth(**{"blocks": "a", **options})
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(build, lambda: StochasticDepth("blocks.*", 0.5), batches(3), max_epochs=2)

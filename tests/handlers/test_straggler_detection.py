@@ -130,7 +130,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(("part", "kind", "every", "slow_windows"), quick(SCENARIOS, SCENARIOS[0]))
 def test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal(
     part: str, kind: str, every: int, slow_windows: int

@@ -110,7 +110,7 @@ def test_average_rates_and_weights_equal_torchs_recipe(case: str, window: int) -
     assert not torch.equal(engine.weights()["model"]["1.running_mean"], model.state_dict()["1.running_mean"])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("swa_first", [True, False])
 def test_a_validation_measures_the_average_and_training_does_not_notice(swa_first: bool) -> None:
     model, losses = network(), []
@@ -138,7 +138,7 @@ def test_statistics_are_gathered_before_each_evaluation_if_asked_for() -> None:
     assert_same(model.state_dict(), reference.state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("bn_update", ["end", "evaluation"])
 def test_gathering_statistics_leaves_no_trace(bn_update: Any) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -341,7 +341,7 @@ def test_no_trace_is_left_on_the_optimizer() -> None:
     assert "step" not in vars(engine.updates[0].optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "options",
     [{"bn_data": batches()}, {"bn_data": batches(), "lr": 0.08, "anneal_epochs": 2, "bn_update": "evaluation"}],

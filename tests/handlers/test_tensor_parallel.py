@@ -347,7 +347,7 @@ def in_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("name", quick(SCENES, "usual"))
 def test_two_processes_train_as_one_does_and_end_alike(name: str, in_two: list[dict[str, Any]]) -> None:
@@ -582,7 +582,7 @@ def refusals() -> list[dict[str, str]]:
     return run_together(all_refusals, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_split_is_refused_on_all_ranks_before_the_first_step(

@@ -307,7 +307,7 @@ def seeded(folder: Path, every: str = "1it") -> Engine:
     return with_metrics_of_every_kind(folder, every)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("every", quick(["1it", "4it", "100it"], "4it"))
 def test_resumed_at_any_moment_no_step_is_lost_or_doubled(tmp_path: Path, every: str) -> None:
     saved: list[bytes] = []
@@ -332,7 +332,7 @@ def test_resumed_at_any_moment_no_step_is_lost_or_doubled(tmp_path: Path, every:
         assert read(folder) == expected, moment
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_killed_process_and_its_resume_give_one_whole_curve(tmp_path: Path) -> None:
     seeded(tmp_path / "whole").run(batches(), max_epochs=2)
     folder, state = tmp_path / "log", tmp_path / "state.pt"
@@ -451,7 +451,7 @@ def showing(folder: Path, *handlers: Any, every: str = "2it") -> Engine:
     return engine
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_images_figures_texts_and_histograms_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
     engine = showing(tmp_path)
     engine.run(batches(), max_epochs=2)
@@ -492,7 +492,7 @@ def test_the_values_of_a_row_are_one_event(tmp_path: Path) -> None:
     assert rows == [(1, 50), (2, 50), (2, 2), (4, 50), (4, 2), (6, 50), (6, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_hyperparameters_and_the_last_metrics_are_one_session_in_the_same_file(tmp_path: Path) -> None:
     engine = showing(tmp_path / "run")
     engine.run(batches(), max_epochs=2)
@@ -608,7 +608,7 @@ class Drawing(nn.Module):
         return output + 0 * torch.rand(())  # drawn in eval mode as well
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_graph_is_drawn_without_a_trace_in_the_training(tmp_path: Path) -> None:
     digests = []
     for graph in (False, True):

@@ -68,7 +68,7 @@ def measured(engine: Engine, count: int = 100, epochs: int = 1, **bounds: Any) -
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("tokens", [lambda batch: batch[0].numel(), 0], ids=["a function", "an index"])
 def test_rates_are_those_of_the_iterations_after_the_warm_up(tokens: Any) -> None:
     engine, clock = build(), Clock()
@@ -82,7 +82,7 @@ def test_rates_are_those_of_the_iterations_after_the_warm_up(tokens: Any) -> Non
         assert values["tokens_per_second"] == pytest.approx(16000)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_evaluations_and_checkpoints_do_not_count(tmp_path: Path) -> None:
     engine, clock = build(), Clock()
     evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=engine.modules["model"])
@@ -155,7 +155,7 @@ def test_operations_are_those_of_forward_and_backward_and_accumulation_changes_n
         assert values["mfu"] == pytest.approx(2 * (2 * 32 * 5) / 0.01 / 1e6, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_gradients_that_are_computed_twice_are_counted_once() -> None:
     engine, clock = build(nn.Linear(5, 1)), Clock()
     engine.connect(Events.ITERATION_STARTED, clock.passes(0.01))
@@ -239,7 +239,7 @@ def test_between_two_measurements_an_iteration_calls_it_once_or_three_times(wait
     assert called == [30 * calls + 1]  # and once as the run starts
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("flops", [30.0, lambda batch: 30.0 * len(batch[0])])
 def test_operations_may_be_given_for_a_sample_or_by_batch(flops: Any) -> None:
     engine, clock = build(), Clock()
@@ -282,7 +282,7 @@ def together() -> list[Any]:
     return [values["samples_per_second"], values["mfu"]]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_rates_are_those_of_all_processes_together() -> None:
     samples, mfu = assert_alike(run_together(together, 2))
     assert samples == pytest.approx(6400)

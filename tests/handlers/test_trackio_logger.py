@@ -87,7 +87,7 @@ def test_the_database_has_the_rows_of_the_csv_logger_value_for_value(tmp_path: P
     assert same(engine.model, alone.model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_how_a_run_ends_is_an_alert(tmp_path: Path) -> None:
     def end(do: Any) -> Any:
         logger = make(tmp_path)
@@ -105,7 +105,7 @@ def test_how_a_run_ends_is_an_alert(tmp_path: Path) -> None:
     assert end(lambda engine: engine.boundary.preempt("SIGTERM")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> None:
     logger = make(tmp_path, run_id="mine")
     engine = trainer(logger, folder=tmp_path)

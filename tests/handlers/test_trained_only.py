@@ -59,7 +59,7 @@ def without_checkpoint(engine: Engine) -> dict[str, str]:
 # ---- what is written, and what a run resumes to ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_frozen_base_is_not_written_and_the_run_goes_on_as_if_it_were(
     asynchronous: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -185,7 +185,7 @@ def test_a_part_is_written_from_when_it_is_trained(epochs: int, tmp_path: Path) 
     assert without_checkpoint(again) == fingerprint(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_part_that_was_trained_is_written_though_it_is_frozen_later(tmp_path: Path) -> None:
     def train(folder: Path | None, epochs: int, state: Any = None) -> Engine:
         engine = engine_of(*([] if folder is None else [Checkpoint(folder, trained_only=True)]), frozen=False)
@@ -221,7 +221,7 @@ def moved_through_data(model: Any) -> None:
     model.out.bias.data = model.out.bias.data + 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("change", [merged_through_data, moved_through_data])
 def test_a_change_that_autograd_does_not_count_is_written(change: Any, tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, trained_only=True))

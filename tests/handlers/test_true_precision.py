@@ -73,7 +73,7 @@ def test_it_equals_a_plain_loop(precision: Any, optimizer: Optimizer) -> None:
     assert_same(model, plain_loop(DTYPES[precision], optimizer))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("precision", DTYPES)
 def test_with_windows_clipping_and_a_device_it_equals_a_plain_loop(precision: Any) -> None:
@@ -236,7 +236,7 @@ def test_bad_arguments_are_refused(precision: Any) -> None:
         TruePrecision(precision)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C32")
 @pytest.mark.parametrize("precision", spread(DTYPES, 1))
 def test_it_keeps_its_promises(precision: Any) -> None:

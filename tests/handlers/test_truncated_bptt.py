@@ -134,7 +134,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_batch_first_tensors_equal_a_plain_loop() -> None:
     model, reference = Recurrent(), Recurrent()
     trainer = make_trainer(model, TruncatedBPTT(STEPS))
@@ -145,7 +145,7 @@ def test_batch_first_tensors_equal_a_plain_loop() -> None:
     assert trainer.state.iteration == 6, "a batch stays one iteration"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_time_first_tensors_equal_a_plain_loop() -> None:
     data = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in make_data()]
     model, reference = Recurrent(batch_first=False), Recurrent(batch_first=False)
@@ -154,7 +154,7 @@ def test_time_first_tensors_equal_a_plain_loop() -> None:
     assert equal(model, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_lists_of_time_steps_equal_a_plain_loop() -> None:
     data = [([*x.unbind(1)], [*y.unbind(1)]) for x, y in make_data()]
 
@@ -232,7 +232,7 @@ def test_batches_that_are_dataclasses_or_mappings_are_split_too() -> None:
     assert [one.label for one in seen] == [3] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_label_for_the_whole_sequence_trains_as_in_a_plain_loop() -> None:
     data = [(x, y[:, 0]) for x, y in make_data()]  # (N, 2): no dimension of the sequence's length
 
@@ -270,7 +270,7 @@ def packed_chunks(x: Tensor, y: Tensor, lengths: list[int]) -> list[tuple[Packed
     return chunks
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("sort", [False, True])
 def test_packed_sequences_equal_a_plain_loop_whose_hidden_state_is_narrowed(sort: bool) -> None:
     lengths = sorted(LENGTHS, reverse=True) if sort else LENGTHS
@@ -324,7 +324,7 @@ def test_chunks_of_a_packed_batch_are_those_sequences_that_still_run_in_their_or
 # ---- a split of one's own -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_split_of_ones_own_equals_a_plain_loop() -> None:
     cuts = [(0, 1), (1, 7), (7, 10)]
 
@@ -519,7 +519,7 @@ def test_a_batch_of_none_is_passed_over() -> None:
 # ---- with other handlers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [2, 4, 5])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
@@ -538,7 +538,7 @@ def test_accumulation_counts_chunks_and_windows_straddle_batches_but_not_epochs(
     assert trainer.updates[0].steps == 2 * -(-9 // window)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 @pytest.mark.parametrize("window", [1, 4])
 def test_clipping_acts_once_for_each_window_of_chunks(window: int) -> None:
@@ -646,7 +646,7 @@ def test_an_update_that_is_skipped_before_its_first_chunk_is_skipped_for_the_who
     assert equal(model, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_schedule_with_its_number_of_steps_moves_with_every_chunks_step() -> None:
     model, reference = Recurrent(), Recurrent()
     factory = partial(OneCycleLR, max_lr=0.3, total_steps=18)
@@ -670,7 +670,7 @@ def test_a_schedule_that_needs_the_number_of_steps_learns_that_nobody_knows_it()
     assert steps_to_come(trainer, trainer.updates[0]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_two_updates_take_their_chunks_one_after_the_other_each_with_its_own_hidden_state() -> None:
     models = {"a": Recurrent(), "b": Recurrent()}
     order: list[tuple[str, int]] = []
@@ -771,7 +771,7 @@ class Dropping(nn.Module):
         return output, hidden
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", quick([1, 4], 4))
 @pytest.mark.filterwarnings("ignore:C22:signalfire.FindingWarning")
 def test_it_keeps_the_promises_of_a_handler_and_resumes_after_any_iteration(window: int) -> None:

@@ -125,7 +125,7 @@ def equal(one: Any, other: Any) -> bool:
 EVERY = set(range(1, 100))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("handler", "turns"),
     [
@@ -174,7 +174,7 @@ def test_it_filters_the_plan_that_others_made() -> None:
 # ---- accumulation -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", [2, 3, 8])
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_windows_count_how_often_the_update_is_made_and_none_is_lost_at_the_end_of_an_epoch(
@@ -198,7 +198,7 @@ def test_windows_of_the_update_that_is_made_always_are_not_touched() -> None:
     assert equal(trainer.modules, train_in_plain_loop(turns, windows={"critic": 3}))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("weights", [1, 2])
 def test_both_updates_accumulate(weights: int) -> None:
     trainer = make_trainer(UpdateFrequency(generator=3), GradientAccumulation(2))
@@ -212,7 +212,7 @@ class Unsized:
         return iter(make_data())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_over_data_without_a_length_it_works_and_windows_need_one() -> None:
     trainer = make_trainer(UpdateFrequency(generator=5))
     trainer.run(Unsized(), max_epochs=2)
@@ -260,7 +260,7 @@ class Recurrent(nn.Module):
         return output, hidden
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("order", [1, -1])
 def test_with_time_chunks_the_update_is_chosen_first_and_then_made_for_each_chunk(order: int) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -308,7 +308,7 @@ def test_with_time_chunks_the_update_is_chosen_first_and_then_made_for_each_chun
         trainer.run(data, max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("order", [1, -1])
 def test_clipping_and_scaling_act_when_the_update_is_made(order: int) -> None:
     def handlers() -> list[Handler]:
@@ -343,7 +343,7 @@ def test_clipping_and_scaling_act_when_the_update_is_made(order: int) -> None:
 # ---- promises -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("window", quick([1, 2], 2))
 @pytest.mark.parametrize(
     "make",

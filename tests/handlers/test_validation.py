@@ -68,7 +68,7 @@ class DrawingData:
             yield inputs, targets
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "every", ["1ep", "2ep", "0.25ep", "1it", "4it", "3st", Events.ITERATION_STARTED(every=2), Events.GRADIENTS_READY]
 )
@@ -171,7 +171,7 @@ def test_the_modes_of_submodules_are_put_back_one_by_one() -> None:
     assert afterwards == [[True, True, False, True, True]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_interval_says_when() -> None:
     def validated_at(every: Any, *handlers: Any, at_start: bool = False) -> list[tuple[int, int]]:
         model = network()
@@ -430,7 +430,7 @@ def test_a_mistake_in_the_evaluation_shows_before_the_first_batch() -> None:
     assert dict(engine.state.metrics) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "options", spread([{"every": "0.5ep", "sanity": 1}, {"every": "1.5ep", "at_start": True}], 1), ids=str
 )

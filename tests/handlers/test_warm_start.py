@@ -376,7 +376,7 @@ def test_a_run_that_continues_or_begins_anew(capsys: pytest.CaptureFixture[str])
     assert_same(engine.model, trained(Network(), 1, WarmStart(copied(pretrained()))).model)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_run_that_resumes_keeps_its_own_weights(
     order: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -482,7 +482,7 @@ def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypat
         export_weights(build(Network()), path)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("missing", quick([False, True], True))
 def test_all_ranks_begin_with_the_weights_or_none(missing: bool, tmp_path: Path) -> None:
     torch.save(pretrained().state_dict(), tmp_path / "model.pt")

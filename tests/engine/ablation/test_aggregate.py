@@ -79,7 +79,7 @@ def drawn(scores: Matrix, rows: Any) -> Matrix:
     return [[scores[rows[run][task]][task] for task in range(len(scores[0]))] for run in range(len(scores))]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("seed", range(20))
 def test_points_are_those_of_the_definitions_and_of_scipy(seed: int) -> None:

@@ -101,7 +101,7 @@ def test_a_panel_has_the_whole_name_of_its_variant(tmp_path: Path) -> None:
         assert all(line in titles for line in textwrap.wrap(name, 30))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_histories_are_in_the_store_as_the_metrics_were_at_each_epoch(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     study = make_study(seeds=[1], store=store)

@@ -23,7 +23,7 @@ def by_holm(studies: int, n: int, effects: list[float]) -> float:
     return found / studies
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_power_is_that_of_a_simulation() -> None:
     assert power(8, 5, 1.5) == pytest.approx(family_error(400, 8, [1.5, 0, 0, 0, 0])[1], abs=0.05)
 
@@ -61,7 +61,7 @@ def test_the_step_down_test_finds_more_than_holm() -> None:
     assert power(8, 5, 1.5, real=5) >= 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_too_few_seeds_find_nothing() -> None:
     assert power(5, 1, 100.0) == 0.0
     assert detectable(5, 1) == math.inf
@@ -82,7 +82,7 @@ def test_what_is_no_power_is_refused() -> None:
         power(8, 1, math.nan)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_plan_says_what_its_seeds_can_show() -> None:
     variants = tuple(Variant(name) for name in ("baseline", *"abcde"))
     few, some = Plan(variants, tuple(range(5)), ()), Plan(variants, tuple(range(8)), (), metric="loss", spread=0.1)

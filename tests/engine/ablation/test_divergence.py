@@ -97,7 +97,7 @@ def everything() -> list[Handler]:
     return [Seeding(), MixUp(), Cutout(2), GradientClipping(max_norm=1.0), SharpnessAwareMinimization(), EMA(0.9)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_runs_that_are_built_alike_never_part() -> None:
     kinds = ("parameters", "gradients", "optimizer", "random", "batch", "loss")
     assert found(*everything(), other=tuple(everything()), watch=kinds) is None
@@ -201,7 +201,7 @@ def test_another_seed_parts_the_runs_at_the_start() -> None:
     assert "before the first epoch: the parameter or buffer model.1.weight differs by up to" in str(parted)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
@@ -253,7 +253,7 @@ def test_a_changed_buffer_and_a_changed_moment_are_named() -> None:
     assert place(moment) == ("ITERATION_COMPLETED", 3, "optimizer", "exp_avg of model.5.bias")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_events_of_one_run_alone_are_passed_over() -> None:
     # Without accumulation the step is made at once; up to there the two are the same.
     assert place(found(GradientAccumulation(2)))[:3] == ("UPDATE_COMPLETED", 1, "parameters")
@@ -261,7 +261,7 @@ def test_events_of_one_run_alone_are_passed_over() -> None:
     assert place(found(SharpnessAwareMinimization()))[:2] == ("OPTIMIZER_STEP_COMPLETED", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_values_that_differ_by_rounding_are_the_same_up_to_a_tolerance() -> None:
     def build(*handlers: Handler) -> Build:
         def built() -> Engine:
@@ -368,7 +368,7 @@ def test_an_error_of_one_run_leaves_and_says_whose_it_is() -> None:
     assert threading.active_count() == threads
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_builds_may_bring_their_own_run_and_write_no_files(tmp_path: Path) -> None:
     def build() -> tuple[Engine, Any]:
         return make_engine(Checkpoint(tmp_path, every="1it")), train
@@ -456,7 +456,7 @@ def test_averages_and_the_metrics_measured_with_them_part_the_runs() -> None:
     assert divergence(evaluated(0.9), evaluated(0.9), run=train) is None
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_metrics_of_time_do_not_part_the_runs() -> None:
     def timed() -> Engine:
         return make_engine(Throughput(), History())

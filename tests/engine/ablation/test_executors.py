@@ -71,7 +71,7 @@ class Scheduler:
         return self.jobs[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_jobs_that_are_no_futures_are_asked_until_they_are_done(here: bytes, tmp_path: Path) -> None:
     path, scheduler = tmp_path / "store.jsonl", Scheduler()
     make_study(store=path).run(DESIGN, workers=scheduler)  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def make_study(**options: Any) -> Study:
     return Study(build, metric="loss", mode="min", **({"seeds": range(2)} | options))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_study_builds_each_variant_with_its_arguments() -> None:
     design = Variants(BASE, width=[8], optimizer=[torch.optim.Adam])
     study = make_study()
@@ -157,7 +157,7 @@ def test_a_study_builds_each_variant_with_its_arguments() -> None:
     assert len({value for row in report.rows for value in row.values.values()}) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_stored_runs_are_those_of_the_same_arguments(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     make_study(store=store).run(Variants(BASE, width=[8]), workers=0)

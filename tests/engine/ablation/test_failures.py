@@ -116,7 +116,7 @@ def advice(studies: int, seeds: int, gain: float) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("gain", [1.0, 3.0])
 def test_nothing_advises_against_a_handler_that_prevents_collapses(gain: float) -> None:
     counts = advice(30, 12, gain)

@@ -152,7 +152,7 @@ def full_effects(names: Sequence[str]) -> Mapping[str, float]:
     return {"".join(one.factors): one.comparison.mean for one in found}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "design", [FractionalFactorial(list("ABCD"), resolution=4), fraction(5, D="AB", E="AC")], ids=["ABCD", "D=AB, E=AC"]
 )
@@ -182,7 +182,7 @@ def test_estimates_are_those_of_least_squares() -> None:
     assert [one.comparison.mean for one in found] == pytest.approx(solved[: len(found)], abs=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -> None:
     design = FractionalFactorial(["ema", "mixup", "clip"], resolution=3)
     cells = design.variants([])

@@ -41,7 +41,7 @@ def by_enumeration(rows: Sequence[Differences], seeds: int) -> list[float]:
     return adjusted
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("seeds", range(2, 8))
 def test_step_down_is_its_definition_with_ties_and_missing_seeds(seeds: int) -> None:
@@ -69,7 +69,7 @@ def test_one_comparison_is_the_sign_flip_test() -> None:
         assert step_down(family([row])) == [compare(row).p]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_is_never_larger_than_holm_by_more_than_ties_and_often_smaller() -> None:
     generator = np.random.default_rng(0)
     smaller = 0
@@ -81,7 +81,7 @@ def test_it_is_never_larger_than_holm_by_more_than_ties_and_often_smaller() -> N
     assert smaller > 60
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_more_than_twenty_seeds_draw_signs_the_same_each_time() -> None:
     rows = family(np.random.default_rng(0).normal(0.2, 1, (2, 25)).tolist())
     drawn = step_down(rows)
@@ -161,7 +161,7 @@ def two_errors(studies: int, rate: float) -> float:
     return 2 * math.sqrt(rate * (1 - rate) / studies)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_intervals_hold_together_and_a_family_errs_seldom() -> None:
     assert coverage(200, 8, [0.0, 0.5, 2.0, 5.0, 0.0]) >= 0.95 - two_errors(200, 0.95)
     wrong, right = family_error(200, 8, [1.5, 0, 0, 0, 0])

@@ -66,7 +66,7 @@ def validation(**options: Any) -> KFold:
     return KFold(**{"build": build, "splitter": SPLITTER, "data": (X, Y), "metric": "accuracy"} | options)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_sample_is_validated_once_and_each_fold_is_the_plain_training() -> None:
     one = validation()
     found = one.run()
@@ -92,7 +92,7 @@ def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -
     assert validation(predict=predict, store=one, seed=1).results().values == {}  # another cross-validation
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_fold_that_fails_is_one_of_five_with_its_reason() -> None:
     found = validation(build=failing).run()
     assert len(found.values) == 4
@@ -101,7 +101,7 @@ def test_a_fold_that_fails_is_one_of_five_with_its_reason() -> None:
     assert "Traceback" in (next(one.error for one in found.results.values() if one.error) or "")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_interval_is_the_corrected_one() -> None:
     found = validation().run()
     values = np.array(list(found.values.values()))
@@ -136,7 +136,7 @@ def plain_predictions(train: Sequence[int], test: Sequence[int]) -> torch.Tensor
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_sample_is_predicted_by_a_run_that_has_not_seen_it(tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     one = validation(predict=predict, store=path)
@@ -151,7 +151,7 @@ def test_each_sample_is_predicted_by_a_run_that_has_not_seen_it(tmp_path: Path) 
     assert validation(store=path).results().values == {}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_fold_that_fails_leaves_its_samples_without_a_prediction() -> None:
     one = validation(build=failing, predict=predict)
     found = one.run().predictions
@@ -161,7 +161,7 @@ def test_a_fold_that_fails_leaves_its_samples_without_a_prediction() -> None:
     assert int((~some.run(folds=[1]).predictions.isnan().any(1)).sum()) == 60
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_several_predictions_of_a_sample_are_averaged() -> None:
     one = validation(predict=predict, splitter=RepeatedKFold(n_splits=2, n_repeats=2, random_state=0))
     found = one.run()
@@ -183,7 +183,7 @@ def test_predictions_are_made_in_evaluation_mode() -> None:
     assert not found.predicted[0].requires_grad
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
     def classes(engine: Engine, test: Sequence[int]) -> Any:
         return predict(engine, test).argmax(1).numpy()

@@ -119,7 +119,7 @@ def unplanned(studies: int, plan: Sequence[int], comparisons: int) -> float:
     return wrong / studies
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("comparisons", [1, 2, 7])
 def test_of_all_sign_patterns_of_a_study_at_most_5_percent_find_anything(comparisons: int) -> None:
     rows = draws(np.random.default_rng(comparisons), 9, [0.0] * comparisons, "normal")
@@ -190,7 +190,7 @@ LOWER = [one - 1 - 0.05 * (seed % 3) for seed, one in enumerate(BASE)]
 SAME = [one + (-1) ** seed * 0.2 + 0.01 * seed for seed, one in enumerate(BASE)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_report_stops_a_variant_at_the_look_that_found_it() -> None:
     looks = Looks([7, 10])
     found = decided(10, looks, {"baseline": BASE, "- a": LOWER[:7], "- b": SAME})
@@ -266,7 +266,7 @@ def test_a_study_makes_no_more_runs_of_what_a_look_has_decided(tmp_path: Path) -
     assert str(again) == str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_study_says_that_it_was_looked_at_before() -> None:
     study = make_study(seeds=range(6))
     assert "looked at" not in str(study.run(LeaveOneOut(["ema"]), workers=0))

@@ -141,7 +141,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         report(results(random.Random(6)), looks=Looks([7, 8])).metrics(MODES)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_metrics_of_a_study_are_in_its_store() -> None:
     def composed(seed: int) -> Any:
         from signalfire.handlers import Average, Metrics

@@ -80,7 +80,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_variant_gets_the_best_value_of_the_same_grid_on_other_seeds(stored: Path) -> None:
     before = stored.read_bytes()
     study = study_of(store=stored)
@@ -99,7 +99,7 @@ def test_each_variant_gets_the_best_value_of_the_same_grid_on_other_seeds(stored
     assert all(runs.count((name + label, seed)) == 1 for name in OFF for label in labels for seed in SEEDS)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_report_says_what_was_tuned_and_how(stored: Path) -> None:
     study = study_of(store=stored)
     tuned = tune(study, DESIGN, arguments={"lr": VALUES}, seeds=SEEDS, workers=0)

@@ -59,7 +59,7 @@ def test_exact_values_are_those_of_the_definition_and_add_up() -> None:
     assert report.sampling_intervals(design)["ema"] == pytest.approx((found["ema"].comparison.mean,) * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_sampled_values_have_an_interval_that_holds_the_exact_ones() -> None:
     names = [f"h{place}" for place in range(7)]
 

@@ -61,7 +61,7 @@ def test_without_pandas_a_frame_is_a_dict_of_columns() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_methods_state_what_was_done() -> None:
     text = report({"- ema": WORSE, "- mixup": NOTHING}).methods()
     assert text.startswith(
@@ -112,7 +112,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_page_holds_everything_and_needs_no_other_file(tmp_path: Path) -> None:
     found = report({"- ema": FAILED, "- <mixup & $more$>": NOTHING})
     path = tmp_path / "new" / "report.html"

@@ -16,7 +16,7 @@ from signalfire.ablation.results import Variant
 from tests.engine.ablation.reports import NOTHING, WORSE, report, results
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_picture_shows_each_seed(tmp_path: Path) -> None:
     found = report({"- ema": [None, *WORSE[1:]], "- a$b_c": NOTHING, "- noise": [0] * 8})
     found.plot(tmp_path / "found.svg")
@@ -40,7 +40,7 @@ def test_the_picture_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) ->
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_says_how_many_pairs_there_are_and_which_side_is_better(tmp_path: Path) -> None:
     found = report({"- ema": WORSE, "- one": [-1, *[None] * 7]}, metric="loss", mode="min", level=0.9)
     found.plot(tmp_path / "found.svg")
@@ -55,7 +55,7 @@ def test_it_says_how_many_pairs_there_are_and_which_side_is_better(tmp_path: Pat
     assert "p: sign-flip test -->" in text
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_dollars_in_names_begin_no_formula(tmp_path: Path) -> None:
     found = report({r"$\nothing$": WORSE}, [Variant("baseline"), Variant(r"$\nothing$")], metric=r"$\neither$")
     found.plot(tmp_path / "found.svg")
@@ -64,7 +64,7 @@ def test_dollars_in_names_begin_no_formula(tmp_path: Path) -> None:
     assert r"difference in $\neither$ to baseline" in text
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_only_differences_that_differ_have_an_interval(tmp_path: Path) -> None:
     found = report({"- ema": WORSE, "- same": [-1] * 8, "- one": [-1, *[None] * 7], "- none": [None] * 8})
     found.plot(tmp_path / "found.svg")
@@ -72,7 +72,7 @@ def test_only_differences_that_differ_have_an_interval(tmp_path: Path) -> None:
     assert sum("stroke-width: 1.8" in style for style in styles) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_report_that_compares_nothing_has_a_picture(tmp_path: Path) -> None:
     Report(results("baseline", [0.5]), [Variant("baseline")], metric="loss", mode="min").plot(tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 1000

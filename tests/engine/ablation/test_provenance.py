@@ -171,7 +171,7 @@ def values() -> list[Any]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize(("first", "second"), values())
 def test_other_arguments_have_other_digests(first: Any, second: Any) -> None:
@@ -232,7 +232,7 @@ def test_comments_docstrings_and_what_is_not_used_do_not_count(old: str, new: st
     assert fingerprint(one.build, "build") == fingerprint(other.build, "build")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_docstring_does_not_start_a_study_anew(module: Any, tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     make_study(module(BUILD, "mine").build, store=store).run(DESIGN, workers=0)
@@ -242,7 +242,7 @@ def test_a_docstring_does_not_start_a_study_anew(module: Any, tmp_path: Path) ->
     assert len(make_study(module(text, "mine").build, store=store).plan(DESIGN).to_make) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_same_name_in_another_module_is_another_build(module: Any, tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     one = module(HEAD + "def build(seed):\n    return builds.composed(seed), builds.train\n")
@@ -312,7 +312,7 @@ def test_what_depends_on_the_seed_does_not_count(tmp_path: Path) -> None:
     assert make_study(build, store=store, seeds=[1, 0]).plan(DESIGN).to_make == ()
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_other_data_or_weights_of_a_stored_seed_are_noticed(tmp_path: Path) -> None:
     file, store = tmp_path / "weights.pt", tmp_path / "store.jsonl"
 
@@ -384,7 +384,7 @@ def test_a_script_and_the_module_that_it_is_make_the_same_runs(tmp_path: Path) -
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_a_run_leaves_behind_does_not_make_the_study_another_one(tmp_path: Path) -> None:
     seen: list[int] = []
 

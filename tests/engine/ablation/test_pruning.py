@@ -66,7 +66,7 @@ def after_one_epoch(seed: int, without: Sequence[str]) -> float:
     return float(engine.state.metrics["val_loss"])
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_worst_mean_rank_is_pruned_and_the_evidence_is_stored(stored: Path) -> None:
     names = ["ema", "gradient_clipping", "gradient_noise"]
     values = np.array([[after_one_epoch(seed, [name]) for name in names] for seed in range(6)])
@@ -87,7 +87,7 @@ def test_the_worst_mean_rank_is_pruned_and_the_evidence_is_stored(stored: Path) 
     assert all(line["steps"] == 3 for line in early.values())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_runs_that_go_on_are_those_of_a_study_that_prunes_nothing(stored: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
     make_study(store=whole, seeds=range(6)).run(DESIGN, workers=0)
@@ -98,7 +98,7 @@ def test_the_runs_that_go_on_are_those_of_a_study_that_prunes_nothing(stored: Pa
         assert {**line, "timing": 0, "sum": 0} == {**plain[line["key"]], "timing": 0, "sum": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("count", quick([0, 7, 24, 30, 41], 30))
 def test_a_study_that_was_killed_comes_to_the_same_store(count: int, stored: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
@@ -121,7 +121,7 @@ def test_decisions_do_not_depend_on_where_the_runs_are_made(workers: Any, stored
     assert apart_from_timings(path) == apart_from_timings(stored)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_report_has_no_effect_and_no_average_of_what_was_pruned(stored: Path) -> None:
     study = make_study(store=stored, seeds=range(6), prune=PLAN)
     before = stored.read_bytes()
@@ -315,7 +315,7 @@ def late(seed: int, rate: float) -> Any:
     return trainer, builds.train
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_an_epoch_without_the_metric_is_an_error_that_names_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"has no metric 'val_loss' at the end of epoch 1; choose epochs at whose end"):
         make_study(late, prune=PLAN).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
@@ -332,7 +332,7 @@ def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
         make_study(late_and_long, prune=Halving([3])).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(tmp_path: Path) -> None:
     build = partial(builds.failing, folder=str(tmp_path))
     path = tmp_path / "store.jsonl"
@@ -357,7 +357,7 @@ def test_epochs_that_no_run_reaches_are_an_error() -> None:
         make_study(prune=Halving([5])).run(DESIGN, workers=0)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_effects_of_a_design_of_which_a_part_was_pruned_are_refused() -> None:
     factors = ["gradient_clipping", "gradient_noise", "ema"]
     for design in (FractionalFactorial(factors, resolution=3), Factorial(factors[:2])):
@@ -371,7 +371,7 @@ def test_effects_of_a_design_of_which_a_part_was_pruned_are_refused() -> None:
         found.contributions(cumulative)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_variant_that_a_retry_brings_back_is_trained_to_the_end_at_once(tmp_path: Path) -> None:
     mended = tmp_path / "mended"
 

@@ -19,7 +19,7 @@ from signalfire.ablation.results import Result, Variant
 from tests.engine.ablation.reports import BASE, NOTHING, WORSE, report, results, without
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_failed_run_is_shown_and_named_in_every_form(tmp_path: Path) -> None:
     found = report({"- ema": [-1, -2, None, -3, -2, -1, -1, -2]})
     assert found.rows[1].finished == 7
@@ -217,7 +217,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         Report(runs, [Variant("baseline"), without("a")], **({"metric": "accuracy", "mode": "max"} | options))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_all_ways_of_failing_are_counted() -> None:
     """The finished runs, and the others with the reasons that are given for them, are all that was planned."""
     for states in product(("ok", "failed", "missing"), repeat=4):

@@ -28,7 +28,7 @@ def by_enumeration(fractions: Sequence[Fraction]) -> float:
     return sum(one >= sums[-1] for one in sums) / len(patterns)  # the last has no sign changed
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("n", range(2, 10))
 def test_p_is_the_share_of_all_sign_patterns(n: int) -> None:
     generator = random.Random(n)
@@ -73,7 +73,7 @@ def test_sums_tie_where_the_numbers_that_are_meant_do() -> None:
     assert compare([v - b for v, b in pairs]).p < 12 / 32
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**6))
 def test_exact_finds_the_fraction_behind_a_float(numerator: int, denominator: int) -> None:
     value = numerator / denominator
@@ -141,7 +141,7 @@ def test_twenty_differences_are_counted_and_above_that_signs_are_drawn() -> None
     assert all_positive.p == 1 / (2**16 + 1)  # never 0: the observed signs are one of the patterns
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @given(st.lists(st.floats(0, 1), max_size=6))
 def test_holm_is_the_closed_test_of_bonferroni(p: list[float]) -> None:
     # Closed testing: a hypothesis is rejected if every family with it is; each family by its smallest p times its size.

@@ -177,7 +177,7 @@ def test_a_failed_run_is_followed_by_its_second_attempt(tmp_path: Path) -> None:
     assert len((tmp_path / "store.jsonl").read_bytes().splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_lines_of_version_0_1_are_kept_and_not_used(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     newer = ("begins", "format", "history", "metric", "mode", "provenance", "sum", "variant")

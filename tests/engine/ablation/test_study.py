@@ -268,7 +268,7 @@ def test_a_metric_that_one_run_lacks_makes_it_a_failed_one() -> None:
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_plan_says_what_is_to_be_made_and_what_it_costs(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     plan = make_study(store=store).plan(DESIGN)
@@ -289,7 +289,7 @@ def writing(folder: Path, resume: bool, seed: int) -> Any:
     return engine, builds.train
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_nothing_is_written_or_shown_unless_files_are_wanted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,7 +90,7 @@ def test_all_that_is_written_can_be_read(variants: int, figures: list[Figure], t
     assert titles == (names[1:] or names)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_they_show_the_numbers_of_the_report(figures: list[Figure], tmp_path: Path) -> None:
     report = report_of(3)
     report.plot_profiles(tmp_path / "profiles.svg")

@@ -124,7 +124,7 @@ def test_the_mean_score_of_a_seed_is_compared_as_any_metric() -> None:
     assert report.rows[0].memory == 107
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_aggregates_are_those_of_the_matrices_of_all_runs() -> None:
     found = values(1)
     report = report_of(found)
@@ -245,7 +245,7 @@ def test_seeds_that_have_not_run_everywhere_are_left_out_and_named() -> None:
     assert "interquartile" not in str(nothing)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_single_seed_has_no_interval_that_would_claim_certainty(tmp_path: Path) -> None:
     report = report_of(values(8, seeds=1))
     (baseline, *_) = report.aggregates
@@ -278,7 +278,7 @@ def test_smaller_values_may_be_better() -> None:
     assert found.sentences()[1].startswith('In one, "- ema" is worse: loss changes by 0.328 (p = 0.031 adjusted over 2')
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_every_form_of_the_report_has_the_tasks(tmp_path: Path) -> None:
     report = report_of(values(6), margin=0.2)
     assert report.rows[1].verdict == "equivalent"

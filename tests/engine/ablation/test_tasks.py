@@ -64,7 +64,7 @@ def test_seeds_are_those_that_the_study_was_made_with() -> None:
     assert one.seeds == one.tasks["steep"].seeds == (0, 1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_task_has_the_runs_that_a_study_of_it_alone_has() -> None:
     found = losses(tasks_of(study().run(DESIGN, workers=0)))
     for task, arguments in TASKS.items():
@@ -74,13 +74,13 @@ def test_each_task_has_the_runs_that_a_study_of_it_alone_has() -> None:
     assert len(found) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_tasks_may_have_functions_of_their_own() -> None:
     own = study(build=None, tasks={"steep": build_steep, "flat": build_flat})
     assert losses(tasks_of(own.run(DESIGN, workers=0))) == losses(tasks_of(study().run(DESIGN, workers=0)))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_plan_counts_the_runs_of_all_tasks_and_trains_nothing() -> None:
     one = study()
     plan = one.plan(DESIGN)
@@ -96,7 +96,7 @@ def test_the_plan_counts_the_runs_of_all_tasks_and_trains_nothing() -> None:
     assert one.plan(DESIGN).to_make == ()
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_store_keeps_the_runs_of_tasks_apart_even_where_they_are_built_alike(tmp_path: Path) -> None:
     twins = {"one": {"slope": 1.0}, "other": {"slope": 1.0}}
     options: dict[str, Any] = {"tasks": twins, "scores": (5.0, 0.0), "store": tmp_path / "store.jsonl"}
@@ -120,7 +120,7 @@ def test_the_store_keeps_the_runs_of_tasks_apart_even_where_they_are_built_alike
     assert sorted(title.split(", ")[1] for title in titles) == ["task 'one'", "task 'other'"]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_another_argument_of_one_task_makes_its_runs_anew_and_no_others(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     study(store=store).run(DESIGN, workers=0)
@@ -133,7 +133,7 @@ def test_another_argument_of_one_task_makes_its_runs_anew_and_no_others(tmp_path
     )
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_an_interrupted_study_goes_on_where_it_was(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     whole = tasks_of(study(store=store).run(DESIGN, workers=0))
@@ -144,7 +144,7 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path: Path) -> None:
     assert losses(tasks_of(rest.run(DESIGN, workers=0))) == losses(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_stored_runs_of_every_task_are_made_again_and_compared(tmp_path: Path) -> None:
     one = study(store=tmp_path / "store.jsonl")
     one.run(DESIGN, workers=0)
@@ -164,7 +164,7 @@ def test_stored_runs_of_every_task_are_made_again_and_compared(tmp_path: Path) -
         other.verify(2, DESIGN)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_designs_of_arguments_and_workers_work_as_without_tasks() -> None:
     design = Variants({"rate": 0.1}, rate=[0.2])
     found = tasks_of(study().run(design, workers=0))

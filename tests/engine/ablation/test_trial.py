@@ -27,7 +27,7 @@ from tests.engine.ablation import builds
 from tests.engine.ablation.builds import make_study
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_candidates_take_part_in_the_training(tmp_path: Path) -> None:
     def build(seed: int) -> Any:
         engine = builds.composed(seed)

@@ -95,7 +95,7 @@ def test_equivalence_is_said_with_its_sign() -> None:
     assert close.to_dict()["rows"][2]["verdict"] == "worse"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_only_a_later_step_finds_has_an_interval_that_is_cut_at_zero() -> None:
     generator = np.random.default_rng(0)
     cut = None
@@ -145,7 +145,7 @@ def contradictions(generator: np.random.Generator, reports: int, margin: float |
     return wrong, found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("margin", [None, 1.0])
 def test_no_verdict_contradicts_its_interval(margin: float | None) -> None:
     assert contradictions(np.random.default_rng(1), 60, margin)[0] == 0

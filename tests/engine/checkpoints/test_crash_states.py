@@ -658,7 +658,7 @@ def test_a_second_power_cut_in_the_run_that_goes_on_after_the_first(sequence: st
     assert states > 500
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_after_a_power_cut_between_two_saves_of_one_event_the_best_is_on_the_disk(root: Path) -> None:
     both = last(1), best(1)
     (root / "0").mkdir()
@@ -679,7 +679,7 @@ def test_after_a_power_cut_between_two_saves_of_one_event_the_best_is_on_the_dis
     assert number > 50
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_while_a_damaged_one_is_set_aside_and_written_anew_the_one_before_it_loads(root: Path) -> None:
     place = ran(root, SEQUENCES["keep 2"])
     contents = written(place)
@@ -858,7 +858,7 @@ def test_without_the_checksum_what_is_wrong_is_loaded(root: Path, monkeypatch: p
     assert len(found.wrong) > 0, str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_model_finds_nothing_where_there_is_nothing(root: Path) -> None:
     found = left_by(root, StateLast)
     assert not found.bad, str(found)

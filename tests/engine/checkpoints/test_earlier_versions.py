@@ -76,7 +76,7 @@ def outcome(engine: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor
 def test_a_run_continues_from_a_checkpoint_of_version_0_1(tmp_path: Path) -> None:
     (saved,) = FILES.glob("version-0.1/*")

@@ -143,7 +143,7 @@ def test_the_source_stays_where_it_was_found_under_its_hidden_name(tmp_path: Pat
     assert source.is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_many_restarts_leave_no_more_than_few_and_the_manifest_does_not_grow(tmp_path: Path) -> None:
     trained(tmp_path, 1, keep=2)
     for iterations in range(3, 23, 2):

@@ -306,7 +306,7 @@ def _saved_together(folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_every_rank_knows_what_is_on_the_disk_though_only_one_writes(tmp_path: Path) -> None:
     entry = Entry("2", None, 2)
     ours, others = run_together(_saved_together, 2, tmp_path, timeout=60)

@@ -131,7 +131,7 @@ class Full(BytesIO):
         return super().write(data)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_an_error_of_the_disk_is_raised_as_it_is_at_each_write(size: int, error: BaseException) -> None:

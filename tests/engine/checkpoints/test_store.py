@@ -421,7 +421,7 @@ def check_crashes(root: Path, log: list[tuple[Any, ...]]) -> int:
     return states
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", quick([False, True], True))
 @pytest.mark.parametrize("keep", quick([1, 2], 2))
 def test_whatever_a_power_cut_leaves_the_newest_that_was_saved_loads(
@@ -505,7 +505,7 @@ def in_child(act: Callable[[], object]) -> int:
     return os.waitpid(begin_child(act), 0)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("at", spread(range(1, 14), 5))
 def test_a_run_that_was_killed_goes_on_and_leaves_what_the_other_leaves(at: int, folder: Path) -> None:
     def die() -> None:
@@ -747,7 +747,7 @@ def test_a_folder_that_becomes_read_only_is_an_error_and_the_earlier_ones_stay(f
     assert iteration(folder / "run") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("limit", [0, 100, 5000])
 def test_a_disk_that_is_full_is_an_oserror_and_the_run_can_go_on(limit: int, asynchronous: bool, folder: Path) -> None:
@@ -982,7 +982,7 @@ def test_a_state_that_is_none_under_a_right_manifest_is_passed_over(folder: Path
                 Checkpoint.load(last)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_versions_of_a_process_that_nobody_has_collected_may_be_removed(folder: Path) -> None:
     def die() -> None:
         engine = engine_of(Checkpoint(folder, every="1it", keep=1))

@@ -142,7 +142,7 @@ def test_wrong_options_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_study_with_chosen_seeds_and_handlers_in_this_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from tests.kit import quick
 A, B = [10, 11, 12, 13, 14], [20, 21]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("mode", "plain_loop"),
     [

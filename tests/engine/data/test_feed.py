@@ -153,7 +153,7 @@ def test_data_that_rewinds_at_its_end_is_trained_on_in_every_epoch(cut: int) -> 
     assert before + after == [1, 2, 3, 4] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("persistent", quick([False, True], True))
 def test_workers_end_with_the_last_batch_and_persistent_ones_with_the_run(persistent: bool) -> None:
     engine, alive = trainer(), []

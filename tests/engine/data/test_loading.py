@@ -267,7 +267,7 @@ def cut_and_resume(kind: str, make: Callable[[], Any], **bounds: Any) -> None:
         assert fingerprint(resumed) == fingerprint(whole), f"from {position['epoch'], position['iteration']}"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "kind",
     quick(
@@ -289,7 +289,7 @@ def test_so_does_one_whose_epochs_are_longer_than_its_data(kind: str) -> None:
     cut_and_resume(kind, SKIPPED[kind], epoch_length=8, max_epochs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", spread(READ_AGAIN, 1))
 @pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
 def test_other_data_is_read_again(kind: str) -> None:
@@ -315,7 +315,7 @@ def test_what_is_skipped_is_not_fetched() -> None:
     assert data.dataset.fetched == SAMPLES - 4 * BATCH
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_augmentation_is_the_same_for_any_number_of_workers_and_differs_from_epoch_to_epoch() -> None:
     def batches(workers: int) -> list[Tensor]:
         engine = build()
@@ -365,7 +365,7 @@ def test_an_error_while_fetching_leaves_the_generators_as_they_were() -> None:
     assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in zip(expected, found, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_worker_finds_its_dataset() -> None:
     def begin(worker: int) -> None:
         info = get_worker_info()
@@ -416,7 +416,7 @@ def test_an_epoch_that_a_user_sets_holds() -> None:
     assert reported == [101] * 3 + [102] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C20:signalfire.FindingWarning")
 def test_persistent_workers_persist_over_epochs_and_evaluations() -> None:
     loader = DataLoader(_Pids(), BATCH, num_workers=1, persistent_workers=True)

@@ -200,7 +200,7 @@ def _until_all_end() -> list[list[Any]]:
     return [list(until_all_end(iter(range(both[processes.rank])), processes)) for both in lengths]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_data_of_ones_own_ends_where_that_of_the_last_rank_does() -> None:
     first, second = run_together(_until_all_end, 2)
     assert first == [[0, None, None], [0, 1], [None], []]

@@ -181,7 +181,7 @@ def test_a_shuffling_data_loader_gives_what_it_gives_in_a_plain_loop() -> None:
 # ---- data that is empty or ends ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batch", quick([3, 4], 4))
 @pytest.mark.parametrize("sampled", quick([True, False], True))

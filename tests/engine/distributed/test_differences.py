@@ -81,7 +81,7 @@ def merged() -> list[State]:
     return [torch.load(io.BytesIO(written), weights_only=True) for written in run_together(_merged, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_each_rank_gets_back_what_it_had(merged: list[State]) -> None:
     for rank in range(2):
         found, expected = for_rank(merged[0], rank), state_of(rank)

@@ -133,7 +133,7 @@ def _values_of_any_size() -> list[bool]:
     return right
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_values_of_any_size_are_gathered_and_broadcast() -> None:
     assert all(assert_alike(run_together(_values_of_any_size, 2)))
 

@@ -366,7 +366,7 @@ def together(server: Server, ranks: list[int], size: int) -> list[Any]:
         return list(pool.map(one, ranks))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("killed", spread([0, 1, 2], 1))
 def test_a_rank_that_is_killed_at_its_start_is_named_within_seconds(killed: int) -> None:
     server = Server()

@@ -23,7 +23,7 @@ def masking(samples: Any) -> Any:
     return inputs * (torch.rand(3) > 0.5), targets
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("collate", [None, masking])
 def test_batches_depend_on_seed_and_epoch_alone(collate: Callable[[Any], Any] | None) -> None:
     def loader(samples: SeededSamples, workers: int = 0) -> DataLoader[Any]:

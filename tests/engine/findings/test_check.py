@@ -97,7 +97,7 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_run_after_a_check_is_the_run_without_it(tmp_path: Path) -> None:
     weights = []
     for checked in (False, True):

@@ -255,7 +255,7 @@ def test_an_optimizer_whose_state_has_a_form_of_its_own_resumes_exactly(tmp_path
     assert_same(whole.model, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("compiled_first", quick([False, True], True))
 def test_names_that_differ_by_compilation_alone_are_the_same(compiled_first: bool) -> None:
     def model(compiled: bool) -> nn.Module:

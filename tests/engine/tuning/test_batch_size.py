@@ -58,7 +58,7 @@ def build(model: nn.Module, *handlers: Any, lr: float = 0.1) -> Engine:
     return kit.build(model, *handlers, loss=F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=lr))
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("options", "found"),
     kit.quick(
@@ -132,7 +132,7 @@ def test_another_error_leaves_with_everything_as_before() -> None:
     assert fingerprint(engine) == before
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_run_that_follows_is_the_same_and_losses_are_those_of_a_new_run() -> None:
     ends: list[dict[str, str]] = []
     losses: list[tuple[int, float]] = []
@@ -168,7 +168,7 @@ def of_two() -> tuple[Any, ...]:
     return sizes.largest, [(one.size, one.ok) for one in sizes.trials], engine.state.iteration
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_smallest_memory_of_two_processes_counts() -> None:
     found = run_together(of_two, 2)
     assert found[0] == found[1] == (32, [(2, True), (4, True), (8, True), (16, True), (32, True), (64, False)], 5)
@@ -267,7 +267,7 @@ def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_
     assert sizes.limit == "the batches have at most 20 samples"
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_micro_batching_and_engines_that_do_not_train_are_refused() -> None:
     engine = build(Limited(10), MicroBatching(2))
     with pytest.raises(

@@ -191,7 +191,7 @@ def at(iteration: int, error: type[BaseException]) -> Callable[[Engine], None]:
     return interrupt
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "after an epoch and a half"])
 def test_everything_is_as_before_and_the_run_that_follows_is_the_same(trained: bool, tmp_path: Path) -> None:
     found = []
@@ -224,7 +224,7 @@ def test_an_interrupt_at_any_iteration_leaves_no_trace(
     assert everything(engine, data, tmp_path) == before
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_loaded_state_is_swept_from_and_still_loaded_afterwards(tmp_path: Path) -> None:
     data = loader()
     first = full_engine(tmp_path / "first")
@@ -258,7 +258,7 @@ def test_what_does_not_make_the_step_takes_no_part(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:find_learning_rate", "ignore:[CW][0-9][0-9]")
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
 @pytest.mark.parametrize("case", quick([name for name, one in CASES.items() if one.build().training], "TruePrecision"))
@@ -366,7 +366,7 @@ def of_uneven() -> tuple[float, ...]:
     return find_learning_rate(engine, kit.batches([4, 2] * 10, 4, (), classes=3), steps=10, low=1e-4, high=1e-1).losses
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_batches_of_ranks_count_by_their_samples() -> None:
     found = run_together(of_uneven, 2)
     data = kit.batches([4, 2] * 10, 4, (), classes=3)
@@ -391,7 +391,7 @@ def of_two(kind: type[Handler]) -> tuple[Any, ...]:
     return curve.rates, curve.losses, curve.suggestion(), find_learning_rate(new, data, steps=10, low=1e-4, high=1e-1)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", quick([DistributedDataParallel, FullyShardedDataParallel], DistributedDataParallel))
 def test_two_processes_get_one_curve_and_leave_no_trace(kind: type[Handler]) -> None:
     found = run_together(of_two, 2, kind)
@@ -525,7 +525,7 @@ def curve_of(engine: Engine) -> LearningRateCurve:
     return find_learning_rate(engine, batches(60), steps=60, low=1e-3, high=1e2)
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_the_curve_is_shown_as_text_table_picture_and_in_notebooks(tmp_path: Path) -> None:
     curve = curve_of(build())
     rows = curve.table().splitlines()

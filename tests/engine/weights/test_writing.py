@@ -143,7 +143,7 @@ def export_of_ranks(folder: Path, kind: str) -> str:
     return sha256(folder / f"{kind}.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("kind", quick(["ddp", "fsdp"], "ddp"))
 def test_two_ranks_export_the_bytes_of_one(kind: str, tmp_path: Path) -> None:
     alone = sha256(export_weights(idle(Wrapped()), tmp_path / "plain.safetensors"))

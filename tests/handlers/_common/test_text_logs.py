@@ -93,7 +93,7 @@ def uninterrupted(kind: Logger, path: Path, every: str = "1it") -> tuple[bytes, 
     return path.read_bytes(), saved
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 @pytest.mark.parametrize("every", quick(["1it", "3it", "100it"], "3it"))
 def test_resumed_at_any_moment_the_file_is_the_same_byte_for_byte(kind: Logger, tmp_path: Path, every: str) -> None:
     path = tmp_path / "log"
@@ -201,7 +201,7 @@ def test_what_a_checkpoint_knows_of_is_on_the_disk_before_it_is_written(
     assert synced[-1] == path.stat().st_size  # at the end, in any case
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_log_that_cannot_be_synced_costs_no_checkpoint_of_an_error(
     kind: Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_log_that_cannot_be_synced_costs_no_checkpoint_of_an_error(
     assert saved["origin"]["path"].endswith("-exception")
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_records_kept(
     kind: Logger, tmp_path: Path
 ) -> None:
@@ -291,7 +291,7 @@ def test_a_run_that_begins_anew_sets_the_file_of_another_aside(kind: Logger, tmp
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_run_that_is_called_again_goes_on_with_the_file(kind: Logger, tmp_path: Path) -> None:
     whole, _ = uninterrupted(kind, tmp_path / "whole")
     engine = engine_of(kind(tmp_path / "log", every="1it"))
@@ -304,7 +304,7 @@ def test_a_run_that_is_called_again_goes_on_with_the_file(kind: Logger, tmp_path
     assert (tmp_path / "log.1").read_bytes() == whole
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_what_is_measured_at_the_start_of_a_resumed_run_is_not_written_again(kind: Logger, tmp_path: Path) -> None:
     path = tmp_path / "log"
 
@@ -326,7 +326,7 @@ def test_what_is_measured_at_the_start_of_a_resumed_run_is_not_written_again(kin
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_a_logger_that_the_checkpoint_does_not_know_begins_where_it_is(kind: Logger, tmp_path: Path) -> None:
     whole, _ = uninterrupted(kind, tmp_path / "whole")
     engine = engine_of()
@@ -428,7 +428,7 @@ def test_what_one_run_left_out_is_written_in_the_next(kind: Logger, tmp_path: Pa
     assert written == [4, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.moderate
 def test_it_keeps_every_handlers_promises(kind: Logger, tmp_path: Path) -> None:
     check_handler(
         engine_of,
