@@ -1,8 +1,9 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
 The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--moderate` adds what is
-marked `moderate`, `--full` all cases and what is marked `slow` as well; what is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is
-named by its id runs whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
+marked `moderate`, `--full` all cases and what is marked `slow` as well; what is marked `campaign` or `neutral` runs by that name
+alone, as in `-m campaign`. A test that is named by its id runs whatever its marks are. GPUs are hidden, and what needs one is
+skipped, unless `--cuda` is given.
 """
 
 from __future__ import annotations
