@@ -44,6 +44,7 @@ from signalfire.handlers import (
     GradientClipping,
     LRScheduling,
     Metrics,
+    Preemption,
     ProgressBar,
     Seeding,
     Validation,
@@ -98,6 +99,7 @@ def main() -> None:
         LRScheduling(partial(OneCycleLR, max_lr=1e-2)),
         Validation(evaluator, test_data, every="1ep"),
         Checkpoint(folder, every="10it", keep=2, resume=True),
+        Preemption(),
         CSVLogger(folder / "log.csv"),
         ProgressBar(),
     )

@@ -3,8 +3,8 @@
 #
 #     sbatch examples/slurm.sh [options of distributed.py]
 #
-# Before the time of the job is over, SLURM sends SIGTERM to the processes. With the handler Preemption a training script saves its
-# state then, and ends with the status 143; the job is queued again, and `Checkpoint(resume=True)` continues from there.
+# Before the time of the job is over, SLURM sends SIGTERM to the processes. The handler Preemption of distributed.py saves the state
+# then and ends with the status 143; the job is queued again, and `Checkpoint(resume=True)` continues from there.
 # The folder has to be one that all machines see.
 #
 #SBATCH --nodes=2
@@ -17,7 +17,7 @@ set -euo pipefail
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-# With --gpus-per-task=1 each process sees one GPU, whose number is 0; without GPUs, or where all are seen, it is SLURM_LOCALID.
+# With --gpus-per-task=1 each process sees one GPU, whose number is 0. Where each sees all GPUs: LOCAL_RANK=$SLURM_LOCALID.
 status=0
 srun bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0

@@ -29,8 +29,8 @@ class ActivationStatistics(Handler):
 
     In ``state.metrics``: "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
     "dead_units/features.2" of each measured module, and "dead_units" of all of them together. A unit is dead if it is zero for
-    all samples, and at all places, that were measured; a ReLU whose units are mostly dead learns hardly anything. Of few samples
-    a unit may be zero that is not dead: measure more of them by ``window``.
+    all samples, and at all places, that were measured; a ReLU whose units are mostly dead learns hardly anything. With few
+    samples a unit may happen to be zero and not be dead: measure more of them with ``window``.
 
     Hooks are on the modules only in the iterations that are measured, and in training only. The values are tensors on the
     activations' device, so that measuring does not synchronise with the device. With several ranks each measures its own

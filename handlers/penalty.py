@@ -26,7 +26,7 @@ class Penalty(Penalizing):
     Args:
         function: Called as ``function(engine)`` at LOSS_COMPUTED; returns a scalar tensor. The model is in ``engine.model``, the
             output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
-        weight: Factor, negative for what is to grow; or a function of the update's number of optimizer steps, such as
+        weight: Factor of the term, negative to make it grow; or a function of the update's number of optimizer steps, such as
             ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
         update: Name of the update whose loss it is added to; all by default.
 

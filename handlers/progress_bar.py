@@ -45,7 +45,7 @@ class ProgressBar(Handler):
     Without metrics of the training, the bar shows the loss of the last batch, and beside it a smoothed one: an exponential
     average with bias correction of losses that are taken at most once in ``interval`` seconds. It stays on the device, and values
     are fetched only when something is drawn, so that an iteration costs a fraction of a microsecond. Samples are counted when a
-    loss is taken, and each rank is taken to train as many.
+    loss is taken; every rank is assumed to train as many.
 
     Args:
         metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while there

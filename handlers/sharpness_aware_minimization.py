@@ -36,7 +36,7 @@ class SharpnessAwareMinimization(Handler):
         rho: Norm of the perturbation; 0.05 by default, and 0.5 if adaptive, as in the papers.
         adaptive: Whether to measure the distance relative to the size of each weight (ASAM), so that scaling a layer up and the
             next one down makes no difference: ``e(w) = rho * T^2 g / ||T g||`` with ``T = |w| + eta``.
-        eta: See ``adaptive``, for which it is used only.
+        eta: Used by ``adaptive`` alone; see there.
         every: Perturb the weights in every n-th optimizer step only; the other steps are plain.
         update: Name of the update whose steps are changed; all by default.
 

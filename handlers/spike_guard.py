@@ -32,8 +32,8 @@ class SpikeGuard(Handler):
     """Finds spikes of the loss or of the gradient norm, and acts before the step that they would make.
 
     A value is a spike if its logarithm is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
-    Spikes do not enter the window, nor does what is not finite, which is for `NonFiniteGuard`. Nothing is a spike before the
-    window is full. Of an accumulation window it is the mean loss that counts. The norm is that before clipping. With several
+    Spikes do not enter the window, nor do infinite values and NaN, which `NonFiniteGuard` handles. Nothing is a spike before
+    the window is full. In an accumulation window the mean loss counts. The norm is that before clipping. With several
     ranks, the loss is the mean over all, so all decide alike.
 
     - "skip" omits the step.

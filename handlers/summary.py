@@ -180,7 +180,7 @@ def _summarised(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSu
 class Summary(Handler):
     """Prints a summary of the model after the first iteration: parameters, output shapes, operations, memory.
 
-    What it shows is seen in the first forward of the training itself, so that there is no other forward that would draw random
+    It watches the first forward of the training itself. There is no forward of its own, which would draw random
     numbers or change the statistics of BatchNorm. Hooks and counter are removed before the backward, also after an error. Shared
     parameters are counted once, those of sharded models (FSDP) in full. Of a compiled model, only parameters are shown.
 
@@ -188,7 +188,7 @@ class Summary(Handler):
     What torch does not count, such as an LSTM, is listed.
 
     Args:
-        depth: How deep rows lie below the models; None for all.
+        depth: Number of levels of modules to show below the models; None for all.
         modules: Pattern that the names of the rows match, such as "*attention*".
         file: Where to print the summary; standard error by default.
 

@@ -83,16 +83,16 @@ def quick(values: Iterable[Any], *keep: Any, whole: bool = False) -> list[Any]:
     return [value if value in keep else _slow(value, whole) for value in values]
 
 
-def spread(values: Iterable[Any], count: int) -> list[Any]:
+def spread(values: Iterable[Any], count: int, mark: pytest.MarkDecorator = pytest.mark.slow) -> list[Any]:
     """Parameters of a test, of which the quick tier runs so many, evenly spread; the first and the last are among them."""
     values = list(values)
     kept: Collection[int] = {round(i * (len(values) - 1) / max(1, count - 1)) for i in range(count)}
-    return [value if place in kept else _slow(value, whole=False) for place, value in enumerate(values)]
+    return [value if place in kept else _slow(value, whole=False, mark=mark) for place, value in enumerate(values)]
 
 
-def _slow(value: Any, whole: bool) -> Any:
+def _slow(value: Any, whole: bool, mark: pytest.MarkDecorator = pytest.mark.slow) -> Any:
     together = isinstance(value, tuple) and not whole
-    return pytest.param(*value, marks=pytest.mark.slow) if together else pytest.param(value, marks=pytest.mark.slow)
+    return pytest.param(*value, marks=mark) if together else pytest.param(value, marks=mark)
 
 
 def needs(extra: str, *modules: str) -> None:

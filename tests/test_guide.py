@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -47,6 +49,7 @@ WRITTEN = (
     "recipes",
     "ecosystem",
     "symptoms",
+    "reproducibility",
     "writing_a_handler",
     "publishing",
     "contributing",
@@ -75,7 +78,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(%?)")
 def test_every_page_is_in_the_contents_and_has_been_looked_at_here() -> None:
     trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", (GUIDE / "index.md").read_text(), re.DOTALL)
     listed = " ".join(trees).split()
-    made = {"handlers/index", "codes", "errors", "interface"}
+    made = {"handlers/index", "things", "codes", "errors", "interface"}
     assert len(listed) == len({*listed})
     assert {*listed} == {*WRITTEN, *CONTINUED, *made} - {"index"}
     recipes = (GUIDE / "recipes.md").read_text()
@@ -159,3 +162,17 @@ def test_the_pictures_are_those_that_the_page_draws(tmp_path: Path) -> None:
                 f"{name}: run examples/guide/pictures.py"
             )
         assert ImageStat.Stat(stored).stddev[0] > 10, f"{name} is empty"
+
+
+SHOWN = [name for name in handlers.__all__ if ">>>" in (getattr(handlers, name).__doc__ or "")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_example_runs_as_it_is_pasted_from_a_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GUIDE))
+    one = getattr(handlers, name)
+    lines = (inspect.getdoc(one) or "").splitlines()
+    importlib.import_module("pasted").insert_imports(None, "class", name, one, None, lines)
+    test = doctest.DocTestParser().get_doctest("\n".join(lines), {}, name, None, 0)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0

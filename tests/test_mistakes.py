@@ -47,7 +47,7 @@ def codes_in(result: Any, error: BaseException | None, messages: list[BaseExcept
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("one", spread(MISTAKES, len(MISTAKES) // 3), ids=IDS)
+@pytest.mark.parametrize("one", spread(MISTAKES, len(MISTAKES) // 3, pytest.mark.moderate), ids=IDS)
 def test_a_mistake_is_noticed(one: Mistake, tmp_path: Path) -> None:
     result, error, messages = run(one, right=False, folder=tmp_path)
     if one.outcome == "right":

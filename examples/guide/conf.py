@@ -33,6 +33,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 myst_enable_extensions = ["attrs_inline", "deflist"]  # the first one: anchors of codes
 myst_heading_anchors = 3
+autodoc_inherit_docstrings = False  # those of dict and others say nothing of ours
 
 # Types of other packages, whose pages are elsewhere; every link to a page of this guide is checked.
 nitpick_ignore_regex = [("py:.*", r".*")]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from pasted import insert_imports  # type: ignore[import-not-found]  # beside this file
 from sphinx.addnodes import pending_xref
 
 import signalfire
@@ -22,6 +23,7 @@ from signalfire import Events, Handler, ablation, exact, testing, tuning
 from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.codes import CODES
+from signalfire.declarations import THINGS
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
 
@@ -82,7 +84,7 @@ def _calls(kind: type[Handler]) -> str:
     text = f"Called in each iteration: {names}." if always else "Nothing of it is called in every iteration."
     if depending:
         text += f" Depending on the arguments, too: {', '.join(f'`{name}`' for name in sorted(depending))}."
-    return f"{text} What a call costs: [the tables](../costs.md)."
+    return f"{text} What is measured of the loop, of a call and of those that change the step: [costs](../costs.md)."
 
 
 def _unfiltered(event: Any) -> list[Any]:
@@ -96,7 +98,7 @@ def _refused_beside(kind: type[Handler]) -> list[str]:
     for name in sorted(overridden[kind.__name__]):
         others = [other for other, names in overridden.items() if other != kind.__name__ and name in names]
         beside = ", ".join(f"[{other}]({other}.md)" for other in others) or "a second one like it"
-        lines.append(f"- It may override {Override[name].value}. What does the same is refused beside it: {beside}.")
+        lines.append(f"- It may override {Override[name].value}, and refuses what does the same: {beside}.")
     return lines
 
 
@@ -229,6 +231,16 @@ def _in_table(text: str) -> str:
     return _as_code(" ".join(text.split()).replace("|", "\\|"))
 
 
+VALUES = {
+    "AnyEvent": "An event, an event with a filter, or several of them: ``Events.STARTED | Events.ITERATION_COMPLETED(every=2)``.",
+    "BASELINE": 'The name of the variant that changes nothing: ``"baseline"``.',
+}
+"""Public names that are neither classes nor functions: their types have docstrings of their own, which say nothing of these."""
+
+MEANT_HERE = ["signalfire.log.Log", "signalfire.log.Entry", "signalfire.handlers.remote_logger.Item"]
+"""What public names have as attributes or are given: ``engine.log`` and what loggers of one's own get."""
+
+
 def interface_page() -> str:
     """All public names but the handlers."""
     text = ["# The interface", "", "```{eval-rst}"]
@@ -240,9 +252,32 @@ def interface_page() -> str:
             one = getattr(module, name)
             if one in handler_classes():  # each has its own page
                 continue
-            kind = "autoclass" if inspect.isclass(one) else "autofunction" if callable(one) else "autodata"
+            if name in VALUES:
+                text += [f".. py:data:: {module.__name__}.{name}", "", f"   {VALUES[name]}", ""]
+                continue
+            kind = "autoclass" if inspect.isclass(one) else "autofunction"
             text += [f".. {kind}:: {module.__name__}.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
+    for name in MEANT_HERE:
+        members = [] if name.endswith(".Item") else ["   :members:", "   :special-members: __call__"]
+        text += [f".. autoclass:: {name}", *members, ""]
     return "\n".join([*text, "```", ""])
+
+
+def things_page() -> str:
+    """What receivers may declare that they read and write."""
+    text = [
+        "# What receivers read and write",
+        "",
+        "The names that `reads=` and `writes=` of `on` take, and what each covers.",
+        "",
+    ]
+    text += ["| name | what it covers |", "|---|---|"]
+    return "\n".join([*text, *(f"| `{name}` | {_in_text(what)} |" for name, what in THINGS.items()), ""])
+
+
+def _in_text(text: str) -> str:
+    """Names of the code as code: what has a dot or an underscore in it."""
+    return re.sub(r"\w+(?:[._]\w+)+", lambda found: f"`{found.group()}`", text)
 
 
 def errors_in(file: Path) -> list[tuple[str, str]]:
@@ -281,7 +316,7 @@ def write_pages(source: Path) -> list[Path]:
     """Write all pages that are made below the folder of the guide; those that are the same stay untouched."""
     pages = {f"handlers/{kind.__name__}.md": handler_page(kind) for kind in handler_classes()}
     pages |= {"handlers/index.md": handlers_page(), "codes.md": codes_page(), "interface.md": interface_page()}
-    pages["errors.md"] = errors_page()
+    pages |= {"things.md": things_page(), "errors.md": errors_page()}
     for name, text in pages.items():
         path = source / name
         path.parent.mkdir(exist_ok=True)
@@ -389,6 +424,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", link_pages)
     app.add_role("named", named)
     app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
+    app.connect("autodoc-process-docstring", insert_imports, priority=300)
     app.connect("autodoc-process-signature", arguments_of)
     app.connect("build-finished", write_texts)
     return {"parallel_read_safe": True}
