@@ -253,7 +253,7 @@ def interface_page() -> str:
             if one in handler_classes():  # each has its own page
                 continue
             if name in VALUES:
-                text += [f".. py:data:: {module.__name__}.{name}", "", f"   {VALUES[name]}", ""]
+                text += [f".. py:data:: {name}", f"   :module: {module.__name__}", "", f"   {VALUES[name]}", ""]
                 continue
             kind = "autoclass" if inspect.isclass(one) else "autofunction"
             text += [f".. {kind}:: {module.__name__}.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
