@@ -3,8 +3,8 @@
     pip install "ray[tune]"
     python examples/ray_tune.py
 
-A trial is an engine: `run`, called again with a larger bound, continues, so that a trial that is ended, paused or moved to
-another machine has told its handlers that the run ended, and its state is that of a checkpoint.
+A trial is an engine: `run`, called again with a larger bound, continues. ENDED was emitted for a trial that is ended, paused or
+moved to another machine, and its state is that of a checkpoint.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from signalfire import Events
+from signalfire.handlers import History
 from tests.kit import needs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -197,10 +198,10 @@ def test_trials_of_ray_tune_have_the_values_of_the_engines_also_after_a_kill(
     for path in found:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         engine = example.build(**rows[0]["config"])
-        values = []
-        engine.connect(Events.EPOCH_COMPLETED, lambda engine: values.append(float(engine.state.metrics["accuracy"])))  # noqa: B023
+        history = History()
+        engine.attach(history)
         engine.run(example.digits(0, 1000, batch_size=50, shuffle=True), max_epochs=len(rows))
-        assert {row["training_iteration"]: row["accuracy"] for row in rows} == dict(enumerate(values, 1))
+        assert {row["training_iteration"]: row["accuracy"] for row in rows} == dict(enumerate(history["accuracy"], 1))
 
     (path, rows) = max(((path, path.read_text().splitlines()) for path in found), key=lambda one: len(one[1]))
     trial = example.Trial(json.loads(rows[0])["config"])

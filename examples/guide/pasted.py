@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import doctest
-import inspect
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -53,7 +52,7 @@ def _lines(names: Iterable[str], home: ModuleType) -> list[str]:
                 lines.append(f"import {value.__name__} as {name}")
             continue
         places = (module for module in (signalfire.handlers, signalfire) if name in module.__all__)
-        module = next((place.__name__ for place in places), None) or inspect.getmodule(value).__name__  # type: ignore[union-attr]
+        module = next((place.__name__ for place in places), None) or str(getattr(value, "__module__", home.__name__))
         by_module.setdefault(module, []).append(name)
     return [*lines, *(f"from {module} import {', '.join(sorted(names))}" for module, names in by_module.items())]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import processes
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,14 +39,7 @@ def tiny() -> tuple[nn.Module, Batch]:
 def cnn() -> tuple[nn.Module, Batch]:
     """The convolutional network of examples/main.py."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Unflatten(1, (1, 40)),
-        nn.Conv1d(1, 25, 5, stride=2, padding=1), nn.ReLU(),
-        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(125, 10),
-    )  # fmt: skip
-    return model, (torch.randn(100, 40), torch.randint(10, (100,)))
+    return processes.cnn(), (torch.randn(100, 40), torch.randint(10, (100,)))
 
 
 def plain(make: Callable[[], tuple[nn.Module, Batch]], *, reads: bool) -> Iterator[None]:
