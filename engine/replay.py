@@ -71,7 +71,7 @@ class Remade(NamedTuple):
         - "not recorded": nothing was recorded to compare with.
         """
         first = self.times[0]
-        if any(one != first for one in self.times):
+        if not all(all(map(_same, one, first)) for one in self.times):
             return "not reproducible"
         if not self.recorded:
             return "not recorded"
@@ -97,7 +97,8 @@ class SampleInfluence(NamedTuple):
     Attributes:
         sample: the index of the sample in the data set; its place in the batch, from 0, where there is none.
         loss, gradient_norm: those of the batch without the sample.
-        influence: by how much leaving it out lowers the logarithms of loss and norm, added up.
+        influence: by how much leaving it out lowers the logarithms of loss and norm, added up; infinite if it alone makes them
+            infinite or NaN. If several samples do, leaving out one of them changes nothing: all have an influence of 0.
     """
 
     sample: Any
@@ -228,7 +229,7 @@ class Replay:
 
     @contextmanager
     def _rehearsal(self) -> Iterator[None]:
-        with rehearsal(self.engine, self._data, where=f"replay({self.iteration})"), allow("W31", "W32", "W35"):
+        with rehearsal(self.engine, self._data, where=f"replay({self.iteration})"), allow("W15", "W31", "W32", "W35"):
             yield
 
     def _continue(self, state: Mapping[str, Any], until: int) -> None:
@@ -336,6 +337,8 @@ def _without(batch: Any, place: int) -> Any:
 
 def _influence(whole: Made, part: Made) -> float:
     pairs = (whole.loss, part.loss), (whole.gradient_norm, part.gradient_norm)
+    if any(math.isfinite(b) and not math.isfinite(a) for a, b in pairs):
+        return math.inf
     return sum(math.log(a) - math.log(b) for a, b in pairs if 0 < a < math.inf and 0 < b < math.inf)
 
 
@@ -346,8 +349,8 @@ def _digest(tensors: list[Tensor]) -> str:
     return content.hexdigest()
 
 
-def _same(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
+def _same(a: float | str, b: float | str) -> bool:
+    return a == b or (a != a and b != b)  # NaN is what differs from itself
 
 
 def _shown(value: float | None) -> str:

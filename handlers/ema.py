@@ -58,12 +58,18 @@ class EMA(AveragedWeights):
         >>> import torch
         >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
-        >>> trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
-        >>> _ = trainer.attach(EMA(0.9))
-        >>> _ = trainer.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3)
-        >>> torch.equal(trainer.weights()["model"]["weight"], trainer.model.weight)
-        False
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> trainer = Engine(update, model=model, seed=0)
+        >>> ema = EMA(0.9)
+        >>> _ = trainer.attach(ema)
+        >>> _ = trainer.run([(torch.ones(4, 1), torch.ones(4, 1))], max_epochs=2)  # weights 0.5 and 0.75: 0.9 * 0.5 + 0.1 * 0.75
+        >>> trainer.model.weight.item(), round(trainer.weights()["model"]["weight"].item(), 3)
+        (0.75, 0.525)
+        >>> with ema.in_place():  # as evaluations do
+        ...     round(trainer.model.weight.item(), 3)
+        0.525
     """
 
     interval_matters = True

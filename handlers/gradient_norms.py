@@ -50,6 +50,10 @@ class GradientNorms(Handler):
         >>> metrics = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0]]))], max_epochs=1).metrics
         >>> {name: round(float(value), 2) for name, value in metrics.items()}  # of the gradients (6, 8) and 2
         {'gradient_norm': 10.2, 'gradient_norm/weight': 10.0, 'gradient_norm/bias': 2.0}
+        >>> # The norm of a layer is that of its parameters' norms.
+        >>> layer = [float(value) for name, value in metrics.items() if name in ("gradient_norm/weight", "gradient_norm/bias")]
+        >>> round(sum(norm**2 for norm in layer) ** 0.5, 1)
+        10.2
     """
 
     capture = Capture.INSIDE

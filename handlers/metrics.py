@@ -16,7 +16,6 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.batches import hides_samples, samples_in, tensors_in
 from signalfire.checks import check_name
-from signalfire.distributed import Processes, SameData
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
@@ -25,6 +24,7 @@ from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage
 from ._common.ranks import PUBLISH
+from ._common.torchmetrics import load_state_of, merging_nothing, state_of, synced, torchmetrics_in
 from ._common.updates import only_update, selected_updates
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
@@ -46,6 +46,9 @@ class Metrics(Handler):
 
     Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
     far are available in ``state.metrics.running``.
+
+    A score that is no mean over batches, such as F1, is an object that counts, with ``reset``, ``update`` and ``compute``; for
+    several processes ``state_dict`` and ``merge``, which is given the states of all ranks.
 
     Args:
         metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
@@ -69,6 +72,27 @@ class Metrics(Handler):
         >>> metrics = evaluator.run(batches).metrics
         >>> round(metrics["loss"], 3), metrics["accuracy"]
         (0.693, 0.75)
+        >>> class F1:  # no mean over batches, so that it counts by itself
+        ...     higher_is_better = True
+        ...     def __init__(self):
+        ...         self.reset()
+        ...     def reset(self):
+        ...         self.hits = self.wrong = 0
+        ...     def update(self, output, target):  # of two classes
+        ...         guess = output.argmax(1)
+        ...         self.hits += int((guess & target).sum())
+        ...         self.wrong += int((guess != target).sum())
+        ...     def compute(self):
+        ...         return 2 * self.hits / (2 * self.hits + self.wrong)
+        ...     def state_dict(self):
+        ...         return {"hits": self.hits, "wrong": self.wrong}
+        ...     def merge(self, states):
+        ...         self.hits, self.wrong = (sum(state[key] for state in states) for key in ("hits", "wrong"))
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(f1=F1()))
+        >>> scores = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> evaluator.run([(scores, torch.tensor([1, 0, 0])), (scores[:1], torch.tensor([1]))]).metrics
+        {'f1': 0.8}
     """
 
     def __init__(
@@ -181,7 +205,7 @@ class Metrics(Handler):
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
         for key, metric in self.metrics.items() if engine.group.data.distributed else ():
-            if not _torchmetrics(metric) and not callable(getattr(metric, "merge", None)):
+            if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
                     f"{engine.group.data.world_size} processes; give it a method merge(states), which loads a list of the "
@@ -309,19 +333,19 @@ class Metrics(Handler):
         self._placed = True
         tensors = tensors_in(inputs)
         for metric in self._of_output if tensors else ():
-            if _torchmetrics(metric):
+            if torchmetrics_in(metric):
                 metric.to(tensors[0].device)
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
         if engine.group.data.distributed:
-            merged = {key: metric for key, metric in self.metrics.items() if not _torchmetrics(metric)}
+            merged = {key: metric for key, metric in self.metrics.items() if not torchmetrics_in(metric)}
             states = engine.group.data.gather([metric.state_dict() for metric in merged.values()]) if merged else []
             for place, metric in enumerate(merged.values()):
                 metric.merge([several[place] for several in states])
         for key, metric in self.metrics.items():
-            with _synced(metric, engine.group.data):
+            with synced(metric, engine.group.data):
                 value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
@@ -374,14 +398,14 @@ class Metrics(Handler):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: _state_of(metric) for key, metric in self.metrics.items()}
+        return {key: state_of(metric) for key, metric in self.metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(self.metrics):
             raise ValueError(f"{self.name!r} has the metrics {sorted(self.metrics)}, but the state has {sorted(state)}")
         self._placed = False
         for key, metric in self.metrics.items():
-            _load_state_of(metric, state[key])
+            load_state_of(metric, state[key])
 
 
 @dataclass
@@ -417,72 +441,5 @@ def _output_and_target(engine: Engine) -> tuple[Any, ...]:
 
 def _current(metric: Any) -> float | None:
     """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
-    with _merging_nothing(metric):
+    with merging_nothing(metric):
         return as_number(metric.compute())
-
-
-@contextmanager
-def _synced(metric: Any, data: Processes) -> Iterator[None]:
-    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples."""
-    if isinstance(data, SameData):
-        with _merging_nothing(metric):
-            yield
-        return
-    own = data.main is not None
-    grouped = [part for part in _torchmetrics(metric).values() if part.process_group is None] if own else []
-    for part in grouped:
-        part.process_group = data.main
-    try:
-        yield
-    finally:
-        for part in grouped:
-            part.process_group = None
-
-
-@contextmanager
-def _merging_nothing(metric: Any) -> Iterator[None]:
-    parts = [part for part in _torchmetrics(metric).values() if getattr(part, "_to_sync", False)]
-    for part in parts:
-        part._to_sync = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part._to_sync = True
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                part._computed = None  # otherwise it would be reused as the synchronised value
-
-
-def _torchmetrics(metric: Any) -> dict[str, Any]:
-    """A torchmetrics metric and those inside it (in a collection or wrapper), by path."""
-    if not isinstance(metric, torch.nn.Module):
-        return {}
-    return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
-
-
-def _own_values(metric: Any) -> dict[str, Any]:
-    """The state that a wrapper (MinMaxMetric, Running) keeps in plain attributes."""
-    omitted = {"_computed", "_forward_cache", "_update_count", *metric.metric_state}
-    return {k: v for k, v in vars(metric).items() if k not in omitted and isinstance(v, int | float | Tensor)}
-
-
-def _state_of(metric: Any) -> dict[str, Any]:
-    # torchmetrics' own state_dict contains only states marked as persistent.
-    if parts := _torchmetrics(metric):
-        return {
-            path: {"state": dict(m.metric_state), "count": m._update_count, "own": _own_values(m)}
-            for path, m in parts.items()
-        }
-    return metric.state_dict() if hasattr(metric, "state_dict") else {}
-
-
-def _load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
-    if parts := _torchmetrics(metric):
-        metric.reset()
-        for path, part in parts.items():
-            for key, value in state[path]["state"].items():
-                setattr(part, key, value)
-            part._update_count = state[path]["count"]
-            vars(part).update(state[path].get("own", {}))
-    elif hasattr(metric, "load_state_dict"):
-        metric.load_state_dict(state)

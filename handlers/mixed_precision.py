@@ -43,7 +43,8 @@ class MixedPrecision(Handler):
 
     Args:
         precision: "bf16" or "fp16"; also a dtype, torch.bfloat16 or torch.float16, or its name, and Lightning's "bf16-mixed" and
-            "16-mixed". bfloat16 has float32's range and needs no scaling.
+            "16-mixed". bfloat16 has float32's range and needs no scaling. CUDA GPUs older than Ampere emulate bfloat16, which is
+            slow; use "fp16" there. Where a GPU cannot even emulate it, torch raises an error at the first forward.
         init_scale: Initial scale; for fp16 only, like the arguments below.
         growth_factor: Factor of the scale after ``growth_interval`` windows without a skipped step.
         backoff_factor: Factor of the scale after a step that was skipped for its gradients.

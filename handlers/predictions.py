@@ -32,6 +32,9 @@ class Predictions(Handler):
     kept in memory. Files are written under a temporary name and renamed, so that every file is complete. Each run starts
     empty: the files of an earlier run under this name are removed.
 
+    With several processes every rank has the outputs of all ranks when the run completes, in the order of the data, as one
+    process would have collected them.
+
     Args:
         folder: Folder to write to, created if it does not exist; None to collect in memory.
         inputs: Whether to collect the inputs, too: those where `Update` has them (``input``), by default the first element of the

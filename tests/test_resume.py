@@ -29,7 +29,7 @@ def test_taking_the_state_changes_nothing(name: str) -> None:
     assert run(RECIPES[name], a_folder(), process=FIRST_PROCESS) == whole(name).left
 
 
-@pytest.mark.parametrize("name", quick([*RECIPES, *CORNERS], "windows", "two updates"))
+@pytest.mark.parametrize("name", quick([*RECIPES, *CORNERS], "windows"))
 def test_a_run_resumed_from_any_cut_ends_as_the_one_that_was_not_stopped(name: str) -> None:
     expected, cuts = whole(name).left, whole(name).cuts
     wrong = {}

@@ -10,7 +10,7 @@ sys.path.insert(0, str(HERE))  # where Sphinx finds `pages`
 
 project = "Signalfire"
 author = "the authors of Signalfire"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "pages"]
 html_theme = "furo"
 html_title = "Signalfire"
 html_static_path = ["static"]

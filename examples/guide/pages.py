@@ -84,7 +84,18 @@ def _calls(kind: type[Handler]) -> str:
     text = f"Called in each iteration: {names}." if always else "Nothing of it is called in every iteration."
     if depending:
         text += f" Depending on the arguments, too: {', '.join(f'`{name}`' for name in sorted(depending))}."
+    if (row := _measured(kind)) is not None:
+        text += " Measured, more than without it ([costs](../costs.md)):"
+        return f"{text}\n\n```\n{row}\n```"
     return f"{text} What is measured of the loop, of a call and of those that change the step: [costs](../costs.md)."
+
+
+def _measured(kind: type[Handler]) -> str | None:
+    """The rows of a handler in the table of costs, below its header."""
+    lines = (Path(__file__).parent / "costs.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith(f"{kind.__name__}(")]
+    header = next(line for line in lines if line.strip().startswith("calls more"))
+    return "\n".join([header, *rows]) if rows else None
 
 
 def _unfiltered(event: Any) -> list[Any]:

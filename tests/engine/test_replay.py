@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
     LabelSmoothing,
+    NonFiniteGuard,
     Rewindable,
     SpikeGuard,
 )
@@ -157,6 +159,22 @@ def test_a_poisoned_sample_is_named_first() -> None:
     assert ranked[0].sample == 77
     assert ranked[0].influence > 2 * ranked[1].influence
     assert sorted(one.sample for one in ranked) == sorted(replay.samples)
+
+
+def test_a_sample_that_is_not_finite_is_named_first_and_its_nan_is_reproducible() -> None:
+    samples = Samples()
+    samples.scale[42] = float("nan")
+    engine = build(NonFiniteGuard(action="stop"), Rewindable())
+    data = loader_of(samples)
+    run(engine, data, max_epochs=1)
+    replay = engine.replay(engine.state.iteration)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that weights become NaN in a replay says nothing of the run
+        assert replay.run().verdict == "not recorded"  # and not "not reproducible", though NaN differs from NaN
+        first, *others = replay.rank_samples()
+    assert (first.sample, first.influence) == (42, math.inf)
+    assert math.isfinite(first.loss)
+    assert {one.influence for one in others} == {0}
 
 
 @pytest.mark.moderate

@@ -237,6 +237,7 @@ def of_ranks(way: str | None) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("way", ["pattern", pytest.param("every", marks=pytest.mark.slow)])
 def test_on_two_ranks_the_bits_are_the_same(way: str) -> None:
     plain, checkpointed = (assert_alike(run_together(of_ranks, 2, one)) for one in (None, way))

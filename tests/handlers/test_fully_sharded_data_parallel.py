@@ -235,6 +235,7 @@ def in_company(size: int, company: str, replicas: int = 1) -> Any:
     return full(engine), noted.seen
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("company", spread(COMPANIES, 1))
 def test_handlers_do_with_shards_what_they_do_with_whole_tensors(company: str) -> None:
     one, seen = in_company(12, company)

@@ -66,6 +66,7 @@ def numbers(client: Any, run_id: str) -> list[tuple[str, int, float]]:
     return sorted((one.key, one.step, one.value) for one in points)
 
 
+@pytest.mark.moderate
 def test_the_database_has_the_rows_of_the_csv_logger_value_for_value(tmp_path: Path, client: Any) -> None:
     random.seed(1)
     np.random.seed(1)

@@ -465,6 +465,7 @@ def train(folder: Path, iterations: int, resumed_with: int | None = None) -> dic
     return {"weights": full(engine), "averages": averages}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("before", "after"), quick([(2, 1), (2, 4), (1, 2), (2, 2)], (2, 1)))
 def test_a_checkpoint_loads_on_any_number_of_ranks_and_the_run_continues_as_uninterrupted(
     before: int, after: int, tmp_path: Path

@@ -49,6 +49,7 @@ def make(folder: Path, **options: Any) -> WandbLogger:
     return WandbLogger("digits", folder, mode="offline", every="1it", **options)
 
 
+@pytest.mark.moderate
 def test_the_files_have_the_rows_of_the_csv_logger_value_for_value(tmp_path: Path) -> None:
     random.seed(1)
     np.random.seed(1)

@@ -1,0 +1,84 @@
+"""What metrics of torchmetrics need besides `reset`, `update` and `compute`: their states, and which ranks they merge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from signalfire.distributed import Processes, SameData
+
+__all__ = ["load_state_of", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
+
+
+@contextmanager
+def synced(metric: Any, data: Processes) -> Iterator[None]:
+    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples."""
+    if isinstance(data, SameData):
+        with merging_nothing(metric):
+            yield
+        return
+    own = data.main is not None
+    grouped = [part for part in torchmetrics_in(metric).values() if part.process_group is None] if own else []
+    for part in grouped:
+        part.process_group = data.main
+    try:
+        yield
+    finally:
+        for part in grouped:
+            part.process_group = None
+
+
+@contextmanager
+def merging_nothing(metric: Any) -> Iterator[None]:
+    """Let a metric compute from this rank's state alone."""
+    parts = [part for part in torchmetrics_in(metric).values() if getattr(part, "_to_sync", False)]
+    for part in parts:
+        part._to_sync = False
+    try:
+        yield
+    finally:
+        for part in parts:
+            part._to_sync = True
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                part._computed = None  # otherwise it would be reused as the synchronised value
+
+
+def torchmetrics_in(metric: Any) -> dict[str, Any]:
+    """A torchmetrics metric and those inside it (in a collection or wrapper), by path."""
+    if not isinstance(metric, torch.nn.Module):
+        return {}
+    return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
+
+
+def _own_values(metric: Any) -> dict[str, Any]:
+    """The state that a wrapper (MinMaxMetric, Running) keeps in plain attributes."""
+    omitted = {"_computed", "_forward_cache", "_update_count", *metric.metric_state}
+    return {k: v for k, v in vars(metric).items() if k not in omitted and isinstance(v, int | float | Tensor)}
+
+
+def state_of(metric: Any) -> dict[str, Any]:
+    """The state of any metric: the whole one of torchmetrics, else what its `state_dict` returns, if it has one."""
+    # torchmetrics' own state_dict contains only states marked as persistent.
+    if parts := torchmetrics_in(metric):
+        return {
+            path: {"state": dict(m.metric_state), "count": m._update_count, "own": _own_values(m)}
+            for path, m in parts.items()
+        }
+    return metric.state_dict() if hasattr(metric, "state_dict") else {}
+
+
+def load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
+    """Load what `state_of` returned."""
+    if parts := torchmetrics_in(metric):
+        metric.reset()
+        for path, part in parts.items():
+            for key, value in state[path]["state"].items():
+                setattr(part, key, value)
+            part._update_count = state[path]["count"]
+            vars(part).update(state[path].get("own", {}))
+    elif hasattr(metric, "load_state_dict"):
+        metric.load_state_dict(state)
