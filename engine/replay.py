@@ -349,8 +349,8 @@ def _digest(tensors: list[Tensor]) -> str:
     return content.hexdigest()
 
 
-def _same(a: float | str, b: float | str) -> bool:
-    return a == b or (a != a and b != b)  # NaN is what differs from itself
+def _same(a: object, b: object) -> bool:
+    return bool(a == b or (a != a and b != b))  # NaN is what differs from itself
 
 
 def _shown(value: float | None) -> str:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from . import estimators, metrics, optimizers, recipes, schedulers
+from . import estimators, metrics, optimizers, programs, recipes, schedulers
 from .outcomes import table
 
 SUITES = {
@@ -18,6 +18,7 @@ SUITES = {
     "classes of torchmetrics": metrics.of_torchmetrics,
     "checks of scikit-learn, examples/sklearn_estimator.py": estimators.of_example,
     "checks of scikit-learn, skorch": estimators.of_skorch,
+    "programs of pytorch/examples": programs.of_pytorch_examples,
     "recipe of nanoGPT": recipes.of_nanogpt,
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.kit import needs
-from tests.neutral import estimators, metrics, optimizers, recipes, schedulers
+from tests.neutral import estimators, metrics, optimizers, programs, recipes, schedulers
 from tests.neutral.outcomes import Outcome, table
 
 pytestmark = pytest.mark.neutral
@@ -43,6 +43,11 @@ def test_at_least_as_many_checks_of_scikit_learn_pass_as_with_skorch() -> None:
     theirs = estimators.of_skorch()
     assert len(theirs) >= 50
     assert sum(one.reason is None for one in ours) >= sum(one.reason is None for one in theirs) > 0
+
+
+def test_the_programs_of_pytorch_examples_have_the_same_bits() -> None:
+    needs("neutral", "mlxtend")
+    passes("programs of pytorch/examples", programs.of_pytorch_examples(), 7)
 
 
 def test_the_recipe_of_nanogpt_has_the_same_bits() -> None:
