@@ -44,7 +44,9 @@ class DistributedDataParallel(Distribution):
         shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
             dataset, are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler
             uses its sampler, whose epoch is set. "own": each rank has its own data. "round_robin": all ranks read all of the
-            data, and each uses its batches round robin. The effective batch size is the loader's times the number of processes.
+            data, and each uses its batches round robin. "auto" refuses other data, such as a loader over an IterableDataset: give
+            "round_robin", or "own" where the dataset shards itself. The effective batch size is the loader's times the number of
+            processes.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks raise
             an error that names it and the last event it reached.

@@ -30,7 +30,8 @@ class EMA(AveragedWeights):
     handler's state. After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights
     loaded by `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
 
-    Averages of float16 and bfloat16 weights are kept in float32, so that small changes are not lost to rounding.
+    The averages take the memory of one more copy of the weights. Those of float16 and bfloat16 weights are kept in float32, so
+    that small changes are not lost to rounding.
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.

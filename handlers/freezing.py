@@ -25,9 +25,9 @@ class Freezing(Handler):
 
     Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them: neither momentum nor weight decay
     changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
-    normalisation layers with running statistics are in eval mode, because each forward would update the statistics; other
-    modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the run,
-    inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
+    normalisation layers with running statistics (BatchNorm) are in eval mode, because each forward would update the statistics;
+    other modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the
+    run, inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
     ``requires_grad``, so parameters that the user froze stay frozen. After the run, everything is as before.
 
     What is frozen depends only on the epoch, also in a resumed run.

@@ -71,7 +71,7 @@ def handler_page(kind: type[Handler]) -> str:
         Capture.FORBIDDEN: "A step with it cannot be recorded as a CUDA graph.",
     }
     text += [sentence for capture, sentence in graphs.items() if kind.capture is capture]
-    text += ["", "## What it costs, and what is refused beside it", "", _calls(kind), "", *_refused_beside(kind)]
+    text += ["", "## Cost, and incompatible handlers", "", _calls(kind), "", *_refused_beside(kind)]
     return "\n".join([*text, "", f"Its code: `handlers/{file}`.", ""])
 
 
@@ -109,7 +109,12 @@ def _refused_beside(kind: type[Handler]) -> list[str]:
     for name in sorted(overridden[kind.__name__]):
         others = [other for other, names in overridden.items() if other != kind.__name__ and name in names]
         beside = ", ".join(f"[{other}]({other}.md)" for other in others) or "a second one like it"
-        lines.append(f"- It may override {Override[name].value}, and refuses what does the same: {beside}.")
+        if name == "FILE":
+            lines.append(
+                f"- It refuses a file that another handler writes: {beside}. With paths of their own, all can log."
+            )
+        else:
+            lines.append(f"- It may override {Override[name].value}, and refuses what does the same: {beside}.")
     return lines
 
 

@@ -1,6 +1,8 @@
 // Which results of the search stand first: the page that says what to do before the lists that hold every word.
 var Scorer = {  // which Sphinx looks for, and declares itself where there is none
   score: ([docname, title, anchor, descr, score, filename, kind]) => {
+    const query = new URLSearchParams(window.location.search).get("q") || "";
+    if (docname === "codes" && /^\s*[wcg]\d\d\s*$/i.test(query)) return score + 60;  // the code of a finding
     if (["errors", "changelog", "codes"].includes(docname)) return score - 30;
     if (docname === "interface") return score - 10;
     if (docname === "symptoms") return score + 12;
