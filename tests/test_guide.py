@@ -44,6 +44,7 @@ WRITTEN = (
     "from_huggingface",
     "from_fastai",
     "from_pytorch_accelerated",
+    "timm",
     "loop",
     "by_purpose",
     "recipes",

@@ -19,7 +19,7 @@ from signalfire import Engine, Update, handlers
 from tests.kit import needs
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
-PAGES = sorted(file.stem for file in GUIDE.glob("from_*.md"))
+PAGES = [*sorted(file.stem for file in GUIDE.glob("from_*.md")), "timm"]
 SPAN = re.compile(r"`([^`]+)`")
 
 
@@ -35,6 +35,18 @@ def named(page: str) -> set[str]:
     """The names of theirs that the page has a row for."""
     spans = [span for theirs, _ in rows(page) for span in SPAN.findall(theirs)]
     return {re.split(r"[=(]", span)[0].split(".")[-1] for span in spans}
+
+
+def test_each_argument_of_timms_program_has_one_row_and_nine_of_ten_about_training_a_place() -> None:
+    text = (GUIDE / "timm.md").read_text()
+    trains, absent, theirs = (
+        [span for line in part.splitlines() if line.startswith("| `") for span in SPAN.findall(line.split(" | ")[0])]
+        for part in text.split("\n## ")[1:]
+    )
+    assert len({*trains, *absent, *theirs}) == len([*trains, *absent, *theirs]) == 175
+    assert len(trains) >= 0.9 * len([*trains, *absent])
+    assert f"{len(trains)} of the {len([*trains, *absent])} about training" in text
+    assert f"{len(absent)} have none, and {len(theirs)} are arguments" in text
 
 
 # ---- ours, without them ------------------------------------------------------------------------------------------------------
@@ -188,7 +200,7 @@ PACKAGES = {
 
 
 def test_every_page_for_those_who_come_from_elsewhere_is_compared() -> None:
-    assert {*PAGES} == {*THEIRS, "from_a_plain_loop"}
+    assert {*PAGES} == {*THEIRS, "from_a_plain_loop", "timm"}
 
 
 @pytest.mark.slow
