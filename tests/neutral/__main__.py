@@ -16,6 +16,7 @@ SUITES = {
     "schedulers of transformers": schedulers.of_transformers,
     "schedulers of timm": schedulers.of_timm,
     "classes of torchmetrics": metrics.of_torchmetrics,
+    "classes of torchmetrics, two ranks": metrics.of_torchmetrics_on_two,
     "checks of scikit-learn, examples/sklearn_estimator.py": estimators.of_example,
     "checks of scikit-learn, skorch": estimators.of_skorch,
     "programs of pytorch/examples": programs.of_pytorch_examples,

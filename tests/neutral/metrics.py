@@ -1,18 +1,21 @@
-"""Classes of torchmetrics: bit-equal to the metric used by itself over the same uneven batches, also when resumed."""
+"""Classes of torchmetrics: bit-equal to the metric used by itself over the same uneven batches; resumed, and on two ranks, too."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import nn
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import Metrics
+from signalfire.distributed import process_group
+from signalfire.handlers import DistributedDataParallel, Metrics
+from tests.processes import run_together
 
 from .outcomes import Outcome, judged
 
@@ -32,38 +35,69 @@ def _same(one: Any, other: Any) -> bool:
 
 def check(build: Callable[[], Any], make: Callable[[int, torch.Generator], tuple[Any, Any]]) -> str | None:
     """Why a metric does not pass; None if it does."""
-    generator = torch.Generator().manual_seed(5)
-    data = [make(size, generator) for size in SIZES]
-    own = build()
-    for output, target in data:
-        own.update(output, target, **_groups_of(own, target))
-    expected = own.compute()
-
-    def engine_of() -> Engine:
-        optimizer = partial(torch.optim.SGD, lr=0.1)
-        parameter = nn.Linear(1, 1)
-        update = Update(
-            lambda engine, batch: batch[0], lambda engine, output, batch: engine.model.weight.sum(), optimizer
-        )
-        engine = Engine(update, model=parameter, seed=0)
-        engine.attach(Metrics(metric=(metric := build()), inputs=partial(_inputs, metric)))
-        return engine
-
+    data = _data(make)
     states: list[Any] = []
-    engine = engine_of()
+    engine = _engine_with(build())
     engine.connect(Events.ITERATION_COMPLETED(once=CUT), lambda engine: states.append(engine.state_dict()))
     whole = _values(engine.run(data, max_epochs=1, check=False))
-    resumed = engine_of()
+    resumed = _engine_with(build())
     resumed.load_state_dict(states[0])
     again = _values(resumed.run(data, max_epochs=1, check=False))
-    given = (
-        {f"metric/{key}": value for key, value in expected.items()}
-        if isinstance(expected, dict)
-        else {"metric": expected}
-    )
+    given = _by_itself(build(), data)
     if not _same({key: whole.get(key) for key in given}, given):
         return "differs from the metric used by itself"
     return None if _same({key: again.get(key) for key in given}, given) else "resumed, it differs"
+
+
+def check_on_two(build: Callable[[], Any], make: Callable[[int, torch.Generator], tuple[Any, Any]]) -> str | None:
+    """The same on this rank of two, whose batches go to the ranks in turn."""
+    data = _data(make)
+    engine = _engine_with(build())
+    engine.attach(DistributedDataParallel())
+    whole = _values(engine.run(data, max_epochs=1, check=False))
+    given = _by_itself(build(), data[dist.get_rank() :: 2])
+    if not _same({key: whole.get(key) for key in given}, given):
+        return "on two ranks it differs from the metric used by itself"
+    alone = build()
+    alone.distributed_available_fn = lambda: False
+    in_one = _by_itself(alone, data)
+    return None if _near(given, in_one) else "on two ranks the metric by itself is not that of one process"
+
+
+def _data(make: Callable[[int, torch.Generator], tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(5)
+    return [make(size, generator) for size in SIZES]
+
+
+def _by_itself(metric: Any, data: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """What the metric comes to over the data, over that of all ranks where there are several."""
+    for output, target in data:
+        metric.update(output, target, **_groups_of(metric, target))
+    value = metric.compute()
+    return {f"metric/{key}": one for key, one in value.items()} if isinstance(value, dict) else {"metric": value}
+
+
+def _engine_with(metric: Any) -> Engine:
+    update = Update(
+        lambda engine, batch: batch[0],
+        lambda engine, output, batch: engine.model(torch.ones(1, 1)).sum(),
+        partial(torch.optim.SGD, lr=0.1),
+    )
+    engine = Engine(update, model=nn.Linear(1, 1), seed=0)
+    engine.attach(Metrics(metric=metric, inputs=partial(_inputs, metric)))
+    return engine
+
+
+def _near(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.allclose(
+            one.double(), other.double(), rtol=0, atol=1e-5, equal_nan=True
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_near(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_near, one, other))
+    return bool(one == other)
 
 
 def _groups_of(metric: Any, target: Any) -> dict[str, Any]:
@@ -125,7 +159,22 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 def of_torchmetrics() -> list[Outcome]:
     """Metrics of classification and regression."""
-    found = []
+    return [judged(name, partial(check, build, make)) for name, build, make in _metrics()]
+
+
+def of_torchmetrics_on_two() -> list[Outcome]:
+    """The same on two ranks: bit-equal to their own use over the same shards, and within 1e-5 of one process."""
+    first, second = run_together(_on_this_rank, 2)
+    return [one if one.reason is not None else other for one, other in zip(first, second, strict=True)]
+
+
+def _on_this_rank() -> list[Outcome]:
+    torch.set_num_threads(1)
+    process_group(backend="gloo", timeout=60.0)
+    return [judged(name, partial(check_on_two, build, make)) for name, build, make in _metrics()]
+
+
+def _metrics() -> Iterator[tuple[str, Callable[[], Any], Callable[[int, torch.Generator], tuple[Any, Any]]]]:
     kinds = _kinds()
     for module in (torchmetrics.classification, torchmetrics.regression):
         for name in sorted(module.__all__):
@@ -137,5 +186,4 @@ def of_torchmetrics() -> list[Outcome]:
                 continue  # a wrapper that builds one of the others
             build, make = kinds[prefix]
             options = next((one for end, one in _NEEDS.items() if name.endswith(end)), {})
-            found.append(judged(name, partial(check, partial(build, partial(kind, **options)), make)))
-    return found
+            yield name, partial(build, partial(kind, **options)), make
