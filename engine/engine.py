@@ -138,8 +138,7 @@ class Engine:
                 skipped. `signalfire.data` says how a resumed run finds its place in it.
             max_epochs, max_iters: up to this epoch or iteration, counted over all runs. Evaluation runs one epoch by default.
             max_steps: up to this many optimizer steps of the first update.
-            max_time: up to this much wall-clock time in this call, such as "15min". As at any other bound, what is saved then is
-                up to a handler: ``Checkpoint(folder, every=Events.EPOCH_COMPLETED | Events.COMPLETED)``.
+            max_time: up to this much wall-clock time in this call, such as "15min". No bound saves anything; see `Checkpoint`.
             min_epochs, min_iters: `terminate` takes effect only once this many are complete.
             epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
                 the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
@@ -320,7 +319,8 @@ class Engine:
         """Go back to the end of iteration ``to``, in this run, and leave out the ``leave_out`` batches that follow it.
 
         At the end of the iteration under way the newest state from before is put back in place, and the run continues from there
-        bit for bit as before, up to ``to``. A handler has to keep states: `Rewindable`, or `SpikeGuard`, which calls this itself.
+        bit for bit as before, up to ``to``; what calls this comes up again, and has to remember it. A handler has to keep states:
+        `Rewindable`, or `SpikeGuard`, which calls this itself.
 
         Returns:
             The batches that are left out.

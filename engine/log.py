@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -123,8 +123,10 @@ class Log(Part):
             RuntimeError: outside a run.
         """
         engine = self.engine
-        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
-            _refuse_as_number(name, value)
+        if not isinstance(value, Real) and not (
+            isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        ):
+            value = _as_number(name, value)
         metrics = engine.state.metrics
         if not engine.running or metrics.owners.get(name) != "user":
             self._check("log", name)
@@ -248,7 +250,12 @@ class Log(Part):
         return engine
 
 
-def _refuse_as_number(name: str, value: object) -> NoReturn:
+def _as_number(name: str, value: object) -> float:
+    """An array of one real number as that number; an error for anything else."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
+        return float(value.item())
+    if isinstance(value, Tensor) and value.is_complex():
+        raise TypeError(f"log({name!r}, ...): {value} is complex; log its real part, or its absolute value")
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise TypeError(
         f"log({name!r}, ...): a {type(value).__name__}{shape} is not one number; log its mean, or call log.histogram, log.image, "

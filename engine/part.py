@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Part"]
+__all__ = ["Part", "Reference"]
 
 
 class Part:
@@ -24,3 +24,16 @@ class Part:
         if engine is None:
             raise ReferenceError(f"the engine of this {type(self).__name__} does not exist any more")
         return engine
+
+
+class Reference:
+    """A weak reference for hooks on modules, which are copied and pickled with these: what is copied knows no engine."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    def __call__(self) -> Engine | None:
+        return None if self._engine is None else self._engine()
+
+    def __reduce__(self) -> tuple[type[Reference], tuple[()]]:
+        return Reference, ()

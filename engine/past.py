@@ -20,6 +20,9 @@ BEFORE = "before"
 """The key of where the pass over the data began that came before that of a state; see `Source.before`."""
 
 
+_MOST_REPEATS = 10
+
+
 class Place(NamedTuple):
     """A batch of the run.
 
@@ -58,6 +61,10 @@ class Past(Part):
         self.reached: int | None = None
         self.recorded: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
+        self._repeated = (
+            0,
+            (0, 0),
+        )  # how often in a row the run went back from one iteration to another, with nothing changed
         self._before: int | None = None  # from a loaded state, until its position in the data is in place
 
     # ---- keeping states -------------------------------------------------------------------------------------------
@@ -158,6 +165,12 @@ class Past(Part):
             if isinstance(leave_out, bool) or leave_out < 0:
                 raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches")
             leave_out = self.places_of(range(to + 1, min(to + leave_out, now) + 1))
+        if not leave_out and not changes:
+            self._check_repeats(now, to)
+        if isinstance(leave_out, str) or not all(isinstance(one, Place) for one in leave_out):
+            raise TypeError(
+                f"rewind(leave_out={leave_out!r}): expected a number of batches, or places that replay(iteration).place gives"
+            )
         _, state = self.before(to + 1)
         places = [(place.epoch - 1, place.batch) for place in leave_out]
         state = dict(state)
@@ -169,6 +182,17 @@ class Past(Part):
             state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
         engine.snapshots.restore(state)
         return list(leave_out)
+
+    def _check_repeats(self, now: int, to: int) -> None:
+        """Raise an error for a run that goes back again and again: it makes the same iterations each time, and never ends."""
+        count, way = self._repeated
+        self._repeated = (count + 1 if way == (now, to) else 1), (now, to)
+        if self._repeated[0] > _MOST_REPEATS:
+            raise RuntimeError(
+                f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time, with no batch left "
+                "out, and would do so for ever: what calls this is called again once the run is there; remember that it was "
+                "called, or give leave_out="
+            )
 
     def places_of(self, iterations: Iterable[int]) -> list[Place]:
         """Which batches the iterations have used, as far back as to the pass before this one; none without data."""

@@ -191,6 +191,11 @@ class Registry(Mapping[str, Handler], Part):
         """Disable the handlers with these names inside the ``with`` block; see `Engine.without`."""
         return _Without(self.engine, names)
 
+    def sync_written(self) -> None:
+        """Let each handler sync the files that it has written, which a state refers to."""
+        for handler in self.values():
+            handler.sync_written()
+
     def writers(self) -> list[str]:
         """The names of the enabled handlers that write files or send something away."""
         return [name for name, handler in self.items() if handler.writes and handler.enabled]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -22,7 +25,7 @@ from .state import State
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["rehearsal"]
+__all__ = ["check_engine", "rehearsal"]
 
 _BESIDE_THE_STEP = {
     "metrics", "files", "processes", "signals", "state", "random", "error", "stop", "bounds", "rates", "trainable", "modes",
@@ -67,21 +70,70 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
     Raises:
         TypeError: for data that can be iterated once only, which would be used up.
     """
+    check_engine(engine, where)
     if engine.running:
         raise RuntimeError(f"{where} was called during a run; call it between runs")
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"{where}: the data is a {type(data).__name__}; give what has batches: a DataLoader, or a list of them"
+        )
     if isinstance(data, Iterator):
         raise TypeError(
             f"{where}: the data is a {type(data).__name__}, which would be used up; give data that can be iterated again, such "
             "as a DataLoader or a list"
         )
-    before = _Before(engine, data)
-    with ExitStack() as stack:
-        stack.callback(before.put_back)
-        off = _not_of_the_step(engine) if engine.training else engine.handlers.writers()
-        stack.enter_context(engine.without(*off))
-        stack.enter_context(_without_recording_functions(engine))
-        stack.enter_context(allow(*_OF_RESUMES))
-        yield
+    interrupts = _Interrupts()
+    interrupts.hold()
+    try:
+        before = _Before(engine, data)
+        with ExitStack() as stack:
+            stack.callback(before.put_back)
+            off = _not_of_the_step(engine) if engine.training else engine.handlers.writers()
+            stack.enter_context(engine.without(*off))
+            stack.enter_context(_without_recording_functions(engine))
+            stack.enter_context(allow(*_OF_RESUMES))
+            try:
+                interrupts.release()
+                yield
+            finally:
+                interrupts.hold()
+    finally:
+        interrupts.release()
+
+
+def check_engine(engine: object, where: str) -> None:
+    """Raise an error for what is no engine, such as a model, or data in its place."""
+    if not hasattr(engine, "updates"):
+        raise TypeError(
+            f"{where}: the first argument is a {type(engine).__name__}; expected an Engine, and then the data"
+        )
+
+
+class _Interrupts:
+    """Lets Ctrl-C wait while an engine is changed over or put back, which must not stop in the middle."""
+
+    def __init__(self) -> None:
+        self._own: Callable[[int, FrameType | None], Any] | None = None  # what SIGINT calls otherwise
+        self._came = False
+
+    def hold(self) -> None:
+        """Let it wait, in the main thread, which is the one that it interrupts."""
+        own = signal.getsignal(signal.SIGINT)
+        if callable(own) and threading.current_thread() is threading.main_thread():
+            self._own = own
+            signal.signal(signal.SIGINT, self._note)
+
+    def release(self) -> None:
+        """Let it interrupt again, and at once if it has come."""
+        if self._own is not None:
+            own, self._own = self._own, None
+            signal.signal(signal.SIGINT, own)
+            if self._came:
+                self._came = False
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
 
 
 def _not_of_the_step(engine: Engine) -> list[str]:
@@ -116,18 +168,18 @@ def _changes_the_step(receiver: Connection) -> bool:
 def _without_recording_functions(engine: Engine) -> Iterator[None]:
     """Disconnect functions of no handler from Phase.RECORD on, and connect them again in their places."""
     removed = [
-        (signal, connection)
-        for signal in engine.signals.all()
-        for connection in signal.connections
+        (place, connection)
+        for place in engine.signals.all()
+        for connection in place.connections
         if connection.owner is None and connection.phase >= Phase.RECORD
     ]
-    for signal, connection in removed:
-        signal.remove(connection)
+    for place, connection in removed:
+        place.remove(connection)
     try:
         yield
     finally:
-        for signal, connection in removed:
-            signal.add(connection)
+        for place, connection in removed:
+            place.add(connection)
 
 
 class _Before:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batches import map_leaves, samples_in
+from .batches import rebuilt, tensors_in
 from .data.loading import epochs_of, generators_of, indices_from, set_epochs, skippable
 from .data.streamed import inner
 from .events import Events
@@ -145,7 +146,11 @@ class Replay:
             or not isinstance(iteration, int)
             or not 1 <= iteration <= engine.state.iteration
         ):
-            raise ValueError(f"replay({iteration!r}): expected an iteration from 1 to {engine.state.iteration}")
+            made = engine.state.iteration
+            wanted = (
+                f"expected an iteration from 1 to {made}" if made else "it has made none since it was built or reset"
+            )
+            raise ValueError(f"replay({iteration!r}): {wanted}")
         self.engine = engine
         self.iteration = iteration
         self._from, self._state = engine.past.before(iteration)
@@ -207,18 +212,25 @@ class Replay:
             if self._from < self.iteration - 1:
                 self._continue(state, self.iteration - 1)
                 state = gather(self.engine)
-            with _batches_of(self.engine, self.iteration, None) as seen:
+            with _batches_of(self.engine, self.iteration) as seen:
                 whole = self._make(state)
-            count = samples_in(seen[0])
+            count = self.engine.updates[0].samples_in(seen[0])
+            if not any(count in one.shape for one in tensors_in(seen[0])):
+                raise TypeError(
+                    f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these along a "
+                    "dimension, so that none can be left out"
+                )
             if count < 2:
                 raise ValueError(
                     f"replay({self.iteration}).rank_samples(): the batch has one sample, which cannot be left out"
                 )
             parts = []
             for place in range(count):
-                with _batches_of(self.engine, self.iteration, place):
+                with _batches_of(self.engine, self.iteration, partial(_without, place, count)):
                     parts.append(self._make(state))
-        names = self.samples if skippable(inner(self._data)) else list(range(count))
+        names = self.samples if skippable(inner(self._data)) else []
+        if len(names) != count:  # data without indices, or a dataset of whole batches
+            names = list(range(count))
         found = [
             SampleInfluence(name, part.loss, part.gradient_norm, _influence(whole, part))
             for name, part in zip(names, parts, strict=True)
@@ -305,14 +317,14 @@ class _Watch:
 
 
 @contextmanager
-def _batches_of(engine: Engine, iteration: int, left_out: int | None) -> Iterator[list[Any]]:
-    """See the batch of an iteration, before anything changes it, and leave one sample of it out."""
+def _batches_of(engine: Engine, iteration: int, change: Callable[[Any], Any] | None = None) -> Iterator[list[Any]]:
+    """See the batch of an iteration, before anything else changes it, and change it."""
     seen: list[Any] = []
 
     def receive(engine: Engine) -> None:
         seen.append(engine.state.batch)
-        if left_out is not None:
-            engine.state.batch = _without(engine.state.batch, left_out)
+        if change is not None:
+            engine.state.batch = change(engine.state.batch)
 
     attachment = engine.connect(Events.GET_BATCH_COMPLETED(once=iteration), receive, rank=-(10**6))
     try:
@@ -321,18 +333,18 @@ def _batches_of(engine: Engine, iteration: int, left_out: int | None) -> Iterato
         attachment.detach()
 
 
-def _without(batch: Any, place: int) -> Any:
-    """A batch without one of its samples."""
-    count = samples_in(batch)
-
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == count:
-            return torch.cat([leaf[:place], leaf[place + 1 :]])
-        if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.shape[0] == count:
-            return np.delete(leaf, place, axis=0)
-        return leaf
-
-    return map_leaves(change, batch)
+def _without(place: int, count: int, batch: Any) -> Any:
+    """A batch of so many samples without one of them; they are along the first dimension of this length."""
+    if isinstance(batch, Tensor | np.ndarray):
+        if count not in batch.shape:
+            return batch
+        dim = batch.shape.index(count)
+        if isinstance(batch, np.ndarray):
+            return np.delete(batch, place, axis=dim)
+        return torch.cat([batch.narrow(dim, 0, place), batch.narrow(dim, place + 1, count - place - 1)], dim)
+    if isinstance(batch, list | tuple) and len(batch) == count and not tensors_in(batch):  # such as texts
+        return type(batch)(one for i, one in enumerate(batch) if i != place)
+    return rebuilt(batch, partial(_without, place, count))
 
 
 def _influence(whole: Made, part: Made) -> float:

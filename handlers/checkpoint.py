@@ -301,9 +301,12 @@ class Checkpoint(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
-        """Write the version that the loaded state counts as kept, if the run that saved this state ended before it did."""
+        """Write what the loaded state counts as kept, if its run ended before it did; or where this run has gone back to."""
         entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
-        if entry is not None and origin is not None and origin["manifest"]["handler"] != self.name:
+        # A run that is killed must not resume on the way that it has left.
+        if self.monitor is None and self.retention.has_abandoned:
+            self._write(engine, self.retention.selecting(self._entry(engine, None)), asynchronous=False)
+        elif entry is not None and origin is not None and origin["manifest"]["handler"] != self.name:
             self._write(engine, entry, asynchronous=False)
 
     def _run(self, engine: Engine) -> checkpoints.SavingRun:
@@ -462,15 +465,13 @@ class Checkpoint(Handler):
     def _sync_written(self, engine: Engine) -> None:
         """Sync the files that the state refers to, such as logs: they must be on disk before the state."""
         if self.sync_files and not self.weights_only:
-            for handler in engine.handlers.values():
-                handler.sync_written()
+            engine.handlers.sync_written()
 
     def _save_uncounted(self, engine: Engine, state: Mapping[str, Any], why: str, *, rank_local: bool = False) -> None:
         """Write a state that does not count towards ``keep``; with ``rank_local``, without communication between ranks."""
-        position, steps = state["engine"], state["updates"][engine.updates[0].name]["steps"]
-        epoch, iteration, metrics = position["epoch"], position["iteration"], position["metrics"]["values"]
-        base = self.filename.fill(self.name, epoch, iteration, steps, metrics)
-        entry = checkpoints.Entry(f"{base}-{why}", None, iteration)
+        at, steps = state["engine"], state["updates"][engine.updates[0].name]["steps"]
+        base = self.filename.fill(self.name, at["epoch"], at["iteration"], steps, at["metrics"]["values"])
+        entry = checkpoints.Entry(f"{base}-{why}", None, at["iteration"])
         left_out = self._left_out(engine)
         write = self._prepare(engine, entry, without(state, left_out), left_out, counted=False)
         self._saver.start(write)

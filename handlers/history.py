@@ -219,6 +219,14 @@ class History(Handler):
         """
         from matplotlib.figure import Figure
 
+        if isinstance(path, str) and path in self.names:
+            raise ValueError(
+                f"History.plot({path!r}): this is a metric; the path comes first: plot('curves.png', {path!r})"
+            )
+        if (wrong := next((one for one in names if not isinstance(one, str)), None)) is not None:
+            raise TypeError(
+                f"History.plot(..., {wrong!r}): expected names of metrics: plot('curves.png', 'loss', 'accuracy')"
+            )
         panels = self._panels(names)
         if not panels:
             raise ValueError("History.plot(): nothing was recorded; attach Metrics or Validation and run")
@@ -254,7 +262,9 @@ class History(Handler):
     def _chosen_panels(self, chosen: tuple[str, ...], groups: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
         for name in chosen:
             if "," in name:
-                panel = [one for one in name.split(",") if one]
+                panel = [one.strip() for one in name.split(",") if one.strip()]
+                if not panel:
+                    raise ValueError(f"History.plot(..., {name!r}): there is no name of a metric in it")
                 yield ", ".join(panel), panel
                 continue
             found = [(title, panel) for title, panel in groups.items() if name == title or name in panel]

@@ -25,6 +25,7 @@ from ._common.ranks import CHECK_SPIKES, HOLD_STATE, MEASURE_GRADIENTS, READ_FLA
 
 __all__ = ["SpikeGuard"]
 
+_MOST_IN_A_ROW = 20  # steps that are left out before what they have is taken as usual
 _LEAST = 0.1  # in logarithms: whatever the deviation, less than 10 % above the mean is no spike
 
 
@@ -36,7 +37,7 @@ class SpikeGuard(Handler):
     the window is full. In an accumulation window the mean loss counts. The norm is that before clipping. With several
     ranks, the loss is the mean over all, so all decide alike.
 
-    - "skip" omits the step.
+    - "skip" omits the step. After 20 in a row it takes the new level as usual, and reports this (W19).
     - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike comes again, and from which sample.
     - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
       that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
@@ -106,6 +107,11 @@ class SpikeGuard(Handler):
         self.sigmas = check_number(self, "sigmas", sigmas, above=0)
         self.rewind = check_int(self, "rewind", rewind)
         self.keep = check_int(self, "keep", keep)
+        if policy == "rewind" and self.keep < 2:
+            raise ValueError(
+                f"SpikeGuard(policy='rewind', keep={keep}): when a spike comes, one state alone is less than rewind={rewind} "
+                "iterations old; keep at least 2"
+            )
         self.at_most = check_int(self, "at_most", at_most)
         watched = [watch] if isinstance(watch, str) else list(watch) if isinstance(watch, Iterable) else []
         if not watched:
@@ -120,6 +126,7 @@ class SpikeGuard(Handler):
         self._usual: dict[str, _Window] = {}  # by update and what is watched
         self._losses: dict[str, list[tuple[int, Tensor, float]]] = {}  # iteration, loss and weight, of the open window
         self._norms: list[Tensor] = []  # of the gradients that are ready
+        self._in_a_row: dict[str, int] = {}  # steps that were left out, by update
         self._goes_back_to: int | None = None  # from the spike to the end of its iteration
         self._told = False  # that a loss has no logarithm
 
@@ -157,7 +164,7 @@ class SpikeGuard(Handler):
     def ask(self, engine: Engine) -> None:
         """Have the values read together with the flags of others."""
         update = engine.state.update
-        if update.evaluation > 0:
+        if update.evaluation > 0 or self._goes_back_to is not None:  # the latter for an earlier step of this iteration
             return
         losses, norms = self._losses.pop(update.name, []), self._norms
         self._norms = []
@@ -211,12 +218,30 @@ class SpikeGuard(Handler):
                     f"the {what} {found[what]:.4g} is {deviations:.1f} standard deviations above the usual "
                     f"{math.exp(usual.mean):.4g}"
                 )
-        if reasons:
+        if reasons and not self._is_new_level(engine, update, reasons):
             first = losses[0][0] if losses else engine.state.iteration
             self._act(engine, update, "; ".join(reasons), range(first, engine.state.iteration + 1))
             return
+        self._in_a_row.pop(update.name, None)
         for what, value in logarithms.items():
-            self._usual[f"{update.name}: {what}"].add(value)
+            self._usual.setdefault(f"{update.name}: {what}", _Window(self.window)).add(value)
+
+    def _is_new_level(self, engine: Engine, update: UpdateState, reasons: list[str]) -> bool:
+        """Whether so many steps in a row are above what was usual that this is usual now; the windows begin anew then."""
+        count = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
+        if self.policy != "skip" or count <= _MOST_IN_A_ROW:
+            return False
+        self._usual = {key: usual for key, usual in self._usual.items() if not key.startswith(f"{update.name}: ")}
+        if engine.processes.is_rank_zero:
+            engine.findings.report(
+                "W19",
+                f"{self.name!r} has left out {_MOST_IN_A_ROW} steps of update {update.name!r} in a row, and from iteration "
+                f"{engine.state.iteration} on takes as usual that {'; '.join(reasons)}",
+                "look at the data and at the learning rate of these iterations",
+                self.name,
+                key=f"level {engine.state.iteration}",
+            )
+        return True
 
     def _report_no_logarithm(self, engine: Engine, loss: float) -> None:
         if not self._told and engine.processes.is_rank_zero:
@@ -337,12 +362,14 @@ class SpikeGuard(Handler):
             "actions": [dict(action) for action in self.actions],
             "usual": {key: usual.state_dict() for key, usual in sorted(self._usual.items())},
             "losses": {name: [list(one) for one in several] for name, several in sorted(self._losses.items())},
+            "in_a_row": dict(self._in_a_row),
             "goes_back_to": self._goes_back_to,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.actions = [dict(action) for action in state["actions"]]
         self._goes_back_to = state["goes_back_to"]
+        self._in_a_row = dict(state.get("in_a_row", {}))  # a state of 0.2.0 has none
         self._usual = {key: _Window.of(self.window, usual) for key, usual in state["usual"].items()}
         self._losses = {
             name: [(i, loss, weight) for i, loss, weight in several] for name, several in state["losses"].items()

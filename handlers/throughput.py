@@ -7,6 +7,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Literal
 
+from torch.nn import RNNBase
+
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_int, check_number
@@ -159,7 +161,23 @@ class Throughput(Handler):
     def end_counting(self, engine: Engine) -> None:
         """Take what was counted up to here; a step may compute the gradients again."""
         if self._counter is not None and engine.state.update.evaluation == 0:
+            if not self._counted:
+                self._report_uncounted(engine)
             self._counted = self._counter.total
+
+    def _report_uncounted(self, engine: Engine) -> None:
+        found = {
+            type(part).__name__
+            for root in engine.modules.values()
+            for part in root.modules()
+            if isinstance(part, RNNBase)
+        }
+        if found:
+            engine.processes.print(
+                f"{self.name}: torch does not count the operations of {', '.join(sorted(found))}, so that 'flops_per_second' and "
+                "'mfu' are too low; give flops=",
+                file=sys.stderr,
+            )
 
     @on("wait_event", phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def begin_waiting(self, engine: Engine) -> None:

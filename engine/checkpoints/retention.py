@@ -56,6 +56,11 @@ class Retention:
         self.selected: Entry | None = None
 
     @property
+    def has_abandoned(self) -> bool:
+        """Whether versions are on disk that were written after the iteration to which the run has gone back."""
+        return any(since == 0 for since, _ in self.held)
+
+    @property
     def kept(self) -> list[tuple[str, Entry]]:
         """The entries on disk, with their names."""
         return [(self.names[one.iteration], one) for one in self.written if one.iteration in self.names]
@@ -66,6 +71,12 @@ class Retention:
         """Select an entry that replaces the oldest one."""
         self.planned = [*self._others(entry.iteration), entry][-self.keep :]
         self.selected = entry
+
+    def selecting(self, entry: Entry) -> Entry:
+        """As `select_last`, of an entry that is written at once."""
+        self.select_last(entry)
+        self.selected = None
+        return entry
 
     def place(self, value: float, iteration: int, better: Callable[[float, float | None], bool]) -> int | None:
         """The rank of a value among the kept ones, 0 being the best; None if it is not among the best, or NaN."""

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..connection import Connection, guarded
 from ..events import Events
+from ..part import Reference
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -51,7 +52,7 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
 @contextmanager
 def _looking(engine: Engine, who: str) -> Iterator[None]:
     roots = engine.modules.values() if engine.training else ()
-    hooks = [root.register_forward_pre_hook(partial(_look, engine, who)) for root in roots]
+    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who)) for root in roots]
     try:
         yield
     finally:
@@ -59,8 +60,8 @@ def _looking(engine: Engine, who: str) -> Iterator[None]:
             hook.remove()
 
 
-def _look(engine: Engine, who: str, module: nn.Module, inputs: Any) -> None:
-    if torch.is_grad_enabled() or not module.training:
+def _look(reference: Reference, who: str, module: nn.Module, inputs: Any) -> None:
+    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training:
         return
     if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
         engine.findings.report(

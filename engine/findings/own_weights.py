@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.sharded import is_sharded
 from ..events import Events
+from ..part import Reference
 from .function_rules import is_users
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class OwnLoads:
     """
 
     def __init__(self, engine: Engine) -> None:
-        look = partial(_look, weakref.ref(engine))
+        look = partial(_look, Reference(engine))
         roots = engine.modules.values() if engine.training else ()
         self._hooks = [root.register_load_state_dict_pre_hook(look) for root in roots]
 
@@ -38,11 +38,12 @@ class OwnLoads:
             hook.remove()
 
 
-def _look(reference: weakref.ref[Engine], module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    engine = reference()
+def _look(reference: Reference, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    if (engine := reference()) is None:
+        return
     own = {prefix + name: one for name, one in module.named_parameters() if not is_sharded(one) and not one.is_meta}
     given = {name: state[name] for name in own if isinstance(state.get(name), Tensor)}
-    if engine is None or not given or any(one.is_meta or is_sharded(one) for one in given.values()):
+    if not given or any(one.is_meta or is_sharded(one) for one in given.values()):
         return
     if all(one.data_ptr() == own[name].data_ptr() for name, one in given.items() if one.numel()):
         engine.findings.report(

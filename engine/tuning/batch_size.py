@@ -20,7 +20,7 @@ from ..events import Events
 from ..explain import is_out_of_memory
 from ..handler import Handler, on
 from ..markup import preformatted
-from ..rehearsal import rehearsal
+from ..rehearsal import check_engine, rehearsal
 from ..restore import attempt
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def find_batch_size(
         >>> [trial.size for trial in sizes.trials], sizes.limit
         ([2, 4, 8, 16, 32, 50], 'the data has 50 samples')
     """
+    check_engine(engine, f"{_NAME}()")
+    _check_functions(loader_of, evaluation)
     _check(start, mode, margin, maximum, steps)
     if not engine.training:
         raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
@@ -156,6 +158,20 @@ def find_batch_size(
     search = _Search(partial(_try, engine, loader_of, steps=steps, evaluation=evaluation), limit, why)
     largest = search.run(start, mode, margin)
     return BatchSizes(tuple(sorted(search.trials.values())), largest, search.why if search.too_large is None else "")
+
+
+def _check_functions(loader_of: object, evaluation: object) -> None:
+    if not callable(loader_of):
+        raise TypeError(
+            f"{_NAME}(loader_of={type(loader_of).__name__}): expected a function from a batch size to data, such as "
+            "partial(DataLoader, dataset)"
+        )
+    pair = isinstance(evaluation, tuple) and len(evaluation) == 2 and callable(evaluation[1])
+    if evaluation is not None and not pair:
+        raise TypeError(
+            f"{_NAME}(evaluation={type(evaluation).__name__}): expected an evaluator, and a function from a batch size to its "
+            "data, as a pair"
+        )
 
 
 class _Search:
@@ -190,7 +206,8 @@ class _Search:
         if trial.size > size or trial.size <= self.fitting < size:
             raise ValueError(
                 f"{_NAME}(): loader_of({size}) gives batches of {trial.size} samples; return data in batches of the size that it "
-                "is called with, such as partial(DataLoader, dataset)"
+                "is called with, such as partial(DataLoader, dataset); where samples are not along the first dimension, give "
+                "Update(..., samples=)"
             )
         if trial.size < size:
             self.limit, self.why = trial.size, f"the batches have at most {trial.size} samples"

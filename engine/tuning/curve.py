@@ -64,6 +64,11 @@ class LearningRateCurve:
         if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing < math.inf:
             raise ValueError(f"suggestion(smoothing={smoothing!r}): expected a number of points, 0 or more")
         rates, losses = self._finite()
+        if self.losses and not losses:
+            raise ValueError(
+                f"no loss of the sweep is finite, not even the first, {self.losses[0]}, before any step: no rate can help; "
+                "look at the data and at the loss"
+            )
         if len(rates) < 3:
             raise ValueError(
                 f"the sweep has {len(rates)} finite losses of {len(self.losses)}, which are too few for a suggestion: begin at a "

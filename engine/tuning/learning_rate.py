@@ -12,7 +12,7 @@ from ..blame import warn
 from ..connection import Phase
 from ..events import Events
 from ..handler import Handler, on
-from ..rehearsal import rehearsal
+from ..rehearsal import check_engine, rehearsal
 from .curve import LearningRateCurve
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def find_learning_rate(
         >>> len(curve), curve.rates[0], curve.diverged
         (20, 0.001, False)
     """
+    check_engine(engine, f"{_NAME}()")
     rates = _rates(low, high, steps, spacing)
     sweep = _Sweep(rates, _update_of(engine, update), _factor(diverges))
     with rehearsal(engine, data, where=f"{_NAME}()"), engine.attach(sweep):

@@ -45,10 +45,14 @@ class ScalarLogger(Handler):
 
     @staticmethod
     def tag_of(engine: Engine, metric: str) -> str:
-        """The name of a metric in a log: under "train/", or "val/" for an evaluation's "loss", "val/loss" or "val_loss"."""
+        """The name of a metric in a log: under "train/", or "val/" for an evaluation's "loss", "val/loss" or "val_loss".
+
+        The loss of a batch in training is "train/loss"; a metric "loss", the mean of an epoch, is "train/loss_epoch" beside it.
+        """
         evaluated = engine.state.metrics.evaluated
-        if metric not in evaluated:
-            return metric if metric.startswith("train/") else f"train/{metric}"
+        if metric not in evaluated and engine.training:
+            name = metric if metric.startswith("train/") else f"train/{metric}"
+            return f"{name}_epoch" if name in _tags_of_losses(engine) else name
         bare = metric.removeprefix("val_") if metric.removeprefix("val_") not in evaluated else metric
         return bare if bare.startswith("val/") else f"val/{bare}"
 
@@ -93,16 +97,15 @@ class ScalarLogger(Handler):
         if self._new.pending:
             self.write_metrics(engine)
         iteration = engine.state.iteration
-        several = len(engine.updates) > 1
         if self._rates_at != iteration:
             self._rates = {}
         values: dict[str, float] = {}
-        for update in engine.updates:
+        for tag, update in zip(_tags_of_losses(engine), engine.updates, strict=True):
             loss = update.loss
             if loss is not None and update.omitted_in != iteration:  # else the loss is from an earlier iteration
-                values[f"train/loss/{update.name}" if several else "train/loss"] = loss.item()
-            for tag, rate in _rates(engine, update).items():
-                values[tag] = self._rates.get(tag, rate)
+                values[tag] = loss.item()
+            for key, rate in _rates(engine, update).items():
+                values[key] = self._rates.get(key, rate)
         if values:
             self._wrote_losses = True
             self._record(Record(engine.state.epoch, iteration, engine.updates[0].steps, values))
@@ -150,6 +153,12 @@ class ScalarLogger(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._new.load(state)
         self._seen_loaded = True
+
+
+def _tags_of_losses(engine: Engine) -> list[str]:
+    """The names of the updates' losses of a batch."""
+    tag = "train/loss" if engine.training else "val/batch_loss"
+    return [tag] if len(engine.updates) == 1 else [f"{tag}/{update.name}" for update in engine.updates]
 
 
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:

@@ -325,3 +325,12 @@ def test_the_tensor_of_a_metric_holds_no_graph() -> None:
     engine.connect(Events.LOSS_COMPUTED, lambda engine: engine.log("mine", engine.state.update.loss))
     engine.run(batches(2), max_epochs=1)
     assert not engine.state.metrics["mine"].requires_grad
+
+
+def test_an_array_of_one_number_is_a_number_and_a_complex_one_is_not() -> None:
+    engine = kit.build(kit.linear(5, 1))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("one", np.array(3.0)))
+    assert engine.run(kit.batches(2), max_epochs=1, check=False).metrics["one"] == 3.0
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("two", torch.tensor(1j)))
+    with pytest.raises(TypeError, match="is complex; log its real part"):
+        engine.run(kit.batches(2), max_epochs=2, check=False)

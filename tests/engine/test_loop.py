@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 import warnings
 from collections.abc import Iterator
@@ -361,3 +363,23 @@ def test_a_region_of_the_run_closes_after_ended() -> None:
     engine.connect(Events.ENDED, lambda engine: log.append("ENDED"))
     engine.run(make_data(1), max_epochs=1)
     assert log == ["ENDED", "close epoch", "close run"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_model_is_copied_and_saved_whole_inside_a_run(check: bool) -> None:
+    copies: list[nn.Module] = []
+
+    def copy_it(engine: Engine) -> None:
+        copies.append(copy.deepcopy(engine.model))
+        file = io.BytesIO()
+        torch.save(engine.model, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=False))
+
+    engine = kit.build(kit.mlp(5, 8, 1))
+    engine.connect(Events.EPOCH_COMPLETED, copy_it)
+    engine.run(kit.batches(3), max_epochs=1, check=check)
+    for one in copies:
+        kit.assert_same(one, engine.model)
+        one.load_state_dict(engine.model.state_dict())  # its hooks know no engine
+        one(torch.ones(2, 5))

@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from signalfire import Engine, Events, Phase, Update
 from signalfire.data import DataError
 from signalfire.data.left_out import LeftOut
-from signalfire.handlers import EMA, Average, GradientAccumulation, History, LimitBatches, Metrics, Rewindable
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    GradientAccumulation,
+    History,
+    LimitBatches,
+    Metrics,
+    Rewindable,
+)
 from signalfire.past import Place
 from tests import kit
 from tests.kit import digest, mlp
@@ -289,3 +299,52 @@ def test_batches_left_out_count_as_read() -> None:
     assert [left_out.read(0, used) for used in range(3)] == [0, 1, 2]
     assert list(left_out.without(1, iter(range(3, 8)), 3)) == [5, 6, 7]
     assert left_out.plus([(2, 5), (1, 1)]).state_dict() == {1: [0, 1, 3, 4], 2: [5]}
+
+
+def test_a_run_that_fails_after_it_went_back_resumes_on_the_new_way(tmp_path: Path) -> None:
+    """A checkpoint of the way that was left is the newest when the run goes back."""
+
+    def engine_of(*, goes_back: bool, fails_at: int | None = None) -> Engine:
+        engine = kit.build(
+            mlp(5, 8, 1), Rewindable(every="2it"), Checkpoint(tmp_path, every="4it", keep=2, resume=True)
+        )
+        gone: list[int] = []
+
+        def go_back(engine: Engine) -> None:
+            if goes_back and not gone:
+                gone.append(engine.state.iteration)
+                engine.rewind(13, leave_out=3)
+
+        def fail(engine: Engine) -> None:
+            if gone:
+                raise ArithmeticError
+
+        engine.connect(Events.ITERATION_COMPLETED(once=17), go_back)
+        if fails_at is not None:
+            engine.connect(Events.ITERATION_COMPLETED(once=fails_at), fail)
+        return engine
+
+    with pytest.raises(ArithmeticError):
+        engine_of(goes_back=True, fails_at=15).run(kit.batches(30), max_epochs=1)
+    resumed = engine_of(goes_back=False)
+    run(resumed, kit.batches(30), max_epochs=1)
+    assert resumed.state.iteration == 27
+    whole = kit.build(mlp(5, 8, 1), Rewindable(every="2it"))
+    rewinding(whole, at=17, to=13, leave_out=3)
+    run(whole, kit.batches(30), max_epochs=1)
+    assert weights(resumed) == weights(whole)
+
+
+def test_going_back_for_ever_is_an_error() -> None:
+    engine = build(Rewindable(every="2it"))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.rewind(3) and None)
+    with pytest.raises(RuntimeError, match="goes back from iteration 7 for the 11th time, with no batch left out"):
+        run(engine, kit.batches(9), max_epochs=1)
+
+
+@pytest.mark.parametrize("leave_out", ["3", [(1, 3)]])
+def test_what_is_left_out_has_to_be_places(leave_out: Any) -> None:
+    engine = build(Rewindable(every="2it"))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.rewind(3, leave_out=leave_out) and None)
+    with pytest.raises(TypeError, match="expected a number of batches, or places"):
+        run(engine, kit.batches(9), max_epochs=1)

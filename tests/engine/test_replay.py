@@ -238,3 +238,26 @@ def test_on_mnist_1d_spikes_are_found_named_and_told_apart() -> None:
     assert found["samples"]["named"] == found["samples"]["acted"] >= 4
     for kind in ("fault", "batch"):
         assert found["faults"][kind]["right"] == found["faults"][kind]["acted"] >= 4
+
+
+def test_texts_of_a_batch_and_samples_along_another_dimension_are_left_out_too() -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        texts, inputs, labels = batch
+        seen.append((len(texts), inputs.shape[1], len(labels)))
+        return nn.functional.cross_entropy(engine.model(inputs.mean(0)), labels)
+
+    update = Update.from_function(step, ADAM, samples=lambda batch: len(batch[2]))
+    engine = Engine(update, model=kit.linear(6, 2), seed=0)
+    engine.attach(Rewindable())
+    batch = ["a", "b", "c", "d"], torch.randn(7, 4, 6), torch.tensor([0, 1, 0, 1])
+    run(engine, [batch] * 3, max_epochs=1)
+    seen.clear()
+    assert sorted(one.sample for one in engine.replay(2).rank_samples()) == [0, 1, 2, 3]
+    assert {*seen[-1:]} == {(3, 3, 3)}
+
+
+def test_before_a_run_there_is_no_iteration_to_make_again() -> None:
+    with pytest.raises(ValueError, match="it has made none"):
+        build(Rewindable()).replay(1)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from signalfire import Engine, Events
+from signalfire import Engine, Events, Update
 from signalfire.handlers import Average, CSVLogger, GradientAccumulation, LRScheduling, Metrics
 from tests import kit
 from tests.kit import build, linear
@@ -99,3 +99,26 @@ def test_the_file_is_complete_at_any_moment_of_the_run(tmp_path: Path) -> None:
     engine.connect(Events.ITERATION_STARTED(after=1), lambda engine: found.append(len(rows(tmp_path / "log.csv"))))
     engine.run(batches(), max_epochs=1)
     assert found == [3, 5, 7, 9, 11]
+
+
+def values_of(path: Path, name: str) -> list[float]:
+    with open(path) as file:
+        return [float(row["value"]) for row in csv.DictReader(file) if row["name"] == name]
+
+
+def test_the_mean_loss_of_an_epoch_stands_beside_that_of_its_last_batch(tmp_path: Path) -> None:
+    engine = build(linear(5, 1), Metrics(loss=Average()), CSVLogger(tmp_path / "log.csv", every="1it"))
+    engine.run(kit.batches(3), max_epochs=1, check=False)
+    losses = values_of(tmp_path / "log.csv", "train/loss")
+    assert len(losses) == 3
+    assert values_of(tmp_path / "log.csv", "train/loss_epoch") == [pytest.approx(sum(losses) / 3)]
+
+
+def test_an_engine_that_evaluates_logs_under_val(tmp_path: Path) -> None:
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=linear(5, 1))
+    evaluator.attach(Metrics(loss=Average()), CSVLogger(tmp_path / "log.csv", every="1it"))
+    evaluator.run(kit.batches(3), check=False)
+    losses = values_of(tmp_path / "log.csv", "val/batch_loss")
+    assert len(losses) == 3
+    assert values_of(tmp_path / "log.csv", "val/loss") == [pytest.approx(sum(losses) / 3)]
+    assert values_of(tmp_path / "log.csv", "train/loss") == []

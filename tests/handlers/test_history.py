@@ -17,6 +17,7 @@ from torch import nn
 
 from signalfire import Engine, Events
 from signalfire.handlers import Average, Checkpoint, History, Metrics, Validation
+from tests import kit
 from tests.kit import build, evaluator_of, needs
 
 BATCHES = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
@@ -367,3 +368,17 @@ def test_bad_arguments_of_the_printed_table_are_refused() -> None:
         History(print_epochs=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"History\(file='x'\): expected an open text file"):
         History(file="x")  # type: ignore[arg-type]
+
+
+def test_a_metric_in_place_of_the_path_and_lists_of_names_are_refused(tmp_path: Path) -> None:
+    history = History()
+    engine = kit.build(kit.linear(5, 1), history, Metrics(train_loss=Average()))
+    engine.run(kit.batches(3), max_epochs=2)
+    with pytest.raises(ValueError, match="this is a metric; the path comes first"):
+        history.plot("train_loss")
+    with pytest.raises(TypeError, match="expected names of metrics"):
+        history.plot(str(tmp_path / "x.png"), ["train_loss"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no name of a metric in it"):
+        history.plot(str(tmp_path / "x.png"), ",")
+    history.plot(str(tmp_path / "x.png"), "train_loss, train_loss")
+    assert (tmp_path / "x.png").stat().st_size > 1000

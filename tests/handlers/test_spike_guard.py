@@ -33,6 +33,7 @@ from signalfire.handlers import (
     NonFiniteGuard,
     SpikeGuard,
     TensorBoardLogger,
+    TruncatedBPTT,
     Validation,
 )
 from signalfire.testing import fingerprint
@@ -615,3 +616,69 @@ def test_two_processes_go_back_together() -> None:
     assert [action["iteration"] for action in actions] == [40]  # the batch of rank 1 in the 40th round
     assert actions[0]["batches"] == [[1, index] for index in range(34, 40)]
     assert iteration == 54
+
+
+def test_a_spike_that_several_steps_of_an_iteration_see_is_one_rewind() -> None:
+    generator = torch.Generator().manual_seed(4)
+    data = []
+    for number in range(1, 61):
+        inputs = torch.randn(4, 8, 3, generator=generator)
+        targets = inputs.cumsum(1).mean(2, keepdim=True).expand(-1, -1, 4)
+        data.append((inputs, targets * (200.0 if number == 40 else 1.0)))
+
+    def forward(engine: Engine, batch: Batch) -> Tensor:
+        output: Tensor
+        output, engine.state.update.hidden = engine.model(batch[0], engine.state.update.hidden)
+        return output
+
+    def loss(engine: Engine, output: Tensor, batch: Batch) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
+
+    torch.manual_seed(1)
+    engine = Engine(Update(forward, loss, ADAM), model=nn.GRU(3, 4, batch_first=True), seed=0)
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine.attach(TruncatedBPTT(2), guard)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.run(data, max_epochs=1)
+    assert [action["iteration"] for action in guard.actions] == [40]
+    assert engine.state.iteration == 54
+
+
+def test_two_updates_that_spike_in_one_iteration_are_one_rewind() -> None:
+    models = {"a": kit.linear(5, 1), "b": kit.linear(5, 1)}
+
+    def update(name: str) -> Update:
+        return Update.from_function(
+            lambda engine, batch: nn.functional.mse_loss(models[name](batch[0]), batch[1]),
+            partial(torch.optim.SGD, lr=0.01),
+            name=name,
+            parameters=lambda engine: models[name].parameters(),
+        )
+
+    engine = Engine([update("a"), update("b")], model=models, seed=0)
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    engine.attach(guard)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.run(data_of(60, poisoned=40, scale=1000.0), max_epochs=1)
+    assert [action["iteration"] for action in guard.actions] == [40]
+
+
+def test_a_level_that_stays_is_usual_after_twenty_steps() -> None:
+    data = data_of(60) + [(inputs, 30 * targets) for inputs, targets in data_of(60)]
+    guard = SpikeGuard(window=WINDOW)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, ADAM), model=network(), seed=0)
+    engine.attach(guard)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(data, max_epochs=1)
+    wanted = "has left out 20 steps of update 'main' in a row, and from iteration 81 on takes as usual that"
+    assert sum(wanted in str(one.message) for one in caught) == 1
+    assert [action["iteration"] for action in guard.actions] == [*range(61, 81)]
+    assert engine.updates[0].steps == 100
+
+
+def test_a_single_state_is_too_few_to_rewind() -> None:
+    with pytest.raises(ValueError, match=r"SpikeGuard\(policy='rewind', keep=1\): .* keep at least 2"):
+        SpikeGuard("rewind", keep=1)

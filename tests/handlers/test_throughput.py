@@ -287,3 +287,16 @@ def test_rates_are_those_of_all_processes_together() -> None:
     samples, mfu = assert_alike(run_together(together, 2))
     assert samples == pytest.approx(6400)
     assert mfu == pytest.approx(10 * 6400 / 1e6 / 2)
+
+
+def test_what_torch_does_not_count_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def forward(engine: Engine, batch: Any) -> torch.Tensor:
+        output: torch.Tensor = engine.modules["out"](engine.modules["lstm"](batch[0])[0][:, -1])
+        return output
+
+    model = {"lstm": nn.LSTM(3, 4, batch_first=True), "out": nn.Linear(4, 1)}
+    update = Update(forward, lambda engine, output, batch: output.square().mean(), SGD)
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(Throughput(every="5it", warmup=1, flops="count", peak=1e12))
+    engine.run([(torch.ones(2, 5, 3),)] * 12, max_epochs=1, check=False)
+    assert capsys.readouterr().err.count("does not count the operations of LSTM") == 1

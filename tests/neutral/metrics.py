@@ -1,4 +1,4 @@
-"""Classes of torchmetrics: bit-equal to the metric used by itself over the same uneven batches; resumed, and on two ranks, too."""
+"""Classes of torchmetrics: bit-equal to the metric used by itself over the same uneven batches, resumed, and on two ranks."""
 
 from __future__ import annotations
 

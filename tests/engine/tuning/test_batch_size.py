@@ -278,3 +278,11 @@ def test_micro_batching_and_engines_that_do_not_train_are_refused() -> None:
         assert find_batch_size(engine, loader_of(), margin=0.0).largest == 8
     with pytest.raises(ValueError, match="does not train"):
         find_batch_size(Engine(Update.supervised(F.cross_entropy), model=Limited(10)), loader_of())
+
+
+def test_what_is_no_function_of_the_size_is_named() -> None:
+    engine = kit.build(kit.linear(4, 1))
+    with pytest.raises(TypeError, match=r"loader_of=list\): expected a function from a batch size to data"):
+        find_batch_size(engine, [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"evaluation=Engine\): expected an evaluator, and a function"):
+        find_batch_size(engine, lambda size: [], evaluation=engine)  # type: ignore[arg-type]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +42,7 @@ from signalfire.handlers import (
 from signalfire.testing import fingerprint
 from signalfire.tuning import LearningRateCurve, find_learning_rate
 from tests import kit
-from tests.kit import digest, quick
+from tests.kit import digest, interruptible, quick
 from tests.processes import run_together
 from tests.test_invariants import CASES, FOLDER, make_data
 
@@ -535,3 +537,51 @@ def test_the_curve_is_shown_as_text_table_picture_and_in_notebooks(tmp_path: Pat
     curve.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in curve._repr_html_()
+
+
+def test_a_second_ctrl_c_waits_until_everything_is_put_back(tmp_path: Path) -> None:
+    engine, data = full_engine(tmp_path), loader()
+    engine.run(data, max_iters=7, check=False)
+    before = everything(engine, data, tmp_path)
+    pressed: list[int] = []
+
+    def press_again(*arguments: Any) -> None:
+        if not pressed:
+            pressed.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    hook = engine.model.register_load_state_dict_pre_hook(press_again)
+    with (
+        engine.connect(Events.ITERATION_COMPLETED, at(5, KeyboardInterrupt)),
+        pytest.raises(KeyboardInterrupt),
+        interruptible(),
+    ):
+        find_learning_rate(engine, data, steps=15, low=1e-4, high=1.0, diverges=None)
+    hook.remove()
+    assert pressed
+    assert everything(engine, data, tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((nn.Linear(1, 1), []), "the first argument is a Linear; expected an Engine, and then the data"),
+        (([], 3), "the first argument is a list; expected an Engine, and then the data"),
+        ((None, []), "the first argument is a NoneType; expected an Engine, and then the data"),
+    ],
+)
+def test_other_things_in_place_of_the_engine_are_named(arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        find_learning_rate(*arguments)
+
+
+def test_no_data_is_named() -> None:
+    with pytest.raises(TypeError, match="the data is a NoneType; give what has batches"):
+        find_learning_rate(build(), None)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_never_finite_is_not_blamed_on_the_rate() -> None:
+    with pytest.raises(
+        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no rate can help"
+    ):
+        LearningRateCurve((0.1, 1.0), (math.nan, math.nan), low=0.1, high=1.0).suggestion()
