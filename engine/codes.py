@@ -178,6 +178,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C36": ("warning", "one layer stands at several places, which share its weights"),
     "C37": ("warning", "linear layers follow each other without an activation between them"),
     "C38": ("warning", "a handler for several processes is attached in a notebook, which is one process"),
+    "C39": ("info", "a guard learns for longer than the run lasts what is usual"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -19,11 +19,14 @@ __all__ = ["is_out_of_memory", "note_error"]
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error reports that the memory of a device or of the process ran out.
 
-    On a CPU torch raises a plain RuntimeError, which is recognised by its message.
+    On a CPU torch raises a plain RuntimeError, as do the libraries of CUDA, which is recognised by its message.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "bad_alloc" in str(error))
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+_OUT_OF_MEMORY = "can't allocate memory", "bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
 
 
 def note_error(error: BaseException, part: str, engine: Engine, update: UpdateState) -> None:

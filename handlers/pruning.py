@@ -213,6 +213,11 @@ class Pruning(Handler):
                 f"{self.name!r}: no parameter has two or more dimensions; name those to prune: parameters="
             )
         for name, parameter in found.items():
+            if ".parametrizations." in f".{name}":
+                raise ValueError(
+                    f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that zero: "
+                    "remove the parametrization, or leave it out by parameters="
+                )
             if is_sharded(parameter):
                 raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
             if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):

@@ -6,16 +6,17 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire import Engine, Events, Finding, Handler, Interval, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.blame import warn
 from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_number
+from signalfire.findings import finding
 from signalfire.norms import joined, norm_parts
 from signalfire.past import Place
 from signalfire.planning import steps_to_come
@@ -138,6 +139,19 @@ class SpikeGuard(Handler):
     def detached(self, engine: Engine) -> None:
         if self.policy != "skip":
             engine.past.forget()
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """A window that the run does not fill."""
+        for update in engine.updates:
+            to_come = steps_to_come(engine, update)
+            if to_come is not None and update.steps + to_come <= self.window:
+                yield finding(
+                    "C39",
+                    f"{self.name!r} takes nothing for a spike before {self.window} steps (window), and update {update.name!r} "
+                    f"makes {update.steps + to_come}",
+                    "give a smaller window=, of 8 or more",
+                    [self.name],
+                )
 
     # ---- finding spikes -------------------------------------------------------------------------------------------
 

@@ -160,8 +160,17 @@ def test_zeros_stay_zero_for_a_thousand_steps_in_weights_moments_and_averages() 
         assert mask.any()
         copies = [value for value in optimizer.state[named[name]].values() if value.shape == mask.shape]
         assert len(copies) == 2
-        for one in (named[name], *copies, ema.parameter_copies()[f"model.{name}"]):
+        averages = [average.parameter_copies()[f"model.{name}"] for average in (ema, swa)]
+        for one in (named[name], *copies, *averages, engine.weights()["model"][name]):
             assert not one[mask].any()
+
+
+def test_what_a_parametrization_computes_a_weight_from_is_refused() -> None:
+    engine = build()
+    nn.utils.parametrizations.weight_norm(engine.modules["model"].get_submodule("2"))
+    engine.attach(Pruning(0.5))
+    with pytest.raises(ValueError, match=r"'2\.parametrizations\.weight\.original0' is what a parametrization"):
+        engine.run(batches(3), max_epochs=1, check=False)
 
 
 def test_averages_that_began_before_have_the_same_zeros_at_once() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update
@@ -23,14 +23,17 @@ from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
     DistributedDataParallel,
+    EarlyStopping,
     FullyShardedDataParallel,
     GradientAccumulation,
     GradientClipping,
     Histograms,
     History,
+    JSONLinesLogger,
     LRScheduling,
     Metrics,
     NonFiniteGuard,
+    SharpnessAwareMinimization,
     SpikeGuard,
     TensorBoardLogger,
     TruncatedBPTT,
@@ -682,3 +685,54 @@ def test_a_level_that_stays_is_usual_after_twenty_steps() -> None:
 def test_a_single_state_is_too_few_to_rewind() -> None:
     with pytest.raises(ValueError, match=r"SpikeGuard\(policy='rewind', keep=1\): .* keep at least 2"):
         SpikeGuard("rewind", keep=1)
+
+
+@pytest.mark.moderate
+def test_patience_plateaus_averages_histories_and_text_logs_go_back_too(tmp_path: Path) -> None:
+    """Their states and files are those of a run that has never seen the batches that are left out."""
+
+    def engine_of(folder: Path, *handlers: Any) -> Engine:
+        model = network()
+        plateau = partial(ReduceLROnPlateau, patience=1, factor=0.5, threshold=0.02)
+        return build(
+            *handlers,
+            Validation(kit.evaluator_of(model), data_of(3), every="3it", prefix="val_"),
+            EarlyStopping("val_loss", patience=4, mode="min", restore_best=True, min_delta=0.001),
+            LRScheduling(plateau, monitor="val_loss"),
+            JSONLinesLogger(folder / "log.jsonl", every="1it"),
+            EMA(0.9),
+            History(),
+            model=model,
+        )
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    (tmp_path / "guarded").mkdir()
+    (tmp_path / "other").mkdir()
+    guarded = engine_of(tmp_path / "guarded", guard)
+    run(guarded, data_of(80, poisoned=60))
+    assert [action["iteration"] for action in guard.actions] == [60]
+    other = engine_of(tmp_path / "other")
+    run(other, lacking(data_of(80, poisoned=60), *range(55, 61)))
+    assert weights(guarded) == weights(other)
+    for name in ("early_stopping", "lr_scheduling", "ema", "history"):
+        assert digest(guarded.handlers[name].state_dict()) == digest(other.handlers[name].state_dict()), name
+    logs = [(tmp_path / folder / "log.jsonl").read_text() for folder in ("guarded", "other")]
+    assert logs[0] == logs[1]
+    assert len(logs[0].splitlines()) > 70
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("way", ["SAM", "LBFGS"])
+def test_steps_that_compute_their_gradients_several_times_go_back_as_well(way: str) -> None:
+    def engine_of(*handlers: Any) -> Engine:
+        if way == "LBFGS":
+            return build(*handlers, optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
+        return build(*handlers, SharpnessAwareMinimization(0.05))
+
+    guard = SpikeGuard("rewind", window=WINDOW, rewind=6)
+    guarded = engine_of(guard)
+    run(guarded, data_of(80, poisoned=60))
+    assert [action["iteration"] for action in guard.actions] == [60]
+    other = engine_of()
+    run(other, lacking(data_of(80, poisoned=60), *range(55, 61)))
+    assert weights(guarded) == weights(other)

@@ -31,6 +31,7 @@ from signalfire.handlers import (
     LRScheduling,
     Metrics,
     MixedPrecision,
+    SpikeGuard,
     Validation,
 )
 from tests.kit import SGD, batches, build, evaluator_of, linear, mlp
@@ -480,6 +481,11 @@ def patience_that_outlasts_the_run(right: bool) -> Findings:
     model = net()
     stopping = EarlyStopping("loss", mode="min", patience=2 if right else 20)
     return build(model, stopping, Validation(evaluator_of(model), batches(2, seed=1))).check(batches(), max_epochs=10)
+
+
+@mistake("C39")
+def a_guard_against_spikes_in_a_run_that_is_too_short_for_it(right: bool) -> Findings:
+    return build(net(), SpikeGuard(window=8 if right else 128)).check(batches(), max_epochs=10)
 
 
 @mistake("C24")
