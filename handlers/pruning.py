@@ -215,7 +215,7 @@ class Pruning(Handler):
         for name, parameter in found.items():
             if ".parametrizations." in f".{name}":
                 raise ValueError(
-                    f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that zero: "
+                    f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that 0: "
                     "remove the parametrization, or leave it out by parameters="
                 )
             if is_sharded(parameter):

@@ -39,6 +39,7 @@ class ScalarLogger(Handler):
         self._rates_at = 0
         self._new = NewValues(count)
         self._tags: dict[str, str] = {}  # names of metrics in the log
+        self._losses: list[tuple[str, UpdateState]] = []  # the updates, by the names of their losses in the log
         self._wrote_losses = False
         self._seen_loaded = False  # what `_new` has seen is from a loaded state
         self._early: list[Record] = []
@@ -75,6 +76,7 @@ class ScalarLogger(Handler):
         """Skip the metrics measured so far: the previous run wrote them."""
         self._new.start(engine)
         self._tags = {}
+        self._losses = list(zip(_tags_of_losses(engine), engine.updates, strict=True))
         self._seen_loaded = self._wrote_losses = False
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=[])
@@ -100,7 +102,7 @@ class ScalarLogger(Handler):
         if self._rates_at != iteration:
             self._rates = {}
         values: dict[str, float] = {}
-        for tag, update in zip(_tags_of_losses(engine), engine.updates, strict=True):
+        for tag, update in self._losses:
             loss = update.loss
             if loss is not None and update.omitted_in != iteration:  # else the loss is from an earlier iteration
                 values[tag] = loss.item()
@@ -143,7 +145,7 @@ class ScalarLogger(Handler):
         """Write what is new, unless the run ended before its first epoch."""
         self.write_metrics(engine)
         self._new.stop()
-        self._early = []
+        self._early, self._losses = [], []
 
     def state_dict(self) -> dict[str, Any]:
         if (engine := self.engine) is not None and self._new.collects:  # a checkpoint is to hold what was measured
