@@ -61,10 +61,8 @@ class Past(Part):
         self.reached: int | None = None
         self.recorded: dict[int, dict[str, float]] = {}
         self._states: dict[int, dict[str, Any]] = {}  # by iteration, the oldest first
-        self._repeated = (
-            0,
-            (0, 0),
-        )  # how often in a row the run went back from one iteration to another, with nothing changed
+        # How often in a row the run went back from one iteration to another, with nothing changed.
+        self._repeated = 0, (0, 0)
         self._before: int | None = None  # from a loaded state, until its position in the data is in place
 
     # ---- keeping states -------------------------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class Past(Part):
         Raises:
             DataError: for data that cannot go back, such as a generator.
         """
-        self.reached = None
+        self.reached, self._repeated = None, (0, (0, 0))
         feed = self.engine.feed
         feed.check_can_go_back({"random": None})
         if self._before is not None:
