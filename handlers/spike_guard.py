@@ -238,14 +238,16 @@ class SpikeGuard(Handler):
             return
         self._in_a_row.pop(update.name, None)
         for what, value in logarithms.items():
-            self._usual.setdefault(f"{update.name}: {what}", _Window(self.window)).add(value)
+            self._usual[f"{update.name}: {what}"].add(value)
 
     def _is_new_level(self, engine: Engine, update: UpdateState, reasons: list[str]) -> bool:
         """Whether so many steps in a row are above what was usual that this is usual now; the windows begin anew then."""
         count = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
         if self.policy != "skip" or count <= _MOST_IN_A_ROW:
             return False
-        self._usual = {key: usual for key, usual in self._usual.items() if not key.startswith(f"{update.name}: ")}
+        for key in self._usual:
+            if key.startswith(f"{update.name}: "):
+                self._usual[key] = _Window(self.window)
         if engine.processes.is_rank_zero:
             engine.findings.report(
                 "W19",

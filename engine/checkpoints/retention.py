@@ -159,8 +159,8 @@ class Retention:
 
     def share(self, processes: Processes) -> None:
         """Broadcast rank 0's view of the disk: after an error only rank 0 knows whether a pending write finished."""
-        known = self.written, self.names, self.superseded
-        self.written, self.names, self.superseded = processes.broadcast(known)
+        known = self.written, self.names, self.superseded, self.held
+        self.written, self.names, self.superseded, self.held = processes.broadcast(known)
 
     def restart(self) -> None:
         """Reset the plan to the versions on disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from signalfire.handlers import (
     EMA,
     Average,
     Checkpoint,
+    DistributedDataParallel,
     GradientAccumulation,
     History,
     LimitBatches,
@@ -30,6 +32,7 @@ from signalfire.handlers import (
 from signalfire.past import Place
 from tests import kit
 from tests.kit import digest, mlp
+from tests.processes import run_together
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 Batch = tuple[Tensor, Tensor]
@@ -333,6 +336,35 @@ def test_a_run_that_fails_after_it_went_back_resumes_on_the_new_way(tmp_path: Pa
     rewinding(whole, at=17, to=13, leave_out=3)
     run(whole, kit.batches(30), max_epochs=1)
     assert weights(resumed) == weights(whole)
+
+
+def _went_back_together(folder: str) -> tuple[int, list[str], str]:
+    engine = kit.build(
+        mlp(5, 8, 1),
+        Rewindable(every="2it"),
+        Checkpoint(folder, every="4it", keep=2),
+        DistributedDataParallel(timeout=20.0),
+    )
+    rewinding(engine, at=17, to=13, leave_out=3)
+    kept: list[str] = []
+    engine.connect(
+        Events.CHECKPOINT_LOADED,
+        lambda engine: kept.extend(sorted(os.listdir(folder))),
+        phase=Phase.PERSIST,
+        rank=10**6,
+    )
+    run(engine, kit.batches(60), max_epochs=1)
+    return engine.state.iteration, kept, weights(engine)
+
+
+@pytest.mark.moderate
+def test_ranks_that_go_back_write_where_they_are_together(tmp_path: Path) -> None:
+    one, other = run_together(_went_back_together, 2, str(tmp_path))
+    assert one == other
+    iteration, kept, _ = one
+    assert iteration == 27
+    # Not 16, of the way that was left; 4 is held while the run can go back to before 12 was written.
+    assert [name[-2:] for name in kept] == ["04", "08", "12"]
 
 
 def test_going_back_for_ever_is_an_error() -> None:
