@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .checks import as_int
 from .interval import Interval
@@ -14,7 +16,7 @@ from .interval import Interval
 if TYPE_CHECKING:
     from .update import UpdateState
 
-__all__ = ["Direction", "MetricStore", "State", "as_number", "did_you_mean"]
+__all__ = ["Direction", "MetricStore", "State", "as_number", "as_numbers", "did_you_mean"]
 
 Direction = Literal["min", "max"]
 
@@ -90,11 +92,7 @@ class MetricStore(dict[str, Any]):
 
     def numbers_since(self, seen: Mapping[str, int]) -> dict[str, float]:
         """`new_since` as floats, without values that are not one number, such as a confusion matrix."""
-        numbers = {}
-        for name, value in self.new_since(seen).items():
-            if (number := as_number(value)) is not None:
-                numbers[name] = number
-        return numbers
+        return as_numbers(self.new_since(seen))
 
     def announce(
         self,
@@ -183,6 +181,22 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics' values as floats, sorted by name, without those that are not one number.
+
+    Of each accelerator and dtype all tensors are read together, so that the host waits once and not once a metric.
+    """
+    together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1 and not value.is_complex():
+            together.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
+    read: dict[str, float] = {}
+    for tensors in together.values():
+        read |= zip(tensors, map(float, torch.stack(list(tensors.values())).tolist()), strict=True)
+    numbers = {name: read[name] if name in read else as_number(values[name]) for name in sorted(values)}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 _POSITION = ("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason")

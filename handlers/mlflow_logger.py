@@ -41,9 +41,24 @@ class MLflowLogger(RemoteLogger):
         ImportError: If MLflow, or SQLAlchemy for its databases, is not installed: ``pip install signalfire[mlflow]``.
 
     Example:
-        >>> from importlib.util import find_spec
-        >>> if find_spec("mlflow"):
-        ...     logger = MLflowLogger("digits", "runs/first", uri="sqlite:///runs/mlflow.db")
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from mlflow import MlflowClient
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     database = f"sqlite:///{folder}/mlflow.db"
+        ...     _ = engine.attach(MLflowLogger("ones", folder, uri=database, every="1it"))
+        ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     client = MlflowClient(database)
+        ...     [run] = client.search_runs([client.get_experiment_by_name("ones").experiment_id])
+        ...     rows = client.get_metric_history(run.info.run_id, "train/loss")
+        >>> run.info.status, [(row.step, row.value) for row in rows]
+        ('FINISHED', [(1, 1.0), (2, 0.25), (3, 0.0625)])
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("mlflow", "sqlalchemy"), "mlflow")

@@ -58,8 +58,20 @@ class StragglerDetection(Handler):
         The straggler detection of NVIDIA's Resiliency Extension, and `SlowRankDetector` of torchtnt.
 
     Example:
-        >>> StragglerDetection(every="50it").threshold
-        1.2
+        >>> from functools import partial
+        >>> from torch import nn
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> engine = Engine(update, model=nn.Linear(2, 1), seed=0)
+        >>> detection = StragglerDetection(every="5it")
+        >>> _ = engine.attach(detection)
+        >>> engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 10, max_epochs=1).iteration
+        10
+        >>> detection.stragglers, engine.state.metrics.get("straggler_ratio")  # with several processes, from the first comparison
+        ({}, None)
+        >>> usual = {"data": Times(0.010, 0.009), "forward": Times(0.020, 0.019)}  # what such a comparison finds
+        >>> find_stragglers([usual, usual | {"data": Times(0.030, 0.029)}, usual], detection.threshold, before={})
+        {1: 'data'}
     """
 
     capture = Capture.FORBIDDEN

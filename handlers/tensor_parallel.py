@@ -67,8 +67,22 @@ class TensorParallel(Distribution):
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-        >>> TensorParallel({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}).processes.world_size
-        1
+        >>> from signalfire import Engine, Update
+        >>> class Block(nn.Module):
+        ...     def __init__(self) -> None:
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        ...     def forward(self, x: Tensor) -> Tensor:
+        ...         return x + self.down(self.up(x).relu())
+        >>> model = nn.ModuleDict({"blocks": nn.Sequential(Block(), Block())})
+        >>> model.forward = lambda x: model["blocks"](x)
+        >>> engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=model, seed=0)
+        >>> split = TensorParallel({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+        >>> _ = engine.attach(split)
+        >>> engine.run([(torch.ones(4, 8), torch.ones(4, 8))] * 3, max_epochs=1).iteration  # the same with each number of ranks
+        3
+        >>> split.processes.world_size, model["blocks"][0].up.weight.shape  # torchrun --nproc-per-node 2: 2, and half of the rows
+        (1, torch.Size([32, 8]))
     """
 
     trains = True

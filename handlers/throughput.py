@@ -157,7 +157,7 @@ class Throughput(Handler):
             self._counter = self._counter or OperationCounter()
             engine.regions.enter(self._counter)
 
-    @on("counted_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    @on("counted_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=["modules"], writes=[])
     def end_counting(self, engine: Engine) -> None:
         """Take what was counted up to here; a step may compute the gradients again."""
         if self._counter is not None and engine.state.update.evaluation == 0:

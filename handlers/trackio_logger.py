@@ -36,9 +36,24 @@ class TrackioLogger(RemoteLogger):
         ImportError: If trackio is not installed: ``pip install signalfire[trackio]``.
 
     Example:
-        >>> from importlib.util import find_spec
-        >>> if find_spec("trackio"):
-        ...     logger = TrackioLogger("digits", "runs/first")
+        >>> import contextlib
+        >>> import os
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):  # Trackio prints how to show it
+        ...     os.environ["TRACKIO_DIR"] = folder
+        ...     logger = TrackioLogger("ones", folder, run_id="first", every="1it")
+        ...     _ = engine.attach(logger)
+        ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     stored = list(logger.stored("first", after=0))
+        >>> [(step, value) for name, step, value in stored if name == "train/loss"]
+        [(1, 1.0), (2, 0.25), (3, 0.0625)]
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("trackio",), "trackio")

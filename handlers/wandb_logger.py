@@ -51,9 +51,22 @@ class WandbLogger(RemoteLogger):
         ImportError: If wandb is not installed: ``pip install signalfire[wandb]``.
 
     Example:
-        >>> from importlib.util import find_spec
-        >>> if find_spec("wandb"):
-        ...     logger = WandbLogger("digits", "runs/first", mode="offline")
+        >>> import tempfile
+        >>> import torch
+        >>> from functools import partial
+        >>> from pathlib import Path
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = engine.attach(WandbLogger("ones", folder, run_id="first", mode="offline", every="1it"))
+        ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     [file] = Path(folder).glob("wandb/offline-run-*-first/run-first.wandb")
+        ...     rows = read_history(file)
+        >>> [(row["step"], row["train/loss"]) for row in rows]
+        [(1, 1), (2, 0.25), (3, 0.0625)]
     """
 
     needs: ClassVar[tuple[Sequence[str], str]] = (("wandb",), "wandb")

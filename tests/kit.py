@@ -6,8 +6,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +101,15 @@ def needs(extra: str, *modules: str) -> None:
     """Skip the test, or all of a file, where a module of this extra is not installed."""
     if any(importlib.util.find_spec(module) is None for module in modules):
         pytest.skip(f"install the extra: pip install -e '.[{extra}]'", allow_module_level=True)
+
+
+def free_port() -> int:
+    """A port to listen on. Connections get theirs above, so that none takes it before it is listened on."""
+    while True:
+        port = random.randrange(20000, 32768)  # Linux gives connections ports from 32768
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:

@@ -204,9 +204,12 @@ def test_the_largest_batch_of_a_gpu_is_found_with_its_peak() -> None:
         engine = kit.build(model, DeviceTransfer("cuda"), loss=F.cross_entropy, optimizer=ADAM)
         generator = torch.Generator().manual_seed(0)
         samples = TensorDataset(torch.randn(1 << 16, 64, generator=generator), torch.zeros(1 << 16, dtype=torch.long))
+        engine.run(DataLoader(samples, 8), max_iters=1)  # the model is moved, and the libraries have their buffers
         before = fingerprint(engine)
+        allocated = torch.cuda.memory_allocated()
         sizes = find_batch_size(engine, lambda size: DataLoader(samples, size), start=256, margin=0.0)
         assert fingerprint(engine) == before
+        assert abs(torch.cuda.memory_allocated() - allocated) < 1 << 20
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

@@ -66,6 +66,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers._common.ranks import AFTER_ALL
+from signalfire.state import as_numbers
 from tests import kit
 from tests.kit import assert_same
 
@@ -640,6 +641,30 @@ def test_cuda_sees_one_synchronisation_a_window_with_scaling_and_the_guard(tmp_p
             torch.cuda.set_sync_debug_mode("default")
     each = [after - before for before, after in pairwise(seen)]
     assert each == [int(iteration % 2 == 0) for iteration in range(BEGIN + 1, END + 1)]
+
+
+@needs_cuda
+@prototype
+def test_the_values_of_a_row_are_read_together() -> None:
+    values: dict[str, Any] = {
+        f"value{n}": torch.tensor([n / 3], device="cuda").reshape([1] * (n % 3)) for n in range(50)
+    }
+    values |= {
+        "half": values["value1"].half(),
+        "count": torch.tensor(3, device="cuda"),
+        "many": torch.ones(2, device="cuda"),
+    }
+    values |= {"host": torch.tensor(0.1), "number": 7}
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as reported:
+            warnings.simplefilter("always")
+            numbers = as_numbers(values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in reported if "called a synchronizing CUDA operation" in str(one.message)]
+    assert len(waits) == 3  # float32, float16, int64
+    assert numbers == {name: float(value) for name, value in sorted(values.items()) if name != "many"}
 
 
 @needs_cuda

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from signalfire import Events
 from signalfire.handlers import History
-from tests.kit import needs
+from tests.kit import free_port, needs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = re.compile(r"^2 process\(es\), (\d+) steps: accuracy ([\d.]+) %.* weights ([0-9a-f]{12})$", re.M)
@@ -32,12 +31,6 @@ tasks = [
 ]
 sys.exit(max(task.wait() for task in tasks))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def trained_by(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, ...]:
@@ -80,7 +73,7 @@ def test_srun_starts_the_processes_as_the_script_says(under_torchrun: tuple[str,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SLURM_NTASKS": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_ID": str(free_port() % 20000 + 20000),
+        "SLURM_JOB_ID": str(free_port()),
     }
     command = ["bash", str(EXAMPLES / "slurm.sh"), "--epochs", "2"]
     assert trained_by(command, environment, tmp_path) == under_torchrun

@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 from signalfire import Engine, Events, Handler, Phase, seed_everything
 from signalfire.batches import tensors_in
 from signalfire.randomness import unchanged_random_state
-from signalfire.state import as_number
+from signalfire.state import as_numbers
 
 from .results import MOST_POINTS
 
@@ -216,7 +216,7 @@ def make(task: Task) -> Outcome:
         if engine is None:
             return Outcome(error, memory=memory.peak())
         metrics = engine.state.metrics
-        numbers = {name: number for name in sorted(metrics) if (number := as_number(metrics[name])) is not None}
+        numbers = as_numbers(metrics)
         return Outcome(
             error,
             tuple(sorted(name for name, handler in engine.handlers.items() if handler.enabled)),

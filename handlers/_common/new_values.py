@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from signalfire import Engine
-from signalfire.state import as_number
+from signalfire.state import as_numbers
 
 __all__ = ["NewValues", "Record"]
 
@@ -111,7 +111,7 @@ class NewValues:
         if others:
             pending.append((engine.state.epoch, engine.state.iteration, engine.updates[0].steps, others))
         self.seen, self._serial = dict(metrics.serials), metrics.serial
-        records = (Record(epoch, at, step, _numbers(values)) for epoch, at, step, values in pending)
+        records = (Record(epoch, at, step, as_numbers(values)) for epoch, at, step, values in pending)
         return [record for record in records if record.values]
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,8 +130,3 @@ class NewValues:
         recent = state.get("recent", {"iteration": 0, "passed": {}})
         self._last = dict.fromkeys(recent["passed"], recent["iteration"])
         self._passed = dict(recent["passed"])
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: as_number(values[name]) for name in sorted(values)}
-    return {name: number for name, number in numbers.items() if number is not None}

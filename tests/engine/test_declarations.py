@@ -75,7 +75,6 @@ NOT_IN_THESE_RUNS = {
     ("ChannelsLast", "convert"): "only a line on stderr",
     ("Throughput", "report_missing_peak"): "only a line on stderr",
     ("Checkpoint", "wait_for_write"): "files that a thread writes change at any moment",
-    ("Checkpoint", "write_missing"): "only where the run that saved the state died between two handlers' saves",
     ("Freezing", "apply"): "`find_parts` calls it first, and finds all gradients that there are",
     ("TruncatedBPTT", "check"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TruncatedBPTT", "finish"): "only in a run that stops between the chunks of a batch",
@@ -164,7 +163,6 @@ NOT_BY_ITSELF = {
 
 # Things that are read in none of these runs, or not through what is recorded.
 NOT_RECORDED = {
-    ("Checkpoint", "write_missing"): {"files", "state"},  # only after a death between two handlers' saves
     ("FullyShardedDataParallel", "gather_weights"): {"processes"},  # by FSDP2 itself
     ("Export", "write"): {
         "modules",

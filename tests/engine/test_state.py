@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Update
-from signalfire.state import MetricStore, as_number
+from signalfire.state import MetricStore, as_number, as_numbers
 from signalfire.testing import trace
 from tests import kit
 from tests.kit import build, evaluator_of, linear
@@ -110,6 +110,18 @@ def test_a_copy_is_a_plain_dict_without_writers(copied: Any) -> None:
 )  # fmt: skip
 def test_a_number_is_what_a_float_can_be_made_of(value: Any, number: float | None) -> None:
     assert as_number(value) == number
+
+
+def test_numbers_are_those_of_each_value_by_name() -> None:
+    values = {
+        "loss": torch.tensor([0.1]),
+        "matrix": torch.ones(2),
+        "accuracy": 0.5,
+        "count": np.int64(7),
+        "text": "good",
+    }
+    numbers = as_numbers(values)
+    assert list(numbers.items()) == [("accuracy", 0.5), ("count", 7.0), ("loss", float(torch.tensor(0.1)))]
 
 
 # ---- bounds ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
 import warnings
@@ -48,7 +47,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import quick, spread
+from tests.kit import free_port, quick, spread
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
@@ -107,9 +106,7 @@ def loader(size: int, samples: int = 24) -> DataLoader[Any]:
 
 
 def start(number: int, function: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = get_context("fork")
     processes, ends = [], []
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from signalfire.distributed import watch as watching
 from signalfire.distributed.rendezvous import join
 from signalfire.distributed.watch import Watch, cut_connections
-from tests.kit import wait_until
+from tests.kit import free_port, wait_until
 
 TIMEOUT = 10.0  # of the collectives, where that it expires is the point
 FOREVER = 90.0  # what never expires: all that is waited for comes long before
@@ -141,8 +141,7 @@ def main(root: Path, numbers: list[int]) -> None:
         what, culprit, size = list(CASES.values())[number]
         folder = root / str(number)
         folder.mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
@@ -182,7 +181,9 @@ class Found:
         self.folder = root / str(list(CASES).index(case))
         self.what, self.culprit, self.size = CASES[case]
         self.others = [rank for rank in range(self.size) if rank != self.culprit]
-        self.happened = float(Path(f"{self.folder}.time").read_text())
+        happened = Path(f"{self.folder}.time")
+        assert happened.exists(), {file.name: file.read_text() for file in self.folder.glob("*.err")}
+        self.happened = float(happened.read_text())
 
     def reported(self, rank: int) -> Any:
         assert (self.folder / f"{rank}.json").exists(), (self.folder / f"{rank}.err").read_text()
