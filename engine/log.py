@@ -207,6 +207,8 @@ class Log(Part):
                 "dataclass; use vars() of another object"
             )
         self.given.update(_flat({**named, **more}, ""))
+        if self.engine.running:  # what is given before is checked as the run starts
+            self._receives(Events.HYPERPARAMETERS_LOGGED, "hyperparameters", "...")
         self.engine.signals.emit(self.engine, Events.HYPERPARAMETERS_LOGGED)
 
     def _receives(self, event: EventEnum, kind: str, name: str) -> bool:

@@ -50,6 +50,7 @@ from .restore import Modes
 from .setup import (
     build_optimizers,
     check_devices,
+    check_initialised,
     check_modules,
     check_surroundings,
     check_windows,
@@ -252,6 +253,7 @@ class Loop:
         with engine.snapshots.accepting():
             engine.signals.emit(engine, Events.MODEL_SETUP)
         check_devices(engine)
+        check_initialised(engine, "run()")
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         check_modules(engine)

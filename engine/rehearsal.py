@@ -20,6 +20,7 @@ from .events import Events
 from .findings import allow
 from .handler import Handler
 from .saving import copied, gather, put_back
+from .setup import check_initialised
 from .state import State
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             f"{where}: the data is a {type(data).__name__}, which would be used up; give data that can be iterated again, such "
             "as a DataLoader or a list"
         )
+    check_initialised(engine, where)
     interrupts = _Interrupts()
     interrupts.hold()
     try:

@@ -19,6 +19,7 @@ from .data.loading import epochs_of, generators_of, indices_from, set_epochs, sk
 from .data.streamed import inner
 from .events import Events
 from .findings import allow
+from .markup import preformatted
 from .norms import joined, norm_parts
 from .past import Place
 from .randomness import set_random_state, unchanged_random_state
@@ -90,6 +91,9 @@ class Remade(NamedTuple):
         lines = [f"iteration {self.iteration}: {self.verdict}", f"{'':<12}{'loss':>12}{'gradient norm':>16}  gradients"]
         lines += [f"{what:<12}{_shown(loss):>12}{_shown(norm):>16}  {digest}" for what, loss, norm, digest in rows]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 class SampleInfluence(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from .connection import Connection
 from .devices import refusal
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from .handler import Handler
 
 __all__ = [
-    "build_optimizers", "check_device", "check_devices", "check_modules", "check_surroundings", "check_windows",
-    "report_never_emitted", "report_shared_parameters",
-    "report_untrained", "set_modes",
+    "build_optimizers", "check_device", "check_devices", "check_initialised", "check_modules", "check_surroundings",
+    "check_windows", "report_never_emitted", "report_shared_parameters", "report_untrained", "set_modes",
 ]  # fmt: skip
 
 
@@ -39,6 +39,19 @@ def check_surroundings(engine: Engine) -> None:
             "run reads many, and the backward pass needs the block, too; call run() outside of it, and split the model with "
             "TensorParallel or FullyShardedDataParallel"
         )
+
+
+def check_initialised(engine: Engine, where: str) -> None:
+    """Raise ValueError for lazy modules that no forward has initialised: their parameters can be neither copied nor trained."""
+    if not engine.training:
+        return
+    for root, model in engine.modules.items():
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"{where}: parameters of {root!r} are not initialised yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
+                "Lazy modules take their shapes from a first batch: call the model with one before the run, under "
+                "torch.no_grad()"
+            )
 
 
 def build_optimizers(engine: Engine) -> None:

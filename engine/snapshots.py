@@ -315,7 +315,12 @@ class Snapshots(Part):
     def apply_restored(self, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
         """Do at the boundary what `restore` has asked for."""
         engine, reached = self.engine, self.engine.state.iteration
-        position = put_back(engine, saved, allowed=allowed)
+        try:
+            position = put_back(engine, saved, allowed=allowed)
+        except RuntimeError as error:
+            if engine.processes.distributed:
+                error.add_note("rewind() and restore() have to be called on all ranks, in the same iteration")
+            raise
         engine.feed.begin_again_at(position, engine.seed)
         engine.past.went_back(reached, saved)
         engine.signals.rewind(engine)

@@ -301,11 +301,12 @@ class Checkpoint(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
-        """Write what the loaded state counts as kept, if its run ended before it did; or where this run has gone back to."""
+        """Write what the loaded state counts as kept, if its run ended before; see that none resumes on a way that was left."""
         entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
-        # A run that is killed must not resume on the way that it has left.
         if self.monitor is None and self.retention.has_abandoned:
             self._write(engine, self.retention.selecting(self._entry(engine, None)), asynchronous=False)
+        elif self.retention.has_abandoned:
+            self._saver.remove_held(self._run(engine), abandoned=True)
         elif entry is not None and origin is not None and origin["manifest"]["handler"] != self.name:
             self._write(engine, entry, asynchronous=False)
 
@@ -424,8 +425,7 @@ class Checkpoint(Handler):
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error", "step", "device"], writes=["files"])
     def check_saved(self, engine: Engine) -> None:
         """Report a run that ends with nothing saved; remove what was kept only in case it went back, as a resumed one may."""
-        resumes = engine.state.exception is not None or engine.boundary.preempted
-        if self.retention.held and engine.processes.is_rank_zero and not resumes:
+        if engine.state.exception is None and not engine.boundary.preempted:
             self._saver.remove_held(self._run(engine))
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
         ran = engine.state.exception is None and engine.state.completed > self._began

@@ -18,6 +18,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from signalfire.checks import check_int
+from signalfire.markup import preformatted
 
 from .designs import Design, Groups, check_names, handlers_of
 from .results import BASELINE, Result, Variant
@@ -151,6 +152,9 @@ class FractionalFactorial(Design):
             *(" + ".join([name, *others]) for name, others in self.aliases().items()),
         ]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
     def __repr__(self) -> str:
         generators = {name: list(of) for name, of in self.generators.items()}

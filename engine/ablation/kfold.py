@@ -14,6 +14,7 @@ from torch import Tensor
 
 from signalfire import Engine
 from signalfire.checks import check_int
+from signalfire.markup import preformatted
 
 from .arguments import check_workers
 from .lines import to_line, to_result
@@ -256,6 +257,9 @@ class Folds:
                 why = (result.error or f"{self.metric} is {result.value}").strip().splitlines()[-1]
                 lines.append(f"! fold {one} failed: {why}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def _samples(arguments: tuple[Any, ...], folds: Sequence[Fold]) -> int:

@@ -175,12 +175,13 @@ class Saver:
             release=release,
         )
 
-    def remove_held(self, run: SavingRun) -> None:
-        """Remove the superseded versions that were kept in case the run went back; for rank 0 only."""
-        names = [name for _, name in self.retention.held]
-        if names:
-            may_remove = self.ownership(run).may_remove
-            self.retention.held, (left, _) = [], prune(self.folder, names, may_remove, run.files, sync=self.sync)
+    def remove_held(self, run: SavingRun, *, abandoned: bool = False) -> None:
+        """Remove the superseded versions that were kept in case the run went back; or only those of the way that it has left."""
+        stays = [one for one in self.retention.held if abandoned and one[0] > 0]
+        names = [name for since, name in self.retention.held if (since, name) not in stays]
+        self.retention.held = stays
+        if names and run.processes.is_rank_zero:
+            left, _ = prune(self.folder, names, self.ownership(run).may_remove, run.files, sync=self.sync)
             self.retention.superseded += left
 
     def start(self, write: Write, *, asynchronous: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..connection import Connection
-from ..events import AnyEvent
+from ..events import AnyEvent, Events
 from ..interval import Interval
 from ..planning import comes_up
 from .composition import Composition, listed
@@ -191,6 +191,16 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
             )
 
 
+def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:
+    given = it.engine.log.given
+    if given and not it.engine.signal(Events.HYPERPARAMETERS_LOGGED).receivers:
+        yield finding(
+            "W39",
+            f"log.hyperparameters() was given {listed(given)}, but nothing that is attached writes hyperparameters",
+            "attach a logger that does, such as TensorBoardLogger, or receive Events.HYPERPARAMETERS_LOGGED",
+        )
+
+
 OF_COMPOSITIONS: Sequence[Rule] = (
     monitored_by_nobody_produced,
     produced_and_read_by_nobody,
@@ -201,6 +211,7 @@ OF_COMPOSITIONS: Sequence[Rule] = (
     *OF_PARAMETERS,
     one_file_for_two,
     best_of_nothing,
+    hyperparameters_written_by_nobody,
     *OF_DATA,
 )
 """Rules that need no batch: they are also checked when a run starts."""

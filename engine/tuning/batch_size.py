@@ -261,6 +261,7 @@ def _try(
                 engine.evaluate(evaluator, held_out, max_iters=1)
         except Exception as error:
             if not is_out_of_memory(error):
+                error.add_note(f"in a trial of {_NAME}() with batches of {size}")
                 raise
             failed = True  # what the traceback holds is freed before anything is put back
         if failed or measure.failed:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from signalfire.markup import preformatted
 from signalfire.modules import Modules
 from signalfire.saving import spread_over
 from signalfire.weights import WeightFile, plain_name
@@ -138,6 +139,9 @@ class WeightPlan:
         if self.refused:
             rows.append(f"  not allowed, so that nothing is loaded: {_some(self.refused, 20)}")
         return "\n".join(rows)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
 
 
 def compare_weights(

@@ -3,7 +3,7 @@
 Everything is trained on MNIST-1D with a CNN (Adam, 1e-2, batches of 100), with the guard as it is by default:
 
 - false alarms: 20 seeds of 6,000 steps each without any poison;
-- batches: the same seeds, the inputs of one batch scaled by 100 at a random step;
+- batches: the same seeds, the inputs of one batch scaled by 100 at a random step, or its labels permuted;
 - samples: 100 runs in which the inputs of one sample are scaled by 1,000 at a random step; of those in which the guard acts, how
   often `Replay.rank_samples` names the sample first;
 - faults: 100 runs in which one exponent bit of one gradient is flipped at a random step, once, and 100 with a bad batch; of those
@@ -81,22 +81,24 @@ def loader_of(samples: Samples, seed: int) -> DataLoader[Any]:
 
 
 def alarms(samples: Samples, seeds: int, steps: int) -> dict[str, Any]:
-    """False alarms of clean runs, and whether a batch of scaled inputs is found at its step."""
-    false, found = 0, 0
+    """False alarms of clean runs, and whether a batch of scaled inputs, or one of permuted labels, is found at its step."""
+    false, found = 0, {"scaled": 0, "permuted": 0}
     for seed in range(seeds):
         engine, guard = engine_of(seed, "skip")
         run(engine, loader_of(samples, seed), steps)
         false += len(guard.actions)
-        engine, guard = engine_of(seed, "skip")
         at = int(np.random.default_rng(seed).integers(200, steps))
+        order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(seed))
+        for kind in found:
+            engine, guard = engine_of(seed, "skip")
 
-        def poison(engine: Engine) -> None:
-            inputs, labels = engine.state.batch
-            engine.state.batch = inputs * 100.0, labels
+            def poison(engine: Engine, kind: str = kind, order: Tensor = order) -> None:
+                inputs, labels = engine.state.batch
+                engine.state.batch = (inputs * 100.0, labels) if kind == "scaled" else (inputs, labels[order])
 
-        engine.connect(Events.GET_BATCH_COMPLETED(once=at), poison)
-        run(engine, loader_of(samples, seed), at)
-        found += any(action["iteration"] == at for action in guard.actions)
+            engine.connect(Events.GET_BATCH_COMPLETED(once=at), poison)
+            run(engine, loader_of(samples, seed), at)
+            found[kind] += any(action["iteration"] == at for action in guard.actions)
     return {"seeds": seeds, "steps": steps, "false alarms": false, "batches found": found}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import importlib
+import inspect
 import sys
 from html.parser import HTMLParser
 from typing import Any
@@ -13,13 +15,19 @@ import torch
 from torch import nn
 
 from signalfire import Engine, Events
-from signalfire.ablation import Report, Result, Variant
+from signalfire.ablation import FractionalFactorial, Report, Result, Variant
+from signalfire.ablation.kfold import Folds
+from signalfire.ablation.metrics_report import MetricsReport
+from signalfire.ablation.plan import Plan
 from signalfire.findings import Finding, Findings
 from signalfire.handlers import EMA, Average, History, Metrics, summary
+from signalfire.handlers._common.weight_plan import WeightPlan
 from signalfire.markup import preformatted, table
+from signalfire.replay import Made, Remade
 from signalfire.tuning import LearningRateCurve
 from signalfire.tuning.batch_size import BatchSizes, Trial
 from tests.kit import batches, build, mlp
+from tests.test_package import modules
 
 
 class Strict(HTMLParser):
@@ -71,8 +79,29 @@ SHOWN: dict[str, Any] = {
     "curve": lambda: LearningRateCurve((0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0),
     "batch sizes": lambda: BatchSizes((Trial(2, True, 2**20, 10.0), Trial(4, False, None, None)), 2, "limit <4>"),
     "report": report,
+    "metrics": lambda: MetricsReport({"loss & more": report()}),
+    "plan": lambda: Plan((Variant("baseline"), Variant("- <b>")), (0, 1), (), notes=("other <code>",)),
+    "fraction": lambda: FractionalFactorial(list("abcd"), generators={"d": list("abc")}),
+    "folds": lambda: Folds("loss & more", (((0,), (1,)), ((1,), (0,))), {0: Result("<fold>", 0, 0.5)}),
     "summary": lambda: summary(nn.Sequential(nn.Linear(2, 2))),
+    "replay": lambda: Remade(7, [Made(0.5, 1.5, "ab", "cd")], {"loss": 0.5, "gradient_norm": 1.25}),
+    "weights": lambda: WeightPlan("<file>", {"0.weight": "0.weight"}, missing=["0.bias & more"]),
 }
+
+ON_ONE_LINE = {"Cost", "Divergence", "Engine", "EventEnum", "Filter", "Finding", "Interval", "Place", "Pruned"}
+
+
+def test_all_that_prints_several_lines_is_here() -> None:
+    printing, shown = set(), {type(make()) for make in SHOWN.values()} | {History}
+    for name in modules():
+        for kind in vars(importlib.import_module(name)).values():
+            if inspect.isclass(kind) and kind.__module__.startswith("signalfire"):
+                if "__str__" in vars(kind) and kind.__name__ not in ON_ONE_LINE:
+                    printing.add(kind)
+                if "_repr_html_" in vars(kind):
+                    printing.add(kind)
+    assert printing == {kind for kind in shown if kind in printing}
+    assert len(printing) > 12
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -32,7 +32,7 @@ from signalfire.handlers import (
 from signalfire.past import Place
 from tests import kit
 from tests.kit import digest, mlp
-from tests.processes import run_together
+from tests.processes import Failed, run_together
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 Batch = tuple[Tensor, Tensor]
@@ -338,6 +338,28 @@ def test_a_run_that_fails_after_it_went_back_resumes_on_the_new_way(tmp_path: Pa
     assert weights(resumed) == weights(whole)
 
 
+def test_the_best_of_a_way_that_was_left_is_not_resumed_from(tmp_path: Path) -> None:
+    """The metric is not measured where the run goes back to, so that nothing is written there: what is newer is removed."""
+    best = Checkpoint(tmp_path, monitor="count", mode="max", keep=2)
+    engine = kit.build(mlp(5, 8, 1), Rewindable(every="2it"), best)
+    rewinding(engine, at=17, to=13, leave_out=3)
+    engine.connect(Events.ITERATION_COMPLETED(every=4), lambda engine: engine.log("count", engine.state.iteration))
+    kept: list[list[str]] = []
+    engine.connect(
+        Events.CHECKPOINT_LOADED,
+        lambda engine: kept.append(sorted(os.listdir(tmp_path))),
+        phase=Phase.PERSIST,
+        rank=10**6,
+    )
+    run(engine, kit.batches(30), max_epochs=1)
+    assert [name[-2:] for name in kept[0]] == [
+        "04",
+        "08",
+        "12",
+    ]  # not 16; 4 is held, since the run could go back further
+    assert [name[-2:] for name in sorted(os.listdir(tmp_path))] == ["20", "24"]
+
+
 def _went_back_together(folder: str) -> tuple[int, list[str], str]:
     engine = kit.build(
         mlp(5, 8, 1),
@@ -365,6 +387,21 @@ def test_ranks_that_go_back_write_where_they_are_together(tmp_path: Path) -> Non
     assert iteration == 27
     # Not 16, of the way that was left; 4 is held while the run can go back to before 12 was written.
     assert [name[-2:] for name in kept] == ["04", "08", "12"]
+
+
+def _go_back_alone() -> None:
+    engine = kit.build(mlp(5, 8, 1), Rewindable(every="2it"), DistributedDataParallel(timeout=4.0))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.processes.rank and engine.rewind(3))
+    run(engine, kit.batches(60), max_epochs=1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_back_alone_is_told_that_all_have_to() -> None:
+    with pytest.raises(Failed) as raised:
+        run_together(_go_back_alone, 2)
+    assert "rewind() and restore() have to be called on all ranks, in the same iteration" in raised.value.errors[1]
+    assert "rank 1 (pid" in raised.value.errors[0]
+    assert "at ITERATION_COMPLETED, epoch 1, iteration 7" in raised.value.errors[0]
 
 
 def test_going_back_for_ever_is_an_error() -> None:

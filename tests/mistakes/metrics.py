@@ -157,6 +157,20 @@ def an_image_that_no_logger_writes(right: bool, folder: Path) -> None:
     engine.run(batches(), max_epochs=1)
 
 
+@mistake("W39")
+def hyperparameters_that_no_logger_writes(right: bool, folder: Path) -> None:
+    engine = build(mlp(5, 8, 1), (TensorBoardLogger if right else CSVLogger)(folder / "log"))
+    engine.log.hyperparameters(lr=0.1)
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W39")
+def hyperparameters_of_a_run_that_no_logger_writes(right: bool, folder: Path) -> None:
+    engine = build(mlp(5, 8, 1), (TensorBoardLogger if right else CSVLogger)(folder / "log"))
+    engine.connect(Events.EPOCH_STARTED, lambda engine: engine.log.hyperparameters(lr=0.1))
+    engine.run(batches(), max_epochs=1)
+
+
 @mistake("W40")
 def a_histogram_of_values_of_which_one_is_not_a_number(right: bool, folder: Path) -> None:
     engine = build(mlp(5, 8, 1), TensorBoardLogger(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from signalfire.handlers import (
     MixedPrecision,
     NonFiniteGuard,
     Preemption,
+    Summary,
     TruePrecision,
 )
 from tests.kit import SGD, batches, build, linear, mlp
@@ -404,6 +406,15 @@ def a_run_in_inference_mode(right: bool) -> None:
     engine = build(mlp(5, 8, 1))
     with torch.inference_mode(not right):
         engine.run(batches(8), max_epochs=1)
+
+
+@mistake(ValueError, r"run\(\): parameters of 'model' are not initialised yet: 0.weight, 0.bias. Lazy modules")
+def a_lazy_module_that_no_batch_has_initialised(right: bool) -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1))
+    if right:
+        with torch.no_grad():
+            model(next(iter(batches(8)))[0])
+    build(model, Summary(file=io.StringIO())).run(batches(8), max_epochs=1)
 
 
 # ---- layers and what they take -----------------------------------------------------------------------------------------

@@ -127,8 +127,9 @@ def test_another_error_leaves_with_everything_as_before() -> None:
         if len(engine.state.batch[0]) >= 16:
             raise ArithmeticError("not a matter of memory")
 
-    with engine.connect(Events.ITERATION_STARTED, fail), pytest.raises(ArithmeticError, match="not a matter of memory"):
+    with engine.connect(Events.ITERATION_STARTED, fail), pytest.raises(ArithmeticError, match="memory") as raised:
         find_batch_size(engine, loader_of())
+    assert raised.value.__notes__[-1] == "in a trial of find_batch_size() with batches of 16"
     assert fingerprint(engine) == before
 
 

@@ -9,8 +9,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -224,6 +225,17 @@ def test_an_interrupt_at_any_iteration_leaves_no_trace(
     with engine.connect(Events.ITERATION_COMPLETED, at(iteration, error)), pytest.raises(error):
         find_learning_rate(engine, data, steps=15, low=1e-4, high=1.0, diverges=None)
     assert everything(engine, data, tmp_path) == before
+    engine.run(data, max_iters=20, check=False)
+    assert digest(engine.model.state_dict()) == run_on_without_a_sweep()
+
+
+@cache
+def run_on_without_a_sweep() -> str:
+    with TemporaryDirectory() as folder:
+        engine, data = full_engine(Path(folder)), loader()
+        for bound in (7, 20):
+            engine.run(data, max_iters=bound, check=False)
+        return digest(engine.model.state_dict())
 
 
 @pytest.mark.moderate
