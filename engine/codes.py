@@ -70,7 +70,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
     "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
     "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
-    "W47": ("warning", "a handler saves a state and cannot load it"),
+    "W47": (
+        "warning",
+        "a state is saved that cannot be loaded: a handler lacks the method, or torch refuses an object in it",
+    ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function is connected to events that this engine never emits"),
     # W5x: evaluation

@@ -18,6 +18,7 @@ from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .events import Events
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
+from .findings.unloadable import report_unloadable
 from .frozen import fill_in, leave_out, without
 from .modules import differences, unwrapped
 from .optimizer_modes import weights_to_evaluate
@@ -58,6 +59,7 @@ class Snapshots(Part):
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
         self._changed = False  # whether the loaded weights were changed before the run
+        self._tried = False  # whether a state of this run was found to be one that can be loaded
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -79,11 +81,15 @@ class Snapshots(Part):
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         try:
-            return gather(engine, at_once=at_once)
+            state = gather(engine, at_once=at_once)
         except Exception as error:
             if lost_another(error):
                 error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
             raise
+        if engine.running and not self._tried:  # the states of a run hold the same kinds of objects
+            self._tried = True
+            report_unloadable(engine, state)
+        return state
 
     def own_state(self) -> dict[str, Any]:
         """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
@@ -135,6 +141,7 @@ class Snapshots(Part):
     def end_run(self) -> None:
         """Free what the run has kept."""
         self.drop()
+        self._tried = False
         self._copies.free()
         self._writes = []  # handlers have waited for them
 

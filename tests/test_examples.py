@@ -194,6 +194,22 @@ def check_sklearn(folder: Path) -> None:
     assert int(found[2]) >= int(found[3]) - 1, "one is skipped: it needs an environment variable"
 
 
+def check_text_classification(folder: Path) -> None:
+    needs("neutral", "transformers")
+    output = run("text_classification.py", folder=folder)
+    found = re.search(r"^848 passages of 5 topics: accuracy ([\d.]+)% on 212 others$", output, re.MULTILINE)
+    assert found is not None, output
+    assert float(found[1]) >= 65
+
+
+def check_graphs(folder: Path) -> None:
+    needs("neutral", "torch_geometric")
+    output = run("graphs.py", "--epochs", "20", folder=folder)
+    found = re.search(r"^600 graphs: accuracy ([\d.]+)% on 200 others$", output, re.MULTILINE)
+    assert found is not None, output
+    assert float(found[1]) >= 95
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "main.py": check_main,
     "gan.py": check_gan,
@@ -210,6 +226,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "configured.py": check_configured,
     "hydra_config.py": check_hydra,
     "sklearn_estimator.py": check_sklearn,
+    "text_classification.py": check_text_classification,
+    "graphs.py": check_graphs,
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, Handler, Phase, Update
 from signalfire.handlers import (
     EMA,
     Average,
@@ -33,6 +35,7 @@ from signalfire.handlers import (
     LRScheduling,
     Metrics,
     NonFiniteGuard,
+    Preemption,
     SharpnessAwareMinimization,
     SpikeGuard,
     TensorBoardLogger,
@@ -445,6 +448,27 @@ def test_resumed_from_any_iteration_before_in_or_after_a_rewind_it_ends_alike() 
         engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         run(engine, data)
         assert (weights(engine), other.actions, engine.find(History).records) == expected, iteration
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("event", [Events.FORWARD_STARTED, Events.GRADIENTS_READY, Events.ITERATION_COMPLETED])
+def test_preempted_in_the_iteration_of_a_spike_it_ends_alike(policy: Any, event: Any, tmp_path: Path) -> None:
+    def engine_of(*handlers: Handler) -> tuple[Engine, SpikeGuard]:
+        guard = SpikeGuard(policy, window=WINDOW, rewind=6)
+        return build(guard, Metrics(train_loss=Average()), History(), *handlers), guard
+
+    data = data_of(60, poisoned=40)
+    whole, guard = engine_of()
+    run(whole, data)
+    spike = guard.actions[0]["iteration"]
+    preempted, _ = engine_of(Checkpoint(tmp_path), Preemption(exit_status=None))
+    preempted.connect(event(once=spike), lambda engine: os.kill(os.getpid(), signal.SIGTERM))
+    run(preempted, data)
+    assert preempted.state.stop_reason == "preempted by SIGTERM"
+    resumed, other = engine_of(Checkpoint(tmp_path, resume=True), Preemption(exit_status=None))
+    run(resumed, data)
+    ended = weights(whole), guard.actions, whole.find(History).records
+    assert (weights(resumed), other.actions, resumed.find(History).records) == ended
 
 
 def test_the_actions_are_exported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,26 @@ def a_state_that_is_saved_and_cannot_be_loaded(right: bool) -> None:
             self.steps = state["steps"]
 
     one_epoch(build(linear(5, 1), Loading() if right else Counter()))
+
+
+@mistake("W47")
+def a_state_with_an_object_that_torch_refuses_to_load(right: bool, folder: Path) -> None:
+    class Recent(Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: Any = [] if right else deque()
+
+        @on(Events.ITERATION_COMPLETED)
+        def keep(self, engine: Engine) -> None:
+            self.losses.append(float(engine.state.update.loss or 0.0))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"losses": self.losses}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.losses = state["losses"]
+
+    one_epoch(build(linear(5, 1), Recent(), Checkpoint(folder)))
 
 
 @mistake(ValueError, "declared with this event twice")

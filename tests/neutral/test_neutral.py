@@ -32,6 +32,11 @@ def test_what_torch_and_torchmetrics_have_passes(name: str) -> None:
     passes(name, suite(), least)
 
 
+def test_the_optimizers_of_pytorch_optimizer_pass() -> None:
+    needs("neutral", "pytorch_optimizer", "einops")
+    passes("optimizers of pytorch_optimizer", optimizers.of_pytorch_optimizer(), 128)
+
+
 def test_the_schedulers_of_transformers_pass() -> None:
     needs("neutral", "transformers")
     passes("schedulers of transformers", schedulers.of_transformers(), 12)
