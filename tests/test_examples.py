@@ -15,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from signalfire.handlers import Checkpoint
 from tests.kit import needs
+from tests.neutral.exercises import NOTEBOOKS
+from tests.neutral.exercises import run as run_notebook
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -281,7 +283,15 @@ def test_every_example_is_checked() -> None:
     }  # those of Ray: test_launchers.py
 
 
-@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda file: file.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.filterwarnings("error::signalfire.findings.FindingWarning")
+def test_an_exercise_of_the_book_ends_with_its_numbers(notebook: Path) -> None:
+    assert len(NOTEBOOKS) == 10
+    assert run_notebook(notebook) is None
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda file: file.stem)
 def test_notebooks_are_stored_without_outputs(notebook: Path) -> None:
     content = json.loads(notebook.read_text())
     for cell in content["cells"]:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from . import estimators, metrics, optimizers, programs, recipes, schedulers
+from . import estimators, exercises, metrics, optimizers, programs, recipes, schedulers
 from .outcomes import table
 
 SUITES = {
@@ -20,6 +20,7 @@ SUITES = {
     "checks of scikit-learn, examples/sklearn_estimator.py": estimators.of_example,
     "checks of scikit-learn, skorch": estimators.of_skorch,
     "programs of pytorch/examples": programs.of_pytorch_examples,
+    "exercises of d2l.ai": exercises.of_d2l,
     "recipe of nanoGPT": recipes.of_nanogpt,
 }
 
