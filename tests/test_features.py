@@ -976,6 +976,37 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "engine/test_plugins.py": ["test_a_handler_of_another_package_is_found_listed_and_checked"],
     },
+    "I3 exactness for other loops": {
+        "engine/exact/test_exact.py": [
+            "test_a_plain_loop_that_is_killed_again_and_again_ends_with_the_same_weights",
+            "test_it_continues_after_every_batch",
+            "test_lists_and_streams_continue_where_they_were",
+            "test_a_damaged_version_is_named_and_the_newest_good_one_is_taken",
+        ],
+        "engine/exact/test_huggingface.py": [
+            "test_a_trainer_that_is_killed_at_any_of_36_points_ends_with_the_same_bits",
+            "test_what_a_bare_trainer_continues_exactly",
+        ],
+        "engine/exact/test_lightning.py": [
+            "test_a_fit_that_is_killed_at_any_of_36_points_ends_with_the_same_bits",
+            "test_a_bare_fit_continues_neither_inside_an_epoch_nor_from_its_end",
+        ],
+    },
+    "I4 neutral suites": {
+        "neutral/test_neutral.py": [
+            "test_what_torch_and_torchmetrics_have_passes",
+            "test_the_optimizers_of_pytorch_optimizer_pass",
+            "test_the_schedulers_of_transformers_pass",
+            "test_at_least_as_many_checks_of_scikit_learn_pass_as_with_skorch",
+        ],
+        "test_callbacks_of_others.py": [
+            "test_keras_early_stopping_patience",
+            "test_keras_checkpoint_every_fifteen_batches_of_five_an_epoch",
+            "test_torchtnt_stops_at_the_last_value_and_not_before",
+            "test_what_is_different_is_so_for_a_reason",
+        ],
+        "test_examples.py": ["test_an_exercise_of_the_book_ends_with_its_numbers"],
+    },
     "X4 order of attaching, no trace": {
         "test_composition.py": [
             "test_every_order_of_attaching_gives_one_result_kept_files_included",
