@@ -253,6 +253,16 @@ def test_wide_tables_scroll_in_themselves(site: Path, tab: Any) -> None:
         ("freeze backbone", "symptoms.html"),
         ("several gpus", "symptoms.html"),
         ("early stopping", "handlers/EarlyStopping.html"),
+        ("unsupported bf16", "symptoms.html"),
+        ("several optimizers Muon", "ecosystem.html"),
+        ("loss becomes NaN", "symptoms.html"),
+        ("largest batch", "finders.html"),
+        ("server down", "symptoms.html"),
+        ("slow rank", "handlers/StragglerDetection.html"),
+        ("ONNX", "weights.html"),
+        ("plain DDP", "processes.html"),
+        ("object store", "resuming.html"),
+        ("short last window", "from_a_plain_loop.html"),
     ],
 )
 def test_the_search_finds_the_page_without_a_server(words: str, expected: str, site: Path, tab: Any) -> None:
