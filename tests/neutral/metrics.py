@@ -17,6 +17,7 @@ from signalfire.distributed import process_group
 from signalfire.handlers import DistributedDataParallel, Metrics
 from tests.processes import run_together
 
+from .other_metrics import of_other_kinds
 from .outcomes import Outcome, judged
 
 SIZES = [5, 3, 7, 2]
@@ -72,7 +73,8 @@ def _data(make: Callable[[int, torch.Generator], tuple[Any, Any]]) -> list[tuple
 def _by_itself(metric: Any, data: list[tuple[Any, Any]]) -> dict[str, Any]:
     """What the metric comes to over the data, over that of all ranks where there are several."""
     for output, target in data:
-        metric.update(output, target, **_groups_of(metric, target))
+        arguments = _arguments(metric, output, target)
+        metric.update(**arguments) if isinstance(arguments, dict) else metric.update(*arguments)
     value = metric.compute()
     return {f"metric/{key}": one for key, one in value.items()} if isinstance(value, dict) else {"metric": value}
 
@@ -100,18 +102,18 @@ def _near(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _groups_of(metric: Any, target: Any) -> dict[str, Any]:
-    """Metrics of fairness take the groups that the samples belong to, as well."""
-    return (
-        {"groups": (torch.arange(len(target)) % 2)} if "groups" in inspect.signature(metric.update).parameters else {}
-    )
+def _arguments(metric: Any, output: Any, target: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """Some take one tensor; metrics of fairness take groups of samples as well, and those of retrieval the queries."""
+    names = [*inspect.signature(metric.update).parameters]
+    for more in ("groups", "indexes"):
+        if more in names:
+            return {"preds": output, "target": target, more: torch.arange(len(target)) % 2}
+    single = (len(names) == 1 and names != ["args"]) or isinstance(metric, torchmetrics.RunningSum)
+    return (output,) if single else (output, target)
 
 
 def _inputs(metric: Any, engine: Engine) -> Any:
-    output, target = engine.state.update.output, engine.state.batch[1]
-    if groups := _groups_of(metric, target):
-        return {"preds": output, "target": target, **groups}
-    return output, target
+    return _arguments(metric, engine.state.update.output, engine.state.batch[1])
 
 
 def _values(state: Any) -> dict[str, Any]:
@@ -158,7 +160,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 
 def of_torchmetrics() -> list[Outcome]:
-    """Metrics of classification and regression."""
+    """Every class that needs no download and no further package."""
     return [judged(name, partial(check, build, make)) for name, build, make in _metrics()]
 
 
@@ -187,3 +189,4 @@ def _metrics() -> Iterator[tuple[str, Callable[[], Any], Callable[[int, torch.Ge
             build, make = kinds[prefix]
             options = next((one for end, one in _NEEDS.items() if name.endswith(end)), {})
             yield name, partial(build, partial(kind, **options)), make
+    yield from of_other_kinds()

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.neutral
 SUITES: dict[str, tuple[Callable[[], list[Outcome]], int]] = {
     "optimizers of torch.optim": (optimizers.of_torch, 15),
     "schedulers of torch": (schedulers.of_torch, 16),
-    "classes of torchmetrics": (metrics.of_torchmetrics, 101),
-    "classes of torchmetrics, two ranks": (metrics.of_torchmetrics_on_two, 101),
+    "classes of torchmetrics": (metrics.of_torchmetrics, 180),
+    "classes of torchmetrics, two ranks": (metrics.of_torchmetrics_on_two, 180),
 }
 
 
