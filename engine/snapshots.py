@@ -88,7 +88,8 @@ class Snapshots(Part):
             raise
         if engine.running and not self._tried:  # the states of a run hold the same kinds of objects
             self._tried = True
-            report_unloadable(engine, state)
+            if engine.processes.is_rank_zero:
+                report_unloadable(engine, state)
         return state
 
     def own_state(self) -> dict[str, Any]:

@@ -190,7 +190,8 @@ def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """
     together: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() == 1 and not value.is_complex():
+        there = isinstance(value, Tensor) and value.device.type not in ("cpu", "meta")
+        if there and value.numel() == 1 and not value.is_complex():
             together.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
     read: dict[str, float] = {}
     for tensors in together.values():

@@ -106,7 +106,7 @@ def needs(extra: str, *modules: str) -> None:
 def free_port() -> int:
     """A port to listen on. Connections get theirs above, so that none takes it before it is listened on."""
     while True:
-        port = random.randrange(20000, 32768)  # Linux gives connections ports from 32768
+        port = random.SystemRandom().randrange(20000, 32768)  # Linux gives connections ports from 32768
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
             return port
