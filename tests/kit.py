@@ -30,6 +30,7 @@ from signalfire.checkpoints import Content
 from signalfire.handlers import Average, Metrics
 
 __all__ = [
+    "CLIENTS",
     "DISTRIBUTING",
     "LIMIT",
     "MEMORY",
@@ -74,6 +75,13 @@ MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 DISTRIBUTING = "DistributedDataParallel", "FullyShardedDataParallel", "TensorParallel"
 """The handlers that distribute a run, of which an engine has one: they are tried in several processes."""
+
+CLIENTS = {
+    "signalfire.handlers.mlflow_logger": ("mlflow", "sqlalchemy", "alembic"),
+    "signalfire.handlers.trackio_logger": ("trackio",),
+    "signalfire.handlers.wandb_logger": ("wandb",),
+}
+"""What the loggers of other services import. Their examples run in processes of their own."""
 
 
 def quick(values: Iterable[Any], *keep: Any, whole: bool = False) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from signalfire import FindingWarning, Handler, handlers
-from tests.kit import finished, needs
+from tests.kit import CLIENTS, finished, needs
 
 needs("docs", "sybil", "sphinx", "furo", "myst_parser", "lightning", "ignite")
 
@@ -168,12 +168,30 @@ def test_the_pictures_are_those_that_the_page_draws(tmp_path: Path) -> None:
 SHOWN = [name for name in handlers.__all__ if ">>>" in (getattr(handlers, name).__doc__ or "")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHOWN)
-def test_an_example_runs_as_it_is_pasted_from_a_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(GUIDE))
+def as_pasted(name: str) -> str:
+    """The docstring of a handler as its page shows it, with the imports that its example needs."""
     one = getattr(handlers, name)
     lines = (inspect.getdoc(one) or "").splitlines()
     importlib.import_module("pasted").insert_imports(None, "class", name, one, None, lines)
-    test = doctest.DocTestParser().get_doctest("\n".join(lines), {}, name, None, 0)
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHOWN if getattr(handlers, name).__module__ not in CLIENTS])
+def test_an_example_runs_as_it_is_pasted_from_a_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GUIDE))
+    test = doctest.DocTestParser().get_doctest(as_pasted(name), {}, name, None, 0)
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHOWN if getattr(handlers, name).__module__ in CLIENTS])
+def test_an_example_of_a_logger_runs_as_it_is_pasted_from_a_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as the clients read their settings when they are imported."""
+    needs("loggers", *CLIENTS[getattr(handlers, name).__module__])
+    monkeypatch.syspath_prepend(str(GUIDE))
+    (tmp_path / "example.txt").write_text(as_pasted(name))
+    result = finished("-m", "doctest", "-o", "ELLIPSIS", "example.txt", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout

@@ -30,14 +30,9 @@ def modules() -> list[str]:
 
 # Modules for users of another library, which import it and are imported by none of ours.
 OF_OTHERS = {"signalfire.exact.huggingface": "transformers", "signalfire.exact.lightning": "lightning"}
-CLIENTS = {
-    "signalfire.handlers.mlflow_logger": ("mlflow", "sqlalchemy", "alembic"),
-    "signalfire.handlers.trackio_logger": ("trackio",),
-    "signalfire.handlers.wandb_logger": ("wandb",),
-}
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name not in CLIENTS])
+@pytest.mark.parametrize("name", [name for name in modules() if name not in kit.CLIENTS])
 def test_the_examples_in_the_docstrings_run(name: str) -> None:
     if name in OF_OTHERS:
         kit.needs("migration", OF_OTHERS[name])
@@ -46,10 +41,10 @@ def test_the_examples_in_the_docstrings_run(name: str) -> None:
 
 
 @pytest.mark.moderate
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("name", kit.CLIENTS)
 def test_the_examples_of_loggers_run_with_the_clients(name: str, tmp_path: Path) -> None:
     """In a process of their own: the clients read their settings as they are imported, and print as they end."""
-    kit.needs("loggers", *CLIENTS[name])
+    kit.needs("loggers", *kit.CLIENTS[name])
     program = f"import doctest, {name} as tested; found = doctest.testmod(tested); print(found.attempted, found.failed)"
     result = kit.finished("-c", program, cwd=tmp_path)
     attempted, failed = map(int, result.stdout.split()[-2:])
