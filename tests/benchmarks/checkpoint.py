@@ -7,7 +7,8 @@ before synced. Times are medians over the rounds with the quartiles; the ratios 
 same round. Blocked is the time that the receivers of the phase PERSIST take; of the asynchronous variant the first save, which
 allocates the memory of the copy, is listed separately. "On disk" is when the version is in place.
 
-Beside it: how long an iteration takes while a thread writes, to one while nothing is written, in one run.
+Beside it: how long an iteration takes while a thread writes, to one while nothing is written, in one run of a plain loop in which
+a thread calls torch.save, and in one of the engine.
 """
 
 from __future__ import annotations
@@ -103,37 +104,79 @@ class Run:
         self.thread.join()
 
 
-def beside(folder: Path, megabytes: int) -> float:
-    """The time of an iteration beside a write, to one without."""
-    torch.manual_seed(0)
-    width = int(
-        (megabytes * 1e6 / 4 / 4 / 3) ** 0.5
-    )  # three layers, with Adam's two moments and a gradient beside each
-    model = nn.Sequential(
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
-    )
+WRITER = "signalfire checkpoint"
+"""The name of the thread that writes."""
+
+
+class Beside:
+    """The times of iterations beside a write, and of those without one. A save is due in every 20th iteration.
+
+    The model has three layers, with Adam's two moments and a gradient beside each.
+    """
+
+    def __init__(self, megabytes: int) -> None:
+        torch.manual_seed(0)
+        width = int((megabytes * 1e6 / 4 / 4 / 3) ** 0.5)
+        self.model = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
+        )
+        self.batch = torch.randn(64, width), torch.randn(64, width)
+        self.times: dict[bool, list[float]] = {False: [], True: []}
+        self.began = 0.0, False
+
+    def begin(self, *_: object) -> None:
+        self.began = time.perf_counter(), self.writes()
+
+    def end(self, iteration: int) -> None:
+        seconds = time.perf_counter() - self.began[0]
+        if self.began[1] == self.writes() and iteration > 20:
+            self.times[self.began[1]].append(seconds)
+
+    def writes(self) -> bool:
+        return any(thread.name == WRITER for thread in threading.enumerate())
+
+    def ratio(self) -> float:
+        return statistics.median(self.times[True]) / statistics.median(self.times[False])
+
+
+def beside_ours(folder: Path, megabytes: int) -> float:
+    """The time of an iteration beside a write of `Checkpoint(asynchronous=True)`, to one without."""
+    timed = Beside(megabytes)
     update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.Adam, lr=1e-4))
-    engine = Engine(update, model=model, seed=0)
+    engine = Engine(update, model=timed.model, seed=0)
     engine.attach(Checkpoint(folder, every="20it", keep=1, asynchronous=True))
-    times: dict[bool, list[float]] = {False: [], True: []}
-    began = [0.0, False]
+    engine.connect(Events.ITERATION_STARTED, timed.begin, phase=Phase.PREPARE)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: timed.end(engine.state.iteration), phase=Phase.PREPARE)
+    engine.run([timed.batch] * 400, max_epochs=1)
+    return timed.ratio()
 
-    def writes() -> bool:
-        return any(thread.name == "signalfire checkpoint" for thread in threading.enumerate())
 
-    def begin(engine: Engine) -> None:
-        began[:] = [time.perf_counter(), writes()]
+def beside_plain(folder: Path, megabytes: int) -> float:
+    """The same in a plain loop, which copies its tensors and lets a thread write them with torch.save and fsync."""
+    timed = Beside(megabytes)
+    optimizer = torch.optim.Adam(timed.model.parameters(), lr=1e-4)
+    inputs, targets = timed.batch
+    for iteration in range(1, 401):
+        timed.begin()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(timed.model(inputs), targets).backward()
+        optimizer.step()
+        timed.end(iteration)
+        if iteration % 20 == 0:
+            held = [
+                value.clone()
+                for state in (timed.model.state_dict(), *optimizer.state_dict()["state"].values())
+                for value in state.values()
+            ]
+            threading.Thread(target=write, args=(held, folder / "plain.pt"), name=WRITER).start()
+    return timed.ratio()
 
-    def end(engine: Engine) -> None:
-        seconds = time.perf_counter() - began[0]
-        if began[1] == writes() and engine.state.iteration > 20:
-            times[writes()].append(seconds)
 
-    engine.connect(Events.ITERATION_STARTED, begin, phase=Phase.PREPARE)
-    engine.connect(Events.ITERATION_COMPLETED, end, phase=Phase.PREPARE)
-    batch = torch.randn(64, width), torch.randn(64, width)
-    engine.run([batch] * 400, max_epochs=1)
-    return statistics.median(times[True]) / statistics.median(times[False])
+def write(tensors: list[torch.Tensor], path: Path) -> None:
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def spread(values: list[float], unit: float) -> str:
@@ -186,9 +229,12 @@ def main() -> None:
         report(f"saving {arguments.megabytes} MB", written, "torch.save, fsync")
         print(f"{'the first asynchronous save':32}{first['Checkpoint(asynchronous=True)'][0] * 1000:7.2f}")
         report(f"loading {arguments.megabytes} MB", read, "torch.load")
-        print(
-            f"{'an iteration beside a write':32}{beside(folder / 'beside', arguments.megabytes):7.2f} times one without"
-        )
+        print("an iteration beside a write, times one without")
+        for name, ratio in (
+            ("  torch.save in a thread", beside_plain),
+            ("  Checkpoint(asynchronous=True)", beside_ours),
+        ):
+            print(f"{name:32}{spread([ratio(folder, arguments.megabytes) for _ in range(3)], 1)}")
     finally:
         shutil.rmtree(folder)
 

@@ -98,7 +98,7 @@ def told(engine: Engine, data: Any, **bounds: Any) -> list[str]:
 
 
 def watched(part: str, kind: str, every: int, slow_windows: int) -> tuple[list[str], list[float], list[dict[int, str]]]:
-    """Rank 1 is slow in so many windows of ``every`` iterations; there is one before, and one after them."""
+    """Rank 1 is slow in so many windows of ``every`` iterations; there is one before, and there are three after them."""
     end = every * (slow_windows + 1)
     slow = on_rank(1, lambda iteration: every <= iteration < end)
     in_data: Slow = slow if part == "data" else lambda iteration: False
@@ -115,7 +115,7 @@ def watched(part: str, kind: str, every: int, slow_windows: int) -> tuple[list[s
     compared = Events.ITERATION_COMPLETED(every=every)
     engine.connect(compared, lambda engine: found.append(dict(handler.stragglers)), phase=Phase.RECORD)
     seen = kit.new_metrics(engine)
-    data: Any = Stream(end + every, in_data) if kind == "own" else Samples(end + every, in_data).loader()
+    data: Any = Stream(end + 3 * every, in_data) if kind == "own" else Samples(end + 3 * every, in_data).loader()
     return told(engine, data), [values["straggler_ratio"] for _, values in seen], found
 
 
@@ -139,9 +139,11 @@ def test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_nor
     slow, normal = messages
     assert f"iteration {2 * every}: rank 1 is a straggler" in slow
     assert f"Slow is: {part} (" in slow
-    assert f"iteration {(slow_windows + 2) * every}: rank 1 is back to normal" in normal
-    assert found == [{}, *[{1: part}] * slow_windows, {}]
-    assert min(ratios[1:-1]) > 2
+    assert found[: slow_windows + 1] == [{}, *[{1: part}] * slow_windows]
+    back = found.index({}, 1)  # what else a busy machine does may keep rank 1 slow for another window
+    assert found[back:] == [{}] * (len(found) - back)
+    assert f"iteration {(back + 1) * every}: rank 1 is back to normal" in normal
+    assert min(ratios[1 : slow_windows + 1]) > 2
     for other in others:
         assert other == ([], ratios, found)
 
