@@ -106,6 +106,7 @@ def test_the_folders_refuse_to_be_imported_as_packages_of_their_own(folder: str)
     assert "installed as 'signalfire" in result.stderr
 
 
+@pytest.mark.moderate
 def test_no_handler_names_another_and_the_engine_names_none() -> None:
     handlers = {file.stem for file in (ROOT / "handlers").glob("*.py")} - {"__init__", "schedules"}
     for file in (ROOT / "handlers").rglob("*.py"):

@@ -104,6 +104,7 @@ def test_a_short_last_batch_and_an_evaluation_compile_nothing_after_the_first_ep
     assert len(evaluator.find(Compile).sizes) == in_evaluations
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_hundred_steps_give_the_same_bits_with_dropout_and_batch_norm(backend: str) -> None:
     plain, random = trained(epochs=34), torch.get_rng_state()

@@ -77,6 +77,7 @@ def test_only_what_nothing_beats_is_on_the_front() -> None:
     assert front({}, "max") == []
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("variants", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_pictures_are_drawn(variants: int, tmp_path: Path) -> None:
     results = results_of(variants)

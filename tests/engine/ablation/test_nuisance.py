@@ -117,6 +117,7 @@ def test_the_report_says_what_was_tuned_and_how(stored: Path) -> None:
     assert all((f'"{name}"' in warning[0]) == (name in edge) for name in OFF)
 
 
+@pytest.mark.moderate
 def test_the_store_is_read_without_the_code(stored: Path) -> None:
     reports = read_reports(stored)
     assert len(reports) == 2

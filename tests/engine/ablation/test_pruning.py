@@ -165,6 +165,7 @@ def test_full_runs_of_another_study_do_not_bring_back_what_was_pruned(tmp_path: 
     assert not plan.to_make
 
 
+@pytest.mark.moderate
 def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     text = " ".join(str(make_study(store=stored, seeds=range(6), prune=PLAN).plan(DESIGN)).split())
     assert "all 3 variants are trained to the end of epoch 1, the best 2 to the end" in text

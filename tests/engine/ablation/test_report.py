@@ -106,6 +106,7 @@ names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs
 numbers = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30)
 
 
+@pytest.mark.moderate
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(names, min_size=1, max_size=4, unique=True).filter(lambda names: "baseline" not in names),

@@ -182,6 +182,7 @@ def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Pat
     assert all(json.loads(line)["error"] is None for line in lines)
 
 
+@pytest.mark.moderate
 def test_more_seeds_and_other_variants_run_only_what_is_missing(tmp_path: Path) -> None:
     build = partial(builds.noted, folder=str(tmp_path))
     options = {"store": tmp_path / "store.jsonl"}

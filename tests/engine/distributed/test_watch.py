@@ -204,6 +204,7 @@ def of(what: str) -> pytest.MarkDecorator:
 BEFORE = f"FORWARD_STARTED, epoch 1, iteration {BAD}"
 
 
+@pytest.mark.moderate
 @of("raises and ends")
 def test_the_others_report_the_error_of_one_that_ended(root: Path, case: str) -> None:
     found = Found(root, case)
@@ -299,6 +300,7 @@ def test_of_several_that_were_not_there_the_one_behind_is_named(monkeypatch: pyt
     assert [line.endswith("the others waited for this rank") for line in lines] == [True, False, False]
 
 
+@pytest.mark.moderate
 def test_one_that_leaves_while_it_reports_is_known_to_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, in threads; the report under way as one of them leaves does not say so, and another has to follow."""
     store = HashStore()
