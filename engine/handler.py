@@ -101,7 +101,8 @@ def on(
         phase: Phase of the event in which the method runs.
         rank: Order within the phase; smaller runs earlier.
         reads, writes: What the method uses and changes of the run, as names of `declarations.THINGS`, such as ``["gradients"]``;
-            `Engine.check` then reports receivers whose order is left to chance. Give both, or none if it is not known.
+            `Engine.check` then reports receivers whose order is left to chance. If one is given, the other is empty; give none if
+            it is not known.
 
     Raises:
         TypeError, ValueError: for what is no event, and for names that are not in `declarations.THINGS`.

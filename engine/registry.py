@@ -202,6 +202,10 @@ class Registry(Mapping[str, Handler], Part):
 
     def of_class(self, kind: type[H]) -> H:
         """The one attached handler of a class; see `Engine.find`."""
+        if not isinstance(kind, type):
+            raise TypeError(
+                f"find({kind!r}): expected a class of handlers; by its name it is engine.handlers[{kind!r}]"
+            )
         found = [handler for handler in self.values() if isinstance(handler, kind)]
         if len(found) == 1:
             return found[0]

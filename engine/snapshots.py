@@ -353,6 +353,10 @@ class Snapshots(Part):
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
+        if not isinstance(weights, Mapping):
+            raise TypeError(
+                f"load_weights({weights!r}): expected weights; of a file, load_weights(Checkpoint.load({weights!r}))"
+            )
         engine, given = self.engine, weights if "format" in weights else {}
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)

@@ -124,6 +124,11 @@ class Update:
             >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, input="image", target="label").name
             'main'
         """
+        kind = getattr(loss, "func", loss)  # of a partial
+        if isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise TypeError(
+                f"Update.supervised({loss!r}): an optimizer as the loss; write Update.supervised(loss, optimizer)"
+            )
         _check_signature(f"Update {name!r}: loss", loss, 2)
         places: dict[str, Any] = {"samples": samples, "input": input, "output": output, "target": target}
         if input is None and output is None and target is None:

@@ -238,8 +238,9 @@ class LRScheduling(Handler):
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
-                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the "
-                "factory its number of steps explicitly, or restart with engine.reset()"
+                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory its number "
+                "of steps in the first run already, as in partial(factory, total_steps=...), or begin a new run with the weights "
+                "of this one: engine.load_weights(state), or engine.reset() in place"
             )
 
     def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:

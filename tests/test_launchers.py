@@ -16,7 +16,7 @@ import pytest
 
 from signalfire import Events
 from signalfire.handlers import History
-from tests.kit import free_port, needs
+from tests.kit import finished, free_port, needs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = re.compile(r"^2 process\(es\), (\d+) steps: accuracy ([\d.]+) %.* weights ([0-9a-f]{12})$", re.M)
@@ -111,6 +111,20 @@ def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
     assert all(launcher.returncode == 0 for launcher in launchers), ended[0][1] + ended[1][1]
     (found,) = PRINTED.findall(ended[0][0] + ended[1][0])
     assert tuple(found) == under_torchrun
+
+
+@pytest.mark.slow
+def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
+    page = (EXAMPLES / "guide" / "writing_a_handler.md").read_text()
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if not block.startswith(">>>")]
+    (last,) = (place for place, block in enumerate(blocks) if "def test_ranks_agree" in block)
+    script = tmp_path / "test_mine.py"
+    script.write_text("\n".join(blocks[: last + 1]))
+    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
+    assert done.returncode == 0, done.stderr
+    script.write_text(script.read_text().replace("one == weights[0]", "one != weights[0]"))
+    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
+    assert "AssertionError" in done.stderr
 
 
 @pytest.mark.slow

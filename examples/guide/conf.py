@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # where Sphinx finds `pages`
@@ -37,3 +40,8 @@ autodoc_inherit_docstrings = False  # those of dict and others say nothing of ou
 
 # Types of other packages, whose pages are elsewhere; every link to a page of this guide is checked.
 nitpick_ignore_regex = [("py:.*", r".*")]
+
+
+def setup(app: Any) -> None:
+    """The docstring of an attribute is a text, also where it has a colon: napoleon takes what is before it for a type."""
+    GoogleDocstring._parse_attribute_docstring = lambda self: list(self._lines)

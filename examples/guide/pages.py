@@ -58,7 +58,7 @@ def handler_page(kind: type[Handler]) -> str:
         for one in kind.subscriptions
     ]  # fmt: skip
     if rows:
-        text += ["## What it is called for", "", "Events in *italics* depend on the arguments.", ""]
+        text += ["## Events that it receives", "", "Events in *italics* depend on the arguments.", ""]
         text += ["| method | event | phase | rank | reads | writes |", "|---|---|---|---|---|---|", *rows, ""]
     traits = {
         "trains": "It is for training; an engine that only evaluates refuses it.",
@@ -81,7 +81,7 @@ def _calls(kind: type[Handler]) -> str:
               and any(event in IN_AN_ITERATION for event in _unfiltered(one.event))]  # fmt: skip
     depending = {one.method for one in kind.subscriptions if isinstance(one.event, str)} - {*always}
     names = ", ".join(f"`{name}`" for name in dict.fromkeys(always))
-    text = f"Called in each iteration: {names}." if always else "Nothing of it is called in every iteration."
+    text = f"Called in each iteration: {names}." if always else "No method of it runs in every iteration."
     if depending:
         text += f" Depending on the arguments, too: {', '.join(f'`{name}`' for name in sorted(depending))}."
     if (row := _measured(kind)) is not None:
@@ -114,7 +114,9 @@ def _refused_beside(kind: type[Handler]) -> list[str]:
                 f"- It refuses a file that another handler writes: {beside}. With paths of their own, all can log."
             )
         else:
-            lines.append(f"- It may override {Override[name].value}, and refuses what does the same: {beside}.")
+            lines.append(
+                f"- It may override {Override[name].value}, and cannot be combined with what does the same: {beside}."
+            )
     return lines
 
 
@@ -315,8 +317,9 @@ def errors_page() -> str:
     text = ["# Errors", "", "What each module raises; `{...}` stands for a value. Each text says what to do.", ""]
     for folder, package in ((Path(signalfire.__file__).parent, "signalfire"), (_HANDLERS, "signalfire.handlers")):
         for file in sorted(folder.rglob("*.py")):
-            if "project" not in file.parts and (errors := errors_in(file)):
-                parts = file.relative_to(folder).with_suffix("").parts
+            parts = file.relative_to(folder).with_suffix("").parts
+            of_handlers = folder is not _HANDLERS and parts[0] == "handlers"  # where the package is one folder
+            if "project" not in parts and not of_handlers and (errors := errors_in(file)):
                 text += [f"## {'.'.join((package, *parts)).removesuffix('.__init__')}", ""]
                 text += [f"- `{kind}`: {_as_code(' '.join(message.split()))}" for kind, message in errors] + [""]
     return "\n".join(text)

@@ -251,8 +251,8 @@ def main() -> None:
     over = [(none - bare) * 1000 for bare, none, _, _ in paired]
     each = statistics.median((ten - one) / 9 for _, _, one, ten in paired)
     low, middle, high = statistics.quantiles(over, n=4)
-    print(f"over the bare loop, no handler: {middle:.0f} ns [{low:.0f}, {high:.0f}] (to reach: 300)")
-    print(f"each further handler on one event: {each * 1000:.0f} ns (to reach: 60)\n")
+    print(f"over the bare loop, no handler: {middle:.0f} ns [{low:.0f}, {high:.0f}] (limit: 300)")
+    print(f"each further handler on one event: {each * 1000:.0f} ns (limit: 60)\n")
 
     steps: dict[str, tuple[int | None, Variant]] = {
         "tiny step, plain loop again": (None, bare_tiny()),
@@ -269,12 +269,12 @@ def main() -> None:
         plain_loop = [one for part in found[name] for one in part.plain_loop]
         ratio = statistics.median(there) / statistics.median(plain_loop)
         print(f"{name:32}{spread(there):36}{calls(variant):7.1f}")
-        print(f"{'':32}{spread(plain_loop)} plain loop in between: {ratio:.4f} times that (to reach: 1.02)")
+        print(f"{'':32}{spread(plain_loop)} plain loop in between: {ratio:.4f} times that (limit: 1.02)")
 
-    print(f"tiny step with Guards(): {guarded_ratio(max(3, rounds // 5)):.4f} times that without it (to reach: 1.02)")
+    print(f"tiny step with Guards(): {guarded_ratio(max(3, rounds // 5)):.4f} times that without it (limit: 1.02)")
     seconds_to_import()  # what is compiled once
     over = [seconds_to_import() for _ in range(IMPORTS)]
-    print(f"\nimporting signalfire, over importing torch:{spread(over)} s (to reach: 0.15)")
+    print(f"\nimporting signalfire, over importing torch:{spread(over)} s (limit: 0.15)")
 
 
 if __name__ == "__main__":

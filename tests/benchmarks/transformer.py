@@ -231,7 +231,7 @@ def main() -> None:
     for name in variants:
         print(f"{name:16}{spread(times[name])}")
     ratios = [mine / bare for bare, mine in zip(*times.values(), strict=True)]
-    print(f"{'ratio':16}{spread(ratios)} (to reach: {AIM})")
+    print(f"{'ratio':16}{spread(ratios)} (limit: {AIM})")
     if device.type == "cpu":
         compare(reference, model, "in the end")
 

@@ -181,6 +181,12 @@ def test_a_model_that_torch_wraps_keeps_its_names_and_its_earlier_states_load() 
         assert_same(engine.weights()["model"], {key.removeprefix("module."): v for key, v in earlier.items()})
 
 
+def test_a_path_in_place_of_weights_is_refused_with_the_way_to_load_it() -> None:
+    engine = Engine(Update.supervised(cross_entropy, SGD), model=mlp(5, 8, 3))
+    with pytest.raises(TypeError, match=r"load_weights\('best'\): expected weights; .*Checkpoint\.load\('best'\)"):
+        engine.load_weights("best")  # type: ignore[arg-type]
+
+
 def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=nn.DataParallel(mlp(5, 8, 3)))
     with pytest.raises(

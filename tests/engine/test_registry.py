@@ -146,6 +146,11 @@ def test_what_is_not_there_is_not_found_and_what_is_there_is_listed() -> None:
         engine.find(History)
 
 
+def test_who_looks_for_a_name_is_told_where_names_are() -> None:
+    with pytest.raises(TypeError, match=r"find\('ema'\): expected a class.*engine\.handlers\['ema'\]"):
+        make_engine(EMA(0.9)).find("ema")  # type: ignore[arg-type]
+
+
 def test_of_two_handlers_of_a_class_none_is_taken_by_chance() -> None:
     engine = make_engine(History(name="first"), History(name="second"))
     with pytest.raises(KeyError, match=r"find\(History\): 2 handlers of this class are attached: 'first', 'second'"):

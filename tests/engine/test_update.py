@@ -357,6 +357,12 @@ def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments:
         Update(**arguments, name="generator")
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.SGD, lr=0.1)])
+def test_an_optimizer_in_place_of_the_loss_is_refused(optimizer: Any) -> None:
+    with pytest.raises(TypeError, match=r"Update.supervised\(.*SGD.*\): an optimizer as the loss; write"):
+        Update.supervised(optimizer, torch.nn.functional.cross_entropy)  # type: ignore[arg-type]
+
+
 def test_a_supervised_loss_takes_two_arguments() -> None:
     with pytest.raises(TypeError, match=r"Update 'main': loss=.*must accept two arguments"):
         Update.supervised(loss_of)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from signalfire import Engine, Events, Phase, Update
-from signalfire.handlers import GradientAccumulation, LRScheduling
+from signalfire.handlers import GradientAccumulation, LRScheduling, cosine_with_warmup
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, linear, windows
@@ -350,6 +350,20 @@ def test_a_run_that_continues_goes_on_with_the_schedule() -> None:
     reference, expected = plain_loop(factory)
     assert rates == expected
     assert_same(model, reference)
+
+
+def test_a_run_is_made_longer_by_a_total_from_the_first_run_on_or_begun_anew_with_its_weights() -> None:
+    factory = cosine_with_warmup(warmup=2)
+    engine, rates = engine_of(network(), LRScheduling(partial(factory, total_steps=18)))
+    engine.run(batches(), max_epochs=2)
+    engine.run(batches(), max_epochs=3)
+    _, expected = plain_loop(partial(factory, total_steps=18))
+    assert rates == expected
+    longer, rates = engine_of(network(), LRScheduling(factory))
+    longer.load_weights(engine.state_dict())
+    assert_same(longer.model, engine.model)
+    longer.run(batches(), max_epochs=3)
+    assert rates == expected
 
 
 def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> None:
