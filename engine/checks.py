@@ -159,14 +159,17 @@ def as_int(value: Any) -> Any:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of an error about an unknown name, with the closest known one; empty if none is close.
+    """The end of an error about an unknown name, with those that it begins, or else the closest one; empty if none is close.
 
     Example:
         >>> did_you_mean("historry", ["history", "ema"])
         "; did you mean 'history'?"
+        >>> did_you_mean("STEP", ["SETUP", "STEP_STARTED", "STEP_COMPLETED"])
+        "; did you mean 'STEP_STARTED' or 'STEP_COMPLETED'?"
     """
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    names = list(names)
+    close = [one for one in names if name and one.startswith(name)][:3] or difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _call(owner: object, argument: str, value: Any) -> str:

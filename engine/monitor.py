@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_bool, check_choice, check_number
-from .state import Direction, as_number, did_you_mean
+from .checks import check_bool, check_choice, check_number, did_you_mean
+from .state import Direction, as_number
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import as_int
+from .checks import as_int, did_you_mean
 from .interval import Interval
 
 if TYPE_CHECKING:
     from .update import UpdateState
 
-__all__ = ["Direction", "MetricStore", "State", "as_number", "as_numbers", "did_you_mean"]
+__all__ = ["Direction", "MetricStore", "State", "as_number", "as_numbers"]
 
 Direction = Literal["min", "max"]
 
@@ -167,12 +166,6 @@ class MetricStore(dict[str, Any]):
         self.serials = dict(state["serials"])
         self.serial = state["serial"]
         self.evaluated = set(state.get("evaluated", ()))
-
-
-def did_you_mean(name: str, there: Iterable[str]) -> str:
-    """The end of a message about a misspelt name: "; did you mean 'accuracy'?"; empty if no name is similar."""
-    close = difflib.get_close_matches(name, list(there), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def as_number(value: Any) -> float | None:

@@ -13,9 +13,9 @@ from typing import TextIO
 from tqdm import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.checks import check_bool, check_choice, check_number, check_stream
+from signalfire.checks import check_bool, check_choice, check_number, check_stream, did_you_mean
 from signalfire.monitor import check_announced
-from signalfire.state import as_number, did_you_mean
+from signalfire.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
 from ._common.progress import Bound, Forecast, Pace, SmoothedLoss

@@ -74,7 +74,7 @@ class Validation(Handler):
         if isinstance(data, Engine):
             raise TypeError("Validation(...): the evaluator comes before the data: Validation(evaluator, data)")
         if not isinstance(evaluator, Engine) or evaluator.training:
-            shown = evaluator if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
+            shown = "an engine that trains" if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
             raise ValueError(
                 f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
                 "`update.evaluation()`, which has no optimizer"

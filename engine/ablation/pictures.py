@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from signalfire.checks import check_choice
-from signalfire.state import did_you_mean
+from signalfire.checks import check_choice, did_you_mean
 
 from .cost_ratios import COSTS, What
 from .results import BASELINE, Result

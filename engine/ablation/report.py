@@ -11,7 +11,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
-from signalfire.state import did_you_mean
+from signalfire.checks import did_you_mean
 
 from ..markup import preformatted
 from .formats import (

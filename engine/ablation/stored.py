@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from signalfire.state import did_you_mean
+from signalfire.checks import did_you_mean
 
 from .lines import to_result
 from .pruning import Pruned, pruned_of

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from signalfire import Engine, Events, Handler, Phase
 from signalfire.acts import Override
+from signalfire.checks import did_you_mean
 from signalfire.handler import Subscription
 from signalfire.monitor import Monitor
-from signalfire.state import did_you_mean
 
 from .results import Variant
 from .runs import Run, exchange, writes_or_shows

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import did_you_mean
 from ..distributed.liveness import identity
-from ..state import as_number, did_you_mean
+from ..state import as_number
 
 if TYPE_CHECKING:
     from ..state import MetricStore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from signalfire import Engine
 from signalfire.ablation import LeaveOneOut, Study
-from signalfire.state import did_you_mean
+from signalfire.checks import did_you_mean
 
 if TYPE_CHECKING:
     from signalfire.ablation import Report
