@@ -230,11 +230,13 @@ def main() -> None:
         print(f"{'the first asynchronous save':32}{first['Checkpoint(asynchronous=True)'][0] * 1000:7.2f}")
         report(f"loading {arguments.megabytes} MB", read, "torch.load")
         print("an iteration beside a write, times one without")
+        beside = folder / "beside"
+        beside.mkdir()
         for name, ratio in (
             ("  torch.save in a thread", beside_plain),
             ("  Checkpoint(asynchronous=True)", beside_ours),
         ):
-            print(f"{name:32}{spread([ratio(folder, arguments.megabytes) for _ in range(3)], 1)}")
+            print(f"{name:32}{spread([ratio(beside, arguments.megabytes) for _ in range(3)], 1)}")
     finally:
         shutil.rmtree(folder)
 
