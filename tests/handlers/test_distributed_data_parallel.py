@@ -882,7 +882,6 @@ def _out_of_memory() -> dict[str, Any]:
     return reported
 
 
-@pytest.mark.moderate
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_all_halve_their_batches_when_the_memory_of_one_runs_out(size: int) -> None:
     found = assert_alike(run_together(_out_of_memory, size))
