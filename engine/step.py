@@ -16,6 +16,7 @@ from torch import Tensor
 from .bus import Bus
 from .events import Events
 from .explain import note_error
+from .notice import backward_beside
 from .signals import Signal, SignalGroup
 from .streams import model_streams
 from .update import NO_GRADIENT, Update, UpdateState, needs_closure
@@ -326,8 +327,7 @@ def _backward(update: UpdateState, *, one_update: bool, beside: tuple[Tensor, Te
     if beside is None:
         loss.backward(inputs=inputs)
     else:
-        notice, value = beside
-        torch.autograd.backward((loss, notice), (None, value), inputs=inputs and [*inputs, notice])
+        backward_beside(loss, *beside, inputs=inputs)
 
 
 # ---- what several ranks add ---------------------------------------------------------------------------------------
