@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.batches import tensors_in
 from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.distributed import discard_unreduced, is_sharded, reshard, unsharded
+from signalfire.distributed import discard_unreduced, gathered_until_backward, is_sharded, reshard, units_in, unsharded
 from signalfire.randomness import unchanged_random_state
 from signalfire.restore import Buffers
 
@@ -57,8 +58,8 @@ class FullyShardedDataParallel(Distribution):
         replicas: Number of copies of the model (HSDP): the ranks divide into so many groups of consecutive ranks, such as those
             of one machine, each of which shards a copy. Weights are gathered inside of a group only; gradients are then summed
             over the groups as well. 1 shards over all ranks.
-        reshard_after_forward: Whether weights are freed after the forward and gathered again for the backward. If False, each
-            step communicates a third less, and the full weights are kept from the forward to the backward.
+        reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. If
+            False, each step communicates a third less, and keeps the full weights from the forward to the backward.
         param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
             shards seen by the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
         reduce_dtype: Data type in which gradients are reduced; by default ``param_dtype``.
@@ -122,6 +123,8 @@ class FullyShardedDataParallel(Distribution):
         self._used = False  # whether modules were called since the last reset
         self._forward_done = self._backward_done = False  # in this micro-step
         self._outputs: list[Tensor] = []  # for a backward without a loss
+        self._kept: list[FSDPModule] = []  # their own weights stay gathered from the forward to the backward
+        self._gathered = ExitStack()  # closed once the backward has run
         self._batch: Any = None  # the last one
 
     def _dtype(self, argument: str, value: str | None) -> torch.dtype | None:
@@ -188,6 +191,7 @@ class FullyShardedDataParallel(Distribution):
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
                 self._hooks.append(root.register_forward_hook(self._record_output))
+        self._kept = self._roots if self.reshard_after_forward else units_in(engine.modules.values())
         reshard(engine.modules.values())
         if self._used and not any(update.window.filled for update in engine.updates):
             self._reset()  # an error may have interrupted an iteration
@@ -228,7 +232,7 @@ class FullyShardedDataParallel(Distribution):
             broadcast([one for one in (*root.parameters(), *root.buffers()) if not is_sharded(one)])
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         for unit in [*units, root]:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
             assert isinstance(unit, FSDPModule)
 
     def _units_of(self, root: nn.Module, name: str) -> list[nn.Module]:
@@ -240,9 +244,7 @@ class FullyShardedDataParallel(Distribution):
         elif callable(units) and not isinstance(units, tuple):
             chosen = [module for module, path in paths.items() if units(path, module)]
         else:
-            chosen = []
-            for wanted in units:
-                chosen += [module for module, path in paths.items() if _matches(wanted, path, module)]
+            chosen = [module for wanted in units for module, path in paths.items() if _matches(wanted, path, module)]
         chosen = [module for module in paths if module in set(chosen) and any(True for _ in module.parameters())]
         owners: dict[nn.Parameter, nn.Module] = {}
         for unit in reversed(chosen):  # a parameter belongs to the innermost unit that contains it
@@ -253,7 +255,7 @@ class FullyShardedDataParallel(Distribution):
                 raise ValueError(
                     f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as units"
                 )
-            inside = next((u for u in reversed(chosen) if _contains(u, module)), root)
+            inside = next((u for u in reversed(chosen) if module in set(u.modules())), root)
             for key, parameter in module.named_parameters(recurse=False):
                 if owners.get(parameter, root) is not inside:
                     other = paths.get(owners[parameter], "the rest of the model")
@@ -285,15 +287,15 @@ class FullyShardedDataParallel(Distribution):
     @on("forward_event", phase=Phase.PREPARE, reads=["window", "batch"], writes=["modules"])
     def set_gradient_sync(self, engine: Engine) -> None:
         """Set whether the backward reduces: if it completes its window, or with every batch."""
-        update = engine.state.update
-        self._forward_done, self._backward_done, self._batch = True, False, engine.state.batch
+        self._used = self._forward_done = True
+        self._backward_done, self._batch = False, engine.state.batch
         self._outputs.clear()
-        self._prepare_backward(update)
-        self._used = True
+        self._prepare_backward(engine.state.update)
 
     def _prepare_backward(self, update: UpdateState) -> None:
         if self._unreduced and update.window.held == 0:  # gradients of a discarded window
             self._reset()
+        self._gathered.enter_context(gathered_until_backward(self._kept))
         syncs = update.sync_gradients or self.reduce_every_batch
         if syncs is not self._syncs:
             self._set_sync(syncs)
@@ -314,6 +316,7 @@ class FullyShardedDataParallel(Distribution):
         """Record that this rank has participated in the collectives of the backward."""
         self._backward_done, self._unreduced = True, not self._syncs
         self._outputs.clear()
+        self._gathered.close()
 
     def reduce(self, engine: Engine, update: UpdateState) -> None:
         """Overrides REDUCTION: the backward has reduced already; a rank without one makes a dummy backward."""
@@ -351,6 +354,7 @@ class FullyShardedDataParallel(Distribution):
         self._unreduced = self._unreduced and not self._syncs
         self._backward_done = True
         self._outputs.clear()
+        self._gathered.close()
 
     def _dummy_backward(self) -> None:
         """Make a backward with zero gradients, unless a handler has made one."""
@@ -401,8 +405,8 @@ class FullyShardedDataParallel(Distribution):
         """Remove the hooks, and release modules, buffers and batch."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._roots, self._buffers, self._batch = [], [], [], None
-        self._outputs.clear()
+        self._gathered.close()
+        self._hooks, self._roots, self._kept, self._buffers, self._outputs, self._batch = [], [], [], [], [], None
 
     def unshard(self, engine: Engine) -> None:
         """Convert the engine's modules back to plain ones with the current weights. All ranks have to call it, after a run.
@@ -466,10 +470,6 @@ def _children(root: nn.Module) -> Iterator[nn.Module]:
             yield from _children(child)
         else:
             yield child
-
-
-def _contains(unit: nn.Module, module: nn.Module) -> bool:
-    return any(one is module for one in unit.modules())
 
 
 def _make_plain(module: nn.Module) -> None:

@@ -69,9 +69,10 @@ def plain(wrap: Callable[[Any], nn.Module]) -> int:
     return seen[-1] - seen[-2]
 
 
-def sharded(model: Any) -> nn.Module:
-    for part in (model[0], model[2], model):
-        fully_shard(part)
+def sharded(model: Any, *, keep: bool) -> nn.Module:
+    """The second layer is a unit; the first one belongs to the whole model, which torch keeps after its forward by default."""
+    for part in (model[2], model):
+        fully_shard(part, reshard_after_forward=False if keep else None)
     return model  # type: ignore[no-any-return]
 
 
@@ -107,12 +108,13 @@ STACKS: dict[str, Callable[[nn.Module, Path], list[Handler]]] = {
 SHARDED = ["nothing", "without clipping"]  # norms of shards need a collective of their own, as in a plain loop
 
 
-def counted(stack: str, folder: Path, shard: bool = False) -> tuple[int, list[int]]:
+def counted(stack: str, folder: Path, shard: bool = False, keep: bool = False) -> tuple[int, list[int]]:
     """The collectives of an iteration of a plain loop, and those of each iteration of the engine in its second epoch."""
     model = make_model()
     engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
-    engine.attach((FullyShardedDataParallel if shard else DistributedDataParallel)(timeout=60.0))
-    found = plain(sharded if shard else TorchDDP)
+    by_shards = FullyShardedDataParallel(units="2", reshard_after_forward=not keep, timeout=60.0)
+    engine.attach(by_shards if shard else DistributedDataParallel(timeout=60.0))
+    found = plain(partial(sharded, keep=keep) if shard else TorchDDP)
     engine.attach(*STACKS[stack](model, folder))
     seen: list[int] = []
     engine.connect(Events.ITERATION_STARTED, lambda engine: seen.append(collectives()))
@@ -138,11 +140,13 @@ def test_an_iteration_makes_the_collectives_of_plain_ddp(stack: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("stack", SHARDED)
 @pytest.mark.filterwarnings("ignore")
-def test_an_iteration_makes_the_collectives_of_plain_fsdp(stack: str, tmp_path: Path) -> None:
-    of_plain, of_engine = assert_alike(run_together(counted, 2, stack, tmp_path, True))
-    assert of_plain >= 3
+def test_an_iteration_makes_the_collectives_of_plain_fsdp(stack: str, keep: bool, tmp_path: Path) -> None:
+    of_plain, of_engine = assert_alike(run_together(counted, 2, stack, tmp_path, True, keep))
+    # The weights of two modules are gathered, the unit's again for its backward, and two gradients are reduced.
+    assert of_plain == (4 if keep else 5)
     # A notice has no bucket to travel in: it is one small collective, sent before the backward and read after it.
     assert of_engine == [of_plain + 1] * EPOCH
 

@@ -11,6 +11,7 @@ from .sharded import (
     SHARDS,
     ShardFiles,
     discard_unreduced,
+    gathered_until_backward,
     is_sharded,
     is_unit,
     like_parameter,
@@ -20,6 +21,7 @@ from .sharded import (
     sha256_of,
     split_shards,
     spread_like,
+    units_in,
     unsharded,
     whole_tensor,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "Watch",
     "discard_unreduced",
     "expected_processes",
+    "gathered_until_backward",
     "is_sharded",
     "is_unit",
     "like_parameter",
@@ -47,6 +50,7 @@ __all__ = [
     "sha256_of",
     "split_shards",
     "spread_like",
+    "units_in",
     "unsharded",
     "whole_tensor",
 ]

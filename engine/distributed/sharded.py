@@ -25,6 +25,7 @@ __all__ = [
     "SHARDS",
     "ShardFiles",
     "discard_unreduced",
+    "gathered_until_backward",
     "is_sharded",
     "is_unit",
     "like_parameter",
@@ -35,6 +36,7 @@ __all__ = [
     "sha256_of",
     "split_shards",
     "spread_like",
+    "units_in",
     "unsharded",
     "whole_tensor",
 ]
@@ -125,20 +127,42 @@ def is_unit(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _sharded_modules(roots: Iterable[nn.Module]) -> list[Any]:
+def units_in(roots: Iterable[nn.Module]) -> list[Any]:
+    """The modules of which FSDP2 gathers the weights."""
     return [module for root in roots for module in root.modules() if is_unit(module)]
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
     """Free the full parameters that a forward pass without a backward pass may have gathered."""
-    for module in _sharded_modules(roots):
+    for module in units_in(roots):
         module.reshard()
+
+
+@contextmanager
+def gathered_until_backward(units: Iterable[Any]) -> Iterator[None]:
+    """Keep the weights of units after a forward, for the backward that follows; then free them.
+
+    With ``reshard_after_forward=False`` alone, torch keeps them after each forward: where the model is called between a backward
+    and its step, the next forward would find the weights of before the step.
+    """
+    states = [unit._get_fsdp_state() for unit in units]
+    groups = [group for state in states if not state._auto_reshard_after_forward for group in state._fsdp_param_groups]
+    before = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = kept
+            if kept is not None:
+                group.reshard()
 
 
 @contextmanager
 def unsharded(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Keep full parameters, so that a forward pass needs no other rank. Collective to enter; not for training."""
-    modules = _sharded_modules(roots)
+    modules = units_in(roots)
     before = [_reshards(module) for module in modules]
     try:
         for module in modules:
@@ -160,7 +184,7 @@ def discard_unreduced(roots: Iterable[nn.Module]) -> None:
 
     torch has no function for this: in 2.13, ``reset_iter_state`` leaves them for the next backward pass.
     """
-    for module in _sharded_modules(roots):
+    for module in units_in(roots):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None

@@ -829,6 +829,47 @@ def test_evaluations_of_any_number_of_batches_leave_no_trace(number: int, accumu
             assert all(torch.equal(weights[key], alone[key]) for key in alone)
 
 
+MOMENTS = [
+    Events.FORWARD_COMPLETED,
+    Events.BACKWARD_COMPLETED,
+    Events.GRADIENTS_READY,
+    Events.OPTIMIZER_STEP_STARTED,
+    Events.OPTIMIZER_STEP_COMPLETED,
+    Events.ITERATION_COMPLETED,
+]
+
+
+def called_at_any_moment(units: Any, reshard: bool, accumulated: int) -> list[Any]:
+    """The weights of runs in which a receiver calls the model at one moment of each iteration, and what it saw; first without."""
+    found = []
+    for moment in (None, *MOMENTS):
+        handler = FullyShardedDataParallel(units=units, reshard_after_forward=reshard)
+        engine = make(handler, GradientAccumulation(accumulated), optimizer=SGD)
+        seen: list[Tensor] = []
+
+        def call(engine: Engine, seen: list[Tensor] = seen) -> None:
+            with torch.no_grad():
+                seen.append(engine.model(torch.ones(1, 5)))
+
+        if moment is not None:
+            engine.connect(moment, call)
+        engine.run(loader(4, 32), max_epochs=2)
+        found.append((full(engine), seen))
+    return found
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("accumulated", quick([1, 2], 2))
+@pytest.mark.parametrize("reshard", quick([True, False], True))
+@pytest.mark.parametrize("units", quick([None, (), "blocks.*"], "blocks.*", whole=True), ids=str)
+def test_the_model_may_be_called_at_any_moment(units: Any, reshard: bool, accumulated: int) -> None:
+    """Weights that a unit has gathered for a forward are not those of the next step."""
+    for (alone, _), *others in together(2, called_at_any_moment, units, reshard, accumulated):
+        for moment, (weights, seen) in zip(MOMENTS, others, strict=True):
+            assert all(torch.equal(weights[key], alone[key]) for key in alone), moment
+            assert not torch.equal(seen[0], seen[-1]), moment
+
+
 def normed(kind: type[Handler]) -> Any:
     """The last round of an epoch has a batch on rank 0 only."""
     torch.manual_seed(0)
