@@ -272,7 +272,9 @@ def test_the_search_finds_the_page_without_a_server(words: str, expected: str, s
     tab.press("input[name=q]", "Enter")
     tab.wait_for_selector("#search-results li a", timeout=60_000)
     # The pages that were found are shown one by one, and only then this line.
-    tab.wait_for_function("document.querySelector('.search-summary')?.innerText.startsWith('Search finished')", timeout=60_000)
+    tab.wait_for_function(
+        "document.querySelector('.search-summary')?.innerText.startsWith('Search finished')", timeout=60_000
+    )
     found = [
         link.get_attribute("href").partition("#")[0].partition("?")[0]
         for link in tab.query_selector_all("#search-results li a")
