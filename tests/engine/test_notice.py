@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -39,11 +39,11 @@ LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
 
 
 def gradients(
-    backward: Callable[[Tensor, Tensor, Tensor, list[Tensor] | None], None], loss_of: str, only: bool
+    backward: Callable[[Tensor, Tensor, Tensor, Sequence[Tensor] | None], None], loss_of: str, only: bool
 ) -> list[Tensor | None] | str:
     """The gradients of the parameters and of the notice, or the message of the error."""
     model, notice = a_model(), nn.Parameter(torch.zeros(3))
-    inputs: list[Tensor] | None = list(model[2].parameters()) if only else None  # type: ignore[index]
+    inputs: Sequence[Tensor] | None = [*model.parameters()][2:] if only else None
     try:
         backward(LOSSES[loss_of](model), notice, torch.tensor([1.0, 0.0, 2.0]), inputs)
     except RuntimeError as error:
@@ -51,11 +51,11 @@ def gradients(
     return [each.grad for each in (*model.parameters(), notice)]
 
 
-def as_torch(loss: Tensor, notice: Tensor, value: Tensor, inputs: list[Tensor] | None) -> None:
+def as_torch(loss: Tensor, notice: Tensor, value: Tensor, inputs: Sequence[Tensor] | None) -> None:
     torch.autograd.backward((loss, notice), (None, value), inputs=inputs and [*inputs, notice])
 
 
-def ours(loss: Tensor, notice: Tensor, value: Tensor, inputs: list[Tensor] | None) -> None:
+def ours(loss: Tensor, notice: Tensor, value: Tensor, inputs: Sequence[Tensor] | None) -> None:
     backward_beside(loss, notice, value, inputs=inputs)
 
 
@@ -80,7 +80,7 @@ def test_the_gradients_and_the_messages_are_those_of_torch(loss_of: str, only: b
     [
         ("two elements", "grad can be implicitly created only for scalar outputs"),
         ("without gradient", "does not require grad"),
-        ("whole numbers", "grad can be implicitly created only for real scalar outputs|does not require grad"),
+        ("whole numbers", "does not require grad"),
     ],
 )
 def test_a_loss_that_has_no_gradient_is_refused(loss_of: str, message: str) -> None:
