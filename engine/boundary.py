@@ -214,6 +214,15 @@ class Boundary(Part):
             or (self._deadline is not None and self.engine.group.has_come(self._deadline))
         )
 
+    def why_ended(self) -> str:
+        """What ended a run that makes no iteration, for its warning."""
+        state, left = self.engine.state, self.seconds_left
+        if state.stop_reason is not None:
+            return f"it was stopped ({state.stop_reason})"
+        if left is not None and left <= 0:
+            return f"its max_time of {state.max_seconds:g} s was over as soon as it had started,"
+        return "it reached its bounds"
+
     def stops_now(self) -> bool:
         """Whether a stop takes effect inside an iteration. With several ranks it does not: others may not have asked for it."""
         return bool(self.stops) and not self.engine.processes.distributed and self._may_stop()

@@ -138,7 +138,7 @@ class Engine:
                 skipped. `signalfire.data` says how a resumed run finds its place in it.
             max_epochs, max_iters: up to this epoch or iteration, counted over all runs. Evaluation runs one epoch by default.
             max_steps: up to this many optimizer steps of the first update.
-            max_time: up to this much wall-clock time in this call, such as "15min". No bound saves anything; see `Checkpoint`.
+            max_time: up to this much wall-clock time in this call, its start included, such as "15min". No bound saves anything.
             min_epochs, min_iters: `terminate` takes effect only once this many are complete.
             epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
                 the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.

@@ -276,9 +276,8 @@ class Loop:
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
         if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
-            why = f"it was stopped ({state.stop_reason})" if state.stop_reason else "it reached its bounds"
             warn(
-                f"run(): nothing to do: {why} at epoch {state.epoch}, iteration {state.iteration}. "
+                f"run(): nothing to do: {engine.boundary.why_ended()} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
             )
         if was_loaded:

@@ -31,20 +31,20 @@ COLLECT, HOLD = -20, 10
 class Checkpoint(Handler):
     """Saves the complete training state as versions in a folder, and keeps the last ones, or the best by a metric.
 
-    A version is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads, and
-    ``manifest.json`` with its size and sha256, the metric, the hyperparameters and the environment. It contains everything
-    needed to resume (`Engine.state_dict`). It is written under a hidden name, synced, and renamed before an old version is
-    removed, so that a crash at any moment leaves the old ones intact. `load` verifies it; given a folder, it opens the newest
-    intact version. Multiple Checkpoints share one snapshot.
+    A version is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads (the weights are
+    ``["modules"]["model"]``), and ``manifest.json`` with its size and sha256, the metric, the hyperparameters and the
+    environment. It contains all that a resume needs (`Engine.state_dict`). It is written under a hidden name, synced, and renamed
+    before an old version is removed, so that a crash at any moment leaves the old ones intact. `load` verifies it; given a
+    folder, it opens the newest intact version. Two with names of their own, such as ``Checkpoint(folder, resume=True,
+    name="last")`` and ``Checkpoint(folder, monitor="accuracy", name="best")``, keep the newest and the best of one snapshot.
 
     In distributed runs, rank 0 writes, including what differs between the ranks, while the others wait; an error of the write
     is raised on all ranks. All of them have to see the folder, also on several machines. Sharded tensors are written by
-    ``torch.distributed.checkpoint`` beside ``state.pt``, each rank its part; they can be loaded with any number of ranks, each
-    reading its own parts.
+    ``torch.distributed.checkpoint`` beside ``state.pt``, each rank its part, and load with any number of ranks.
 
-    A run never replaces or removes a version that another run wrote: a name that is taken gets the suffix ``-2``. A resumed run
-    owns the versions of the run that it continues, but never removes the version that it resumed from; only with ``keep=1`` and
-    a fixed filename, such as "last", does the next version take its place.
+    A run never replaces or removes a version of another one: a name that is taken gets the suffix ``-2``. A resumed run owns
+    those of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and a fixed
+    filename, such as "last".
 
     With ``monitor``, each new value is considered once: NaN is never kept, and of equal values the earlier one is kept.
 

@@ -20,8 +20,9 @@ class CSVLogger(TextLogger):
     """Writes losses, scalar metrics and the learning rates of each step to a CSV file.
 
     The file is in long format, one row per value, with the columns ``epoch,iteration,step,name,value``; ``step`` counts the
-    optimizer steps of the first update. New names can appear at any time, and rows are only appended. Names are the same as
-    in TensorBoard: ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``,
+    optimizer steps of the first update when the value was measured: a gradient norm comes before its step, the loss of that
+    iteration is written after it. New names can appear at any time, and rows are only appended. Names are the same as in
+    TensorBoard: ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``,
     ``inf`` and ``-inf``. To get one column per name with pandas::
 
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")

@@ -31,7 +31,8 @@ class DeviceTransfer(Handler):
     and the random number streams are unchanged. Batches have to be in pinned memory: ``DataLoader(pin_memory=True)``.
 
     Args:
-        device: For example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
+        device: For example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU. With several processes,
+            "cuda" and the default are the GPU of each one's LOCAL_RANK.
         non_blocking: Whether copies from pinned memory may overlap with work of the host.
         prefetch: Whether copies may also overlap with work of a CUDA device; no effect on the CPU, where nothing is copied.
 

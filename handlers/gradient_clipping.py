@@ -36,7 +36,7 @@ class GradientClipping(Handler):
     Example:
         >>> import torch
         >>> from functools import partial
-        >>> from signalfire import Engine, Update
+        >>> from signalfire import Engine, Events, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
         >>> def train(*handlers):
         ...     model = torch.nn.Linear(2, 1, bias=False)
@@ -47,6 +47,18 @@ class GradientClipping(Handler):
         ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
         >>> train(), train(GradientClipping(max_norm=1.0))  # the gradient is (-3, -4), whose norm is 5
         ([3.0, 4.0], [0.6, 0.8])
+        >>> # A function in its place clips each parameter group by its own norm.
+        >>> model = torch.nn.Linear(1, 1)
+        >>> limits = [{"params": [model.weight], "max_norm": 1.0}, {"params": [model.bias], "max_norm": 5.0}]
+        >>> optimizer = torch.optim.SGD(limits, lr=0.1)
+        >>> engine = Engine(Update.supervised(torch.nn.functional.mse_loss, optimizer), model=model, seed=0)
+        >>> @engine.on(Events.GRADIENTS_READY)
+        ... def clip_groups(engine):
+        ...     for group in engine.state.update.optimizer.param_groups:
+        ...         torch.nn.utils.clip_grad_norm_(group["params"], group["max_norm"])
+        ...     print([round(parameter.grad.item(), 2) for parameter in model.parameters()])
+        >>> _ = engine.run([(torch.ones(4, 1), torch.full((4, 1), 9.0))], max_epochs=1)
+        [-1.0, -5.0]
     """
 
     capture = Capture.INSIDE

@@ -128,6 +128,22 @@ def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_the_first_script_of_several_processes_prints_what_the_page_says(tmp_path: Path) -> None:
+    page = (EXAMPLES / "guide" / "processes.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0])
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    shown = []
+    for number, command in enumerate([[], launcher]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = finished(*command, script, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout.strip())
+    assert re.findall(r"prints `(.*? iterations)`", page) == shown
+
+
+@pytest.mark.slow
 def test_the_command_of_the_guide_trains_its_script_on_two_nodes(tmp_path: Path) -> None:
     page = (EXAMPLES / "guide" / "recipe_nodes.md").read_text()
     (script,), (command,), (shown,) = (

@@ -258,6 +258,9 @@ VALUES = {
 MEANT_HERE = ["signalfire.log.Log", "signalfire.log.Entry", "signalfire.handlers.remote_logger.Item"]
 """What public names have as attributes or are given: ``engine.log`` and what loggers of one's own get."""
 
+OF_THE_LOOP = {"UpdateState": "restart, reset, abandon, discard, end_run, take_optimizer, order_parameters"}
+"""Methods that only the engine calls."""
+
 
 def interface_page() -> str:
     """All public names but the handlers."""
@@ -274,7 +277,10 @@ def interface_page() -> str:
                 text += [f".. py:data:: {name}", f"   :module: {module.__name__}", "", f"   {VALUES[name]}", ""]
                 continue
             kind = "autoclass" if inspect.isclass(one) else "autofunction"
-            text += [f".. {kind}:: {module.__name__}.{name}", *([] if kind != "autoclass" else ["   :members:"]), ""]
+            members = ["   :members:"] if kind == "autoclass" else []
+            if name in OF_THE_LOOP:
+                members += [f"   :exclude-members: {OF_THE_LOOP[name]}"]
+            text += [f".. {kind}:: {module.__name__}.{name}", *members, ""]
     for name in MEANT_HERE:
         members = [] if name.endswith(".Item") else ["   :members:", "   :special-members: __call__"]
         text += [f".. autoclass:: {name}", *members, ""]
@@ -410,12 +416,17 @@ def written_out(directive: re.Match[str]) -> str:
     module = owner if owner in sys.modules else owner.rpartition(".")[0]
     one = getattr(sys.modules[module], last)
     text = [_described(directive[1], one)]
-    _, shown, chosen = directive[2].partition(":members:")
-    if inspect.isclass(one) and shown:
-        names = [name.strip() for name in chosen.split(",") if name.strip()] or vars(one)
-        members = ((name, vars(one).get(name)) for name in names if not name.startswith("_"))
+    options = {name: _listed(value) for name, value in re.findall(r":([\w-]+):(.*)", directive[2])}
+    if inspect.isclass(one) and "members" in options:
+        names = options["members"] or [name for name in vars(one) if not name.startswith("_")]
+        names = [*names, *options.get("special-members", [])]
+        members = ((name, vars(one).get(name)) for name in names if name not in options.get("exclude-members", []))
         text += [_described(f"{last}.{name}", member) for name, member in members if inspect.getdoc(member)]
     return "\n".join(text)
+
+
+def _listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _described(name: str, one: Any) -> str:

@@ -291,6 +291,15 @@ def test_max_time_counts_from_the_beginning_of_each_run() -> None:
     assert second > first >= 1
 
 
+def test_a_start_that_takes_all_of_max_time_is_reported() -> None:
+    trainer = make_trainer()
+    trainer.connect(Events.STARTED, lambda engine: time.sleep(0.05))
+    with pytest.warns(
+        UserWarning, match=r"nothing to do: its max_time of 0\.05 s was over as soon as it had started, at epo"
+    ):
+        assert trainer.run(max_time="0.05s", epoch_length=3).iteration == 0
+
+
 @pytest.mark.parametrize("bound", ["5ep", "100", 3, "0s"], ids=repr)
 def test_max_time_has_to_be_a_time(bound: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
