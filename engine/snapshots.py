@@ -16,6 +16,7 @@ from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
 from .events import Events
+from .findings.composition import listed
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
@@ -370,9 +371,8 @@ class Snapshots(Part):
         if {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys() or (
             modules.keys() - weights.keys()
         ):
-            raise ValueError(
-                f"load_weights(): weights of {sorted(weights)} for an engine with {sorted(engine.modules)}"
-            )
+            wanted = ", ".join(f"{name!r}: {name}.state_dict()" for name in sorted(modules))
+            raise ValueError(f"load_weights(): weights of {listed(sorted(weights))}; write load_weights({{{wanted}}})")
         for name, root in modules.items():
             if different := differences(root.state_dict(), weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")

@@ -88,7 +88,8 @@ class Update:
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
-                raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable")
+                hint = "; give a factory: partial(torch.optim.SGD, lr=0.1)" if argument == "optimizer" else ""
+                raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable{hint}")
         for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
             if (value := getattr(self, argument)) is not None:
                 _check_signature(f"Update {self.name!r}: {argument}", value, places)
@@ -128,6 +129,10 @@ class Update:
         if isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise TypeError(
                 f"Update.supervised({loss!r}): an optimizer as the loss; write Update.supervised(loss, optimizer)"
+            )
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            raise TypeError(
+                f"Update.supervised({loss!r}): a class of modules as the loss; give an instance: {kind.__name__}(...)"
             )
         _check_signature(f"Update {name!r}: loss", loss, 2)
         places: dict[str, Any] = {"samples": samples, "input": input, "output": output, "target": target}

@@ -60,9 +60,26 @@ def test_a_batch_on_another_device_than_the_model_is_explained() -> None:
 
 
 def test_an_error_that_has_nothing_to_do_with_devices_is_not_explained_by_them() -> None:
-    data = [(torch.randn(4, 7), torch.randn(4, 2))]
-    notes = notes_of(make_trainer(), data, RuntimeError)
-    assert notes == "in the forward of update 'main', epoch 1, iteration 1"
+    data = [(torch.randn(4, 7), torch.ones(4, 2, dtype=torch.int64))]
+    notes = notes_of(make_trainer(), data, RuntimeError).splitlines()
+    assert notes[0] == "in the forward of update 'main', epoch 1, iteration 1"
+    assert notes[1:] == ["the tensors of the batch: float32 (4, 7), int64 (4, 2)"]
+
+
+def test_labels_that_do_not_fit_are_explained_by_the_shapes_of_the_batch() -> None:
+    trainer = make_trainer(Update.supervised(nn.functional.cross_entropy, SGD))
+    notes = notes_of(trainer, [(torch.randn(4, 3), torch.tensor([0, 1, 2, 1]))], IndexError)
+    assert (
+        "in the loss of update 'main', epoch 1, iteration 1\nthe tensors of the batch: float32 (4, 3), int64 (4,)"
+        in notes
+    )
+    many = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)[:3], *torch.ones(3))]
+    assert "float32 (4, 3), int64 (3,), float32 (), float32 (), ..." in notes_of(trainer, many, ValueError)
+
+
+def test_a_forward_that_calls_a_model_that_is_not_there_is_explained() -> None:
+    notes = notes_of(Engine(Update.supervised(mse)), make_data(), TypeError)
+    assert "the engine has no model, which this forward calls; pass model= to Engine" in notes
 
 
 @pytest.mark.parametrize("where", ["forward", "loss"])

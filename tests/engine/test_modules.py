@@ -187,6 +187,12 @@ def test_a_path_in_place_of_weights_is_refused_with_the_way_to_load_it() -> None
         engine.load_weights("best")  # type: ignore[arg-type]
 
 
+def test_weights_that_are_not_by_module_are_refused_with_what_to_write() -> None:
+    engine = Engine(Update.supervised(cross_entropy, SGD), model=mlp(5, 8, 3))
+    with pytest.raises(ValueError, match=r"weights of .*; write load_weights\(\{'model': model\.state_dict\(\)\}\)$"):
+        engine.load_weights(mlp(5, 8, 3).state_dict())
+
+
 def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=nn.DataParallel(mlp(5, 8, 3)))
     with pytest.raises(

@@ -327,7 +327,10 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         ({"function": forward, "loss": loss_of}, "omit loss="),
         ({"forward": 3}, "forward=3 is not callable"),
         ({"forward": forward, "loss": "mse"}, "loss='mse' is not callable"),
-        ({"forward": forward, "loss": loss_of, "optimizer": 0.1}, "optimizer=0.1 is not callable"),
+        (
+            {"forward": forward, "loss": loss_of, "optimizer": 0.1},
+            r"optimizer=0.1 is not callable; give a factory",
+        ),
         ({"function": forward, "optimizer": SGD, "parameters": []}, r"parameters=\[\] is not callable"),
         ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
         ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "optimizer= is already built"),
@@ -361,6 +364,12 @@ def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments:
 def test_an_optimizer_in_place_of_the_loss_is_refused(optimizer: Any) -> None:
     with pytest.raises(TypeError, match=r"Update.supervised\(.*SGD.*\): an optimizer as the loss; write"):
         Update.supervised(optimizer, torch.nn.functional.cross_entropy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [torch.nn.MSELoss, partial(torch.nn.MSELoss, reduction="sum")])
+def test_a_class_in_place_of_a_loss_is_refused(loss: Any) -> None:
+    with pytest.raises(TypeError, match=r"Update.supervised\(.*MSELoss.*\): .* give an instance: MSELoss\(\.\.\.\)$"):
+        Update.supervised(loss)
 
 
 def test_a_supervised_loss_takes_two_arguments() -> None:
