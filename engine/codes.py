@@ -75,7 +75,7 @@ CODES: dict[str, tuple[Severity, str]] = {
         "a state is saved that cannot be loaded: a handler lacks the method, or torch refuses an object in it",
     ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
-    "W49": ("warning", "a function is connected to events that this engine never emits"),
+    "W49": ("warning", "a function or handler is connected to events that this engine never emits"),
     # W5x: evaluation
     "W50": ("warning", "the samples of an evaluation depend on random numbers, as if they were augmented"),
     "W51": ("warning", "an evaluator measures other weights than those that are trained"),

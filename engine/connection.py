@@ -124,6 +124,12 @@ class Connection:
         name = getattr(self.receiver, "__name__", type(self.receiver).__name__)
         return name if self.owner is None else f"{self.owner}.{name}"
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it belongs to a handler or to the user, and not to the engine's own parts."""
+        receiver = getattr(self.receiver, "func", self.receiver)
+        return self.owner is not None or not str(getattr(receiver, "__module__", "")).startswith("signalfire.")
+
     def of(self, receiver: object) -> bool:
         return is_same(self.receiver, receiver)
 

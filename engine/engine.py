@@ -336,7 +336,7 @@ class Engine:
         return self.snapshots.weights()
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Put weights in place, and nothing else: what `weights` returned, or the modules' part of a `state_dict`.
+        """Put weights in place, and nothing else: what `weights` or `state_dict` returned, or `handlers.Checkpoint.load`.
 
         Raises:
             ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.

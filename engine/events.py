@@ -263,7 +263,7 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
 
 
 class Events(EventEnum):
-    """Every event that a run emits, in the order of the loop below.
+    """The events of a run, in the order of the loop below.
 
     ```
     MODEL_SETUP
@@ -293,6 +293,10 @@ class Events(EventEnum):
     COMPLETED
     ENDED                                       # always, also after an error
     ```
+
+    Others come where what they are named after happens: EVALUATION_STARTED, EVALUATION_COMPLETED, CHECKPOINT_SAVED,
+    WEIGHTS_LOADED, DATA_EXHAUSTED, UPDATE_RETRIED, IMAGE_LOGGED and its like; TERMINATED, PREEMPTED, INTERRUPTED or
+    EXCEPTION_RAISED say how a run ends.
 
     GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED where unsized data ends, or where the run is stopped at it. An epoch
     that is cut short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.

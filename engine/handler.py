@@ -3,23 +3,25 @@
 Users call the engine; authors of handlers also use its parts. This is all that they need:
 
 - ``engine.log``: log a number, an image or a text; ``engine.state.metrics.announce``: metrics that only this handler writes
-- ``engine.regions.enter``: enter a context manager that is left at the end of the innermost open region
-- ``engine.overrides.claim``: override something exclusively (`Override`): two handlers that do it are refused
-- ``engine.overrides.replace``: put a function in place of the window's length, the gradient computation, the optimizer step,
+- `engine.regions.enter`: enter a context manager that is left at the end of the innermost open region
+- `engine.overrides.claim`: override something exclusively (`Override`): two handlers that do it are refused
+- `engine.overrides.replace`: put a function in place of the window's length, the gradient computation, the optimizer step,
   the data, or the reduction over ranks
-- ``engine.overrides.compute_gradients_once``: refuse steps that compute their gradients several times
-- ``engine.snapshots.take``: the state of this event, shared by all handlers that save it
-- ``engine.snapshots.restore``: put a state back in place at the end of this iteration
-- ``engine.snapshots.report_saved``: emit CHECKPOINT_SAVED
-- ``engine.snapshots.add_write``: a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
-- ``engine.snapshots.run_id``: what distinguishes this run from every other; ``origin`` says where a loaded state came from
-- ``engine.boundary.preempt``: save and stop at the next boundary, also from a signal handler
-- ``engine.boundary.withdraw``: cancel a stop of `Engine.terminate` that has not taken effect
-- ``engine.group.join``: train together with other processes; ``read_alike`` lets groups of them read the same data; ``now()`` is
+- `engine.overrides.compute_gradients_once`: refuse steps that compute their gradients several times
+- `engine.snapshots.take`: the state of this event, shared by all handlers that save it
+- `engine.snapshots.restore`: put a state back in place at the end of this iteration
+- `engine.snapshots.report_saved`: emit CHECKPOINT_SAVED
+- `engine.snapshots.add_write`: a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
+- `engine.snapshots.run_id`: what distinguishes this run from every other; ``origin`` says where a loaded state came from
+- `engine.boundary.preempt`: save and stop at the next boundary, also from a signal handler
+- `engine.boundary.withdraw`: cancel a stop of `Engine.terminate` that has not taken effect
+- `engine.processes`: the ranks: sums, and what each of them has
+- `update.window`: the accumulation window of ``engine.state.update``; between two windows its ``filled`` is 0
+- `engine.group.join`: train together with other processes; ``read_alike`` lets groups of them read the same data; ``now()`` is
   a clock on which the ranks agree
-- ``engine.feed.on_last_batch``: whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside
+- `engine.feed.on_last_batch`: whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside
   it
-- ``engine.signals.call_through``: call every receiver through a function, as the profiler does
+- `engine.signals.call_through`: call every receiver through a function, as the profiler does
 - `planning`: how many steps, iterations and epochs the run will make, and whether an interval comes up in it
 - `Handler.findings`: what looks wrong about a handler in its composition, for `Engine.check`
 - `evaluation.prepare_batch`: a batch that the handler reads itself, moved and converted as in the loop

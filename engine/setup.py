@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
-from .connection import Connection
 from .devices import refusal
 from .distributed.sharded import is_sharded
 from .events import Events
@@ -236,7 +235,7 @@ def report_never_emitted(engine: Engine) -> None:
         never.add(Events.FORWARD_COMPLETED)
     if all(update.loss_function is None and update.function is None for update in engine.updates):
         never.add(Events.LOSS_COMPUTED)
-    late = [one for event in never for one in engine.signal(event).connections if one.owner is None and not _ours(one)]
+    late = [one for event in never for one in engine.signal(event).connections if one.owner is None and one.is_foreign]
     for connection in late:
         events = [signal.event for signal in engine.signals.all() if signal.has(connection.receiver)]
         if not never.issuperset(events):
@@ -254,9 +253,3 @@ def report_never_emitted(engine: Engine) -> None:
             "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
             key=repr(connection),
         )
-
-
-def _ours(connection: Connection) -> bool:
-    """Whether a receiver belongs to this package, which connects some to every event."""
-    receiver = getattr(connection.receiver, "func", connection.receiver)
-    return str(getattr(receiver, "__module__", "")).startswith("signalfire.")

@@ -100,8 +100,7 @@ class Step:
             elif self.overrides.gradients is None:
                 self.compute_gradients(update, iteration, listened)
             else:
-                compute = partial(self.compute_gradients, update, iteration, listened)
-                self.overrides.gradients(self.engine, update, compute)
+                self.let_compute(self.overrides.gradients, update, iteration, listened)
             if update.skipped is not None:
                 update.discard()
             elif window.kept is not None and update.raw_loss is not None:
@@ -147,6 +146,10 @@ class Step:
             self.regions.close(outside, error)
             note_error(error, "backward", self.engine, update)
             raise
+
+    def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
+        """Let a handler compute the gradients, with or without what it replaces."""
+        function(self.engine, update, partial(self.compute_gradients, update, iteration, listened))
 
     def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
         """Forward and loss of a batch, inside the region that FORWARD_STARTED opens."""

@@ -27,7 +27,7 @@ from .findings import allow
 from .handler import Handler, never_called
 from .interval import event_of
 from .plugins import find_handler
-from .randomness import seed_everything
+from .randomness import random_state, seed_everything
 
 __all__ = ["check_handler", "fingerprint", "trace"]
 
@@ -75,6 +75,7 @@ def check_handler(
     data: Iterable[Any],
     *,
     changes_training: bool = True,
+    draws: bool = False,
     uncalled: Iterable[str] = (),
     per_run: Iterable[str] = (),
     **bounds: Any,
@@ -93,6 +94,8 @@ def check_handler(
             arguments (an entry point of the group ``signalfire.handlers``).
         data: Data to run on; it must yield the same batches each time it is iterated after ``seed_everything(0)``.
         changes_training: Whether the handler may change the result of the training.
+        draws: Whether the handler's methods may draw from the global random generators, or seed them, as `handlers.Seeding` does;
+            others draw from `Handler.generator`.
         uncalled: Names of methods that need not be called in these runs. Those whose events are not emitted in them need not.
         per_run: Names of attributes that begin anew in a resumed run, as the time at which it began does.
         bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
@@ -139,7 +142,7 @@ def check_handler(
         # W10: a handler of evaluators runs for several epochs here, so that there is something to resume.
         # W41, W44: what they report fails a check here.
         with allow("W10", "W41", "W44"):
-            return check.all(frozenset(uncalled), changes_training=changes_training)
+            return check.all(frozenset(uncalled), changes_training=changes_training, draws=draws)
     finally:
         torch.set_num_threads(threads)
 
@@ -169,22 +172,28 @@ class _Check:
         self._per_run = per_run
         self._called: set[str] = set()  # methods
         self._subscribed: dict[str, str] = {}  # methods, with their events
+        self._drawing: set[str] = set()  # methods that draw from the global generators
         self._expected: set[str] = set()  # methods whose events were emitted
         self._attributes: dict[str, str] = {}  # of the handler after a run, if two runs agree on them
 
-    def all(self, uncalled: frozenset[str], *, changes_training: bool) -> str:
+    def all(self, uncalled: frozenset[str], *, changes_training: bool, draws: bool) -> str:
         """Make all checks; returns what held."""
         plain = self.plain()
         self.called()
         self.absent(plain)
-        whole = self.repeated(plain, changes_training=changes_training)
+        whole = self.repeated(plain, changes_training=changes_training, draws=draws)
+        effect = "" if changes_training else ", and train as without it"
+        if changes_training and all(
+            whole.get(path) == leaf for path, leaf in plain.items() if path.startswith("modules.")
+        ):
+            effect = ", and end with the weights of one without it"
         resumed = self.resumed(whole)
         self.moved(whole)
         self.failed()
         silent = self.reached(uncalled)
         held = [
             "attached and detached, or disabled, it has no effect",
-            "two runs with the same seed are equal" + ("" if changes_training else ", and train as without it"),
+            f"two runs with the same seed are equal{effect}",
             "on another engine it begins as new",
             f"each receiver is called whose event is emitted{silent}",
             f"resumed after iterations {', '.join(map(str, resumed))} the run equals an uninterrupted one",
@@ -205,7 +214,10 @@ class _Check:
         @wraps(method)
         def noted(handler: Handler, engine: Engine) -> None:
             self._called.add(name)
+            before = _digest(random_state())
             method(handler, engine)
+            if _digest(random_state()) != before:
+                self._drawing.add(name)
 
         return noted
 
@@ -262,7 +274,7 @@ class _Check:
             after = _leaves(self.run(engine), handlers=False)
             _same(plain, after, f"{self.name}: it changes the run while disabled")
 
-    def repeated(self, plain: dict[str, str], *, changes_training: bool) -> dict[str, str]:
+    def repeated(self, plain: dict[str, str], *, changes_training: bool, draws: bool) -> dict[str, str]:
         """Two runs with the same seed are equal, and an observer changes nothing; returns the fingerprint of a run."""
         engine, again = self.engine(), self.engine()
         self._expect(engine)
@@ -273,6 +285,10 @@ class _Check:
         if not changes_training:
             without = {path: leaf for path, leaf in whole.items() if path in plain and not path.startswith("engine.")}
             _same({path: plain[path] for path in without}, without, f"{self.name}: it changes training")
+        assert draws or not self._drawing, (
+            f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, so that others "
+            "draw other numbers than without it; draw from self.generator(engine), or say draws=True where it is meant"
+        )
         return whole
 
     def moved(self, whole: dict[str, str]) -> None:

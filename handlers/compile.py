@@ -28,9 +28,9 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 class Compile(Handler):
     """Compiles the model with torch.compile during the run, or some of its modules.
 
-    The first iterations take longer, and so does the first batch of another size: torch compiles once for it, and then for all
-    sizes, unless ``dynamic`` says otherwise. After too many graphs it computes without compilation, which a warning says, with
-    the sizes. `Throughput` leaves out the first iterations of a run.
+    The first iterations take seconds to minutes longer, and so does the first batch of another size: torch compiles once for
+    it, and then for all sizes, unless ``dynamic`` says otherwise. After too many graphs it computes without compilation, which a
+    warning says, with the sizes. `Throughput` leaves out the first iterations of a run.
 
     The whole model is compiled in ``engine.model``, which is the original model again after the run; ``engine.modules``, and so
     the names of parameters and the contents of checkpoints, are never changed. A checkpoint of a compiled run is resumed by one

@@ -34,6 +34,9 @@ class MixedPrecision(Handler):
     Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies; an evaluator that the trainer
     runs (`Validation`, `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
 
+    Autocast computes losses such as cross_entropy in float32. For one of your own, leave it inside the loss:
+    ``with torch.autocast(output.device.type, enabled=False): return my_loss(output.float(), target)``.
+
     Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
 

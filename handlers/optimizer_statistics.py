@@ -23,7 +23,8 @@ class OptimizerStatistics(Handler):
     In ``state.metrics``: "learning_rate", "momentum" (of Adam and its relatives the first of the betas), "beta2" (the second)
     and "weight_decay", as far as the optimizer has them. With several parameter groups their names end in "/group0" and so on;
     in an engine with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". Loggers write
-    learning rates without this handler; with it they write the others as well, and `History` has all of them.
+    learning rates by themselves, as "lr" or "lr/group0"; beside this handler they write all of these metrics, so that the rates
+    are there twice, and `History` has them too.
 
     A step that is skipped is not recorded. What is a tensor, such as the rate of a capturable optimizer, is recorded as one, so
     that nothing waits for the device.

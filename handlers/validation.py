@@ -28,8 +28,9 @@ class Validation(Handler):
 
     Args:
         evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
-        data: The validation data, iterable more than once. Or a mapping from names to several data sets, evaluated in this
-            order; the metrics of each are prefixed with its name and a slash. `ReloadedData` is loaded for the trainer's epoch.
+        data: The validation data, of known length or not, iterable more than once. Or a mapping from names to several data sets,
+            evaluated in this order; the metrics of each are prefixed with its name and a slash. `ReloadedData` is loaded for the
+            trainer's epoch.
         every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations.
         at_start: Whether to evaluate before the first batch, too.

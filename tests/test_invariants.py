@@ -382,7 +382,15 @@ def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
     one = CASES[case]
     data, epochs = (make_data()[-3:], 2) if size == "few batches" else (make_data(), 3)
     per_run = PER_RUN.get(type(one.make()).__name__, ())
-    check_handler(one.build, one.make, data, max_epochs=epochs, changes_training=one.changes_training, per_run=per_run)
+    check_handler(
+        one.build,
+        one.make,
+        data,
+        max_epochs=epochs,
+        changes_training=one.changes_training,
+        draws=case == "Seeding",
+        per_run=per_run,
+    )
 
 
 # The pairs that are refused, with the errors that they raise. Every other pair of shipped handlers trains.
@@ -524,7 +532,7 @@ class Leaky(Handler):
         self.count += 1
         if self.broken == "state" and self.count % 4 == 0:
             next(engine.model.parameters()).data += 1
-        if self.broken == "observer":
+        if self.broken in ("observer", "draws"):
             torch.rand(1)
 
 
@@ -536,6 +544,7 @@ class Leaky(Handler):
         ("attaching", "attaching and detaching it changes the run"),
         ("state", "resumed after iteration"),
         ("observer", "changes training"),
+        ("draws", r"leaky: act draws from the global generators.*self\.generator\(engine\)"),
     ],
 )
 def test_the_check_notices_a_broken_promise(broken: str, message: str) -> None:

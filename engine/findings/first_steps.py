@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..acts import Override
 from ..batches import tensors_in
 from ..distributed.sharded import is_sharded, local_part
+from ..events import Events
 from ..step import Step
 from ..update import UpdateState
 from ..window import ONE
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["FirstEvaluation", "FirstStep"]
 
 _ITERATIONS = 4
+_OF_COMPUTE = (
+    Events.FORWARD_STARTED,
+    Events.FORWARD_COMPLETED,
+    Events.LOSS_COMPUTED,
+    Events.BACKWARD_STARTED,
+    Events.BACKWARD_COMPLETED,
+)
 
 
 class FirstStep(Step):
@@ -52,11 +61,23 @@ class FirstStep(Step):
         else:
             loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
-            self.look = None
-            self.__class__ = Step  # type: ignore[assignment]
+            self.look_no_more()
         elif update.evaluation == 0 and isinstance(loss, Tensor):
             look.at(update, loss)
         return loss
+
+    def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
+        """As `Step` does it."""
+        super().let_compute(function, update, iteration, listened)
+        if self.look is not None and iteration > self.look.last:
+            self.look_no_more()
+        elif self.look is not None and update.raw_loss is not None and self.look.sees_first(update):
+            report_unheard(self.engine, update)
+
+    def look_no_more(self) -> None:
+        """Become a plain `Step`."""
+        self.look = None
+        self.__class__ = Step  # type: ignore[assignment]
 
 
 class FirstEvaluation(Step):
@@ -82,6 +103,24 @@ class FirstEvaluation(Step):
                 key=update.name,
             )
         return loss
+
+
+def report_unheard(engine: Engine, update: UpdateState) -> None:
+    """Report receivers of the events that a micro-step does not emit where a handler computes its gradients alone."""
+    by = engine.overrides.owner_of(Override.GRADIENTS)
+    unheard: dict[str, list[str]] = {}
+    for event in _OF_COMPUTE:
+        for one in engine.signal(event).connections:
+            if one.is_foreign and one.owner != by:
+                unheard.setdefault(one.owner or repr(one), []).append(str(event))
+    for owner, events in unheard.items():
+        engine.findings.report(
+            "W49",
+            f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients without "
+            "compute(), which emits them: it has no effect there",
+            f"detach one of the two, or let {by!r} call compute()",
+            key=f"{update.name} {owner}",
+        )
 
 
 def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Problem]) -> None:
@@ -113,6 +152,12 @@ class _Look:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
         engine = self.engine()
         return update.name not in self._seen and engine is not None and not is_compiled(engine)
+
+    def sees_first(self, update: UpdateState) -> bool:
+        """Whether no loss of this update was seen yet; from now on, one was."""
+        first = update.name not in self._seen
+        self._seen.add(update.name)
+        return first
 
     def at(self, update: UpdateState, loss: Tensor) -> None:
         """Look at a loss before its backward."""

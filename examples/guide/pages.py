@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -265,7 +266,6 @@ OF_THE_LOOP = {"UpdateState": "restart, reset, abandon, discard, end_run, take_o
 def interface_page() -> str:
     """All public names but the handlers."""
     text = ["# The interface", "", "```{eval-rst}"]
-    text += [".. automodule:: signalfire.handler", "   :no-members:", ""]
     for module in (signalfire, signalfire.handlers, exact, testing, tuning, ablation):
         if module not in (signalfire, signalfire.handlers):
             text += [f".. automodule:: {module.__name__}", ""]
@@ -284,6 +284,61 @@ def interface_page() -> str:
     for name in MEANT_HERE:
         members = [] if name.endswith(".Item") else ["   :members:", "   :special-members: __call__"]
         text += [f".. autoclass:: {name}", *members, ""]
+    return "\n".join([*text, "```", ""])
+
+
+PARTS = {
+    "engine.regions": "signalfire.regions.Regions",
+    "engine.overrides": "signalfire.acts.Overrides",
+    "engine.snapshots": "signalfire.snapshots.Snapshots",
+    "engine.boundary": "signalfire.boundary.Boundary",
+    "engine.processes": "signalfire.distributed.Processes",
+    "engine.group": "signalfire.group.Group",
+    "engine.feed": "signalfire.data.feed.Feed",
+    "engine.past": "signalfire.past.Past",
+    "engine.signals": "signalfire.bus.Bus",
+    "update.window": "signalfire.window.Window",
+}
+"""The parts of the engine that handlers use, by what they are called in code."""
+
+TOOLS = [
+    *("signalfire.acts.Override", "signalfire.capture.Capture", "signalfire.monitor.Monitor"),
+    *("signalfire.interval.check_every", "signalfire.restore.attempt", "signalfire.restore.Buffers"),
+    *("signalfire.restore.Modes", "signalfire.evaluation.prepare_batch", "signalfire.evaluation.inherited"),
+    *("signalfire.randomness.derived_seed", "signalfire.randomness.unchanged_random_state"),
+    *("signalfire.findings.finding", "signalfire.frozen.FrozenBase", "signalfire.devices.DeviceFeature"),
+]
+"""Classes and functions for authors of handlers; of the modules below all that they export."""
+
+TOOL_MODULES = ["signalfire.checks", "signalfire.planning", "signalfire.batches"]
+
+
+def parts_page() -> str:
+    """What handlers of one's own use besides the interface: the parts of the engine, and tools."""
+    text = [
+        "# The parts of the engine",
+        "",
+        "```{eval-rst}",
+        ".. automodule:: signalfire.handler",
+        "   :no-members:",
+        "",
+    ]
+    for name, path in PARTS.items():
+        text += [f".. rubric:: {name}", "", f".. autoclass:: {path}", "   :members:", ""]
+    text += [".. rubric:: Tools", ""]
+    for path in TOOLS:
+        module, _, name = path.rpartition(".")
+        one = getattr(importlib.import_module(module), name)
+        is_class = inspect.isclass(one)
+        if any(
+            getattr(getattr(signalfire, other), "__module__", "") == one.__module__
+            for other in vars(signalfire)["__all__"]
+        ):
+            # The code of a module links to all of its names as if they were exported where one of them is.
+            text += [".. raw:: html", "", f'   <span id="signalfire.{name}"></span>', ""]
+        text += [f".. {'autoclass' if is_class else 'autofunction'}:: {path}", *(["   :members:"] * is_class), ""]
+    for module in TOOL_MODULES:
+        text += [f".. automodule:: {module}", "   :members:", ""]
     return "\n".join([*text, "```", ""])
 
 
@@ -341,7 +396,7 @@ def write_pages(source: Path) -> list[Path]:
     """Write all pages that are made below the folder of the guide; those that are the same stay untouched."""
     pages = {f"handlers/{kind.__name__}.md": handler_page(kind) for kind in handler_classes()}
     pages |= {"handlers/index.md": handlers_page(), "codes.md": codes_page(), "interface.md": interface_page()}
-    pages |= {"things.md": things_page(), "errors.md": errors_page()}
+    pages |= {"things.md": things_page(), "errors.md": errors_page(), "parts.md": parts_page()}
     for name, text in pages.items():
         path = source / name
         path.parent.mkdir(exist_ok=True)
@@ -392,12 +447,15 @@ def public_names() -> dict[str, str]:
     places |= {name: f"signalfire.{name}" for name in vars(signalfire)["__all__"]}
     for module in (exact, testing, tuning, ablation):
         places |= {name: f"{module.__name__}.{name}" for name in vars(module)["__all__"]}
+    places |= {path.rpartition(".")[2]: path for path in [*TOOLS, *PARTS.values()]}
     return places
 
 
 def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any = None, content: Any = ()) -> Any:
     """What stands in single backticks: a link where it is a public name or an attribute of one, code in any case."""
-    first, _, rest = text.removeprefix("signalfire.").removesuffix("()").partition(".")
+    part = ".".join(text.split(".")[:2])
+    path = f"{PARTS[part].rpartition('.')[2]}{text.removeprefix(part)}" if part in PARTS else text
+    first, _, rest = path.removeprefix("signalfire.").removesuffix("()").partition(".")
     code = nodes.literal(text, text, classes=["xref", "py"])
     if first not in public_names():
         return [code], []
@@ -407,22 +465,33 @@ def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any 
     return [link], []
 
 
-DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data|module):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
 
 
 def written_out(directive: re.Match[str]) -> str:
     """The signature and the docstring of a public name, and of its members where the page has them."""
-    owner, _, last = directive[1].rpartition(".")
-    module = owner if owner in sys.modules else owner.rpartition(".")[0]
-    one = getattr(sys.modules[module], last)
-    text = [_described(directive[1], one)]
     options = {name: _listed(value) for name, value in re.findall(r":([\w-]+):(.*)", directive[2])}
-    if inspect.isclass(one) and "members" in options:
-        names = options["members"] or [name for name in vars(one) if not name.startswith("_")]
-        names = [*names, *options.get("special-members", [])]
-        members = ((name, vars(one).get(name)) for name in names if name not in options.get("exclude-members", []))
-        text += [_described(f"{last}.{name}", member) for name, member in members if inspect.getdoc(member)]
+    if directive[1] in sys.modules:
+        one, title = sys.modules[directive[1]], directive[1]
+        names = vars(one)["__all__"]
+    else:
+        owner, _, last = directive[1].rpartition(".")
+        module = owner if owner in sys.modules else owner.rpartition(".")[0]
+        one = getattr(sys.modules[module], last)
+        title, names = last, [name for name in vars(one) if not name.startswith("_")] if inspect.isclass(one) else []
+    text = [_described(directive[1], one)]
+    if "members" in options:
+        names = [*(options["members"] or names), *options.get("special-members", [])]
+        shown = ((name, getattr(one, name, None)) for name in names if name not in options.get("exclude-members", []))
+        text += [_described(f"{title}.{name}", member) for name, member in shown if _is_documented(member)]
     return "\n".join(text)
+
+
+def _is_documented(member: Any) -> bool:
+    """Whether a docstring is the member's own: that of a value is its type's."""
+    return (inspect.isroutine(member) or inspect.isclass(member) or isinstance(member, property)) and bool(
+        inspect.getdoc(member)
+    )
 
 
 def _listed(names: str) -> list[str]:
@@ -430,7 +499,11 @@ def _listed(names: str) -> list[str]:
 
 
 def _described(name: str, one: Any) -> str:
-    has_arguments = inspect.isfunction(one) or (inspect.isclass(one) and not issubclass(one, BaseException | Enum))
+    has_arguments = (
+        inspect.isfunction(one)
+        or inspect.ismethod(one)
+        or (inspect.isclass(one) and not issubclass(one, BaseException | Enum))
+    )
     signature = inspect.signature(one) if has_arguments else ""
     return f"{name}{signature}\n{textwrap.indent(inspect.getdoc(one) or '', '    ')}\n"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
-from signalfire.handlers import History
+from signalfire.handlers import GradientClipping, History
 from signalfire.testing import check_handler, fingerprint, trace
 from tests import kit
 from tests.kit import linear
@@ -373,3 +373,7 @@ def test_the_check_says_what_held_and_takes_one_thread() -> None:
     assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run equals an uninterrupted one" in report
     assert set(threads) == {1}
     assert torch.get_num_threads() == before
+    report = check_handler(build, Observing, make_data(), max_epochs=2)  # it may change training, and does not
+    assert "seed are equal, and end with the weights of one without it" in report
+    report = check_handler(build, partial(GradientClipping, 1e-3), make_data(), max_epochs=2)
+    assert "seed are equal\n" in report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from signalfire import Engine, Events, FindingWarning, Update
+from signalfire import Engine, Events, FindingWarning, Handler, Update, UpdateState
+from signalfire.acts import Override
 from signalfire.findings.first_steps import FirstStep
-from signalfire.handlers import GradientAccumulation, MicroBatching, SharpnessAwareMinimization
+from signalfire.handlers import (
+    L2,
+    GradientAccumulation,
+    GradientClipping,
+    MicroBatching,
+    MixedPrecision,
+    SharpnessAwareMinimization,
+)
 from signalfire.step import Step
 from tests.kit import SGD, assert_same, batches, build, mlp
 
@@ -41,6 +50,55 @@ def test_a_step_looks_in_the_first_iterations_and_is_a_plain_one_from_then_on(mo
     engine.run(batches(8), max_epochs=1)
     assert kinds == [FirstStep] * 4 + [Step] * 4
     assert made[0].look is None
+
+
+class Alone(Handler):
+    """Computes the gradients by itself, with or without what it replaces."""
+
+    trains = True
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.replace(Override.GRADIENTS, self.compute, by=self)
+
+    def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
+        if self.calls or engine.state.batch is None:
+            compute()
+            return
+        inputs, targets = engine.state.batch
+        loss = mse_loss(engine.model(inputs), targets)
+        loss.backward()
+        update.raw_loss = update.backward_loss = loss
+        update.window.held += 1
+
+
+def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(engine: Engine) -> None: ...
+
+    def trained(*handlers: Handler, function: bool = False) -> Engine:
+        engine = build(mlp(5, 8, 1), *handlers, GradientClipping(1.0))
+        if function:
+            engine.connect(Events.LOSS_COMPUTED | Events.BACKWARD_STARTED, own)
+        engine.run([None, *batches(8)], max_epochs=1)
+        return engine
+
+    made = steps_of(build(mlp(5, 8, 1)), monkeypatch)
+    with pytest.warns(FindingWarning) as caught:
+        trained(Alone(calls=False), L2(0.1), MixedPrecision("bf16"), function=True)
+    messages = sorted(str(one.message) for one in caught)
+    assert [message.split(" receives ")[0] for message in messages] == [
+        f"W49: update 'main': {name}" for name in ("l2", "mixed_precision", "own")
+    ]
+    assert (
+        "own receives Events.LOSS_COMPUTED and Events.BACKWARD_STARTED, but 'alone' computes the gradients without"
+        in messages[2]
+    )
+    assert type(made[-1]) is Step
+    for handlers in ((Alone(calls=True), L2(0.1)), (Alone(calls=False),), (MicroBatching(2), L2(0.1))):
+        assert "W49" not in codes(trained(*handlers))
 
 
 def test_a_run_that_goes_on_is_looked_at_again() -> None:
