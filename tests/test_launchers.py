@@ -127,6 +127,35 @@ def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path
     assert "AssertionError" in done.stderr
 
 
+NOISY = """
+from signalfire.handlers import FullyShardedDataParallel
+
+torch.set_num_threads(1)
+trained = []
+for kind in (DistributedDataParallel, FullyShardedDataParallel):
+    engine, parallel = build(), kind()
+    engine.attach(parallel, WeightNoise(every=1))
+    engine.run(batches * 4, max_epochs=1)
+    if kind is FullyShardedDataParallel:
+        parallel.unshard(engine)
+    trained.append(engine.model.weight.tolist())
+assert all(one == trained for one in engine.processes.gather(trained))
+engine.processes.print(trained[0] == trained[1])
+"""
+
+
+@pytest.mark.slow
+def test_the_handler_of_the_guide_that_changes_weights_does_so_alike_on_all_ranks(tmp_path: Path) -> None:
+    page = (EXAMPLES / "guide" / "writing_a_handler.md").read_text()
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if not block.startswith(">>>")]
+    (last,) = (place for place, block in enumerate(blocks) if "class WeightNoise" in block)
+    script = tmp_path / "noisy.py"
+    script.write_text("\n".join([*blocks[: last + 1], NOISY]))
+    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
 @pytest.mark.slow
 def test_the_first_script_of_several_processes_prints_what_the_page_says(tmp_path: Path) -> None:
     page = (EXAMPLES / "guide" / "processes.md").read_text()

@@ -305,6 +305,7 @@ TOOLS = [
     *("signalfire.acts.Override", "signalfire.capture.Capture", "signalfire.monitor.Monitor"),
     *("signalfire.interval.check_every", "signalfire.restore.attempt", "signalfire.restore.Buffers"),
     *("signalfire.restore.Modes", "signalfire.evaluation.prepare_batch", "signalfire.evaluation.inherited"),
+    *("signalfire.distributed.spread_like", "signalfire.distributed.local_part"),
     *("signalfire.randomness.derived_seed", "signalfire.randomness.unchanged_random_state"),
     *("signalfire.findings.finding", "signalfire.frozen.FrozenBase", "signalfire.devices.DeviceFeature"),
 ]
