@@ -288,18 +288,20 @@ def interface_page() -> str:
 
 
 PARTS = {
-    "engine.regions": "signalfire.regions.Regions",
-    "engine.overrides": "signalfire.acts.Overrides",
-    "engine.snapshots": "signalfire.snapshots.Snapshots",
-    "engine.boundary": "signalfire.boundary.Boundary",
-    "engine.processes": "signalfire.distributed.Processes",
-    "engine.group": "signalfire.group.Group",
-    "engine.feed": "signalfire.data.feed.Feed",
-    "engine.past": "signalfire.past.Past",
-    "engine.signals": "signalfire.bus.Bus",
-    "update.window": "signalfire.window.Window",
+    "engine.regions": ("signalfire.regions.Regions", "enter"),
+    "engine.overrides": ("signalfire.acts.Overrides", "claim, replace, compute_gradients_once, owner_of, owned_by"),
+    "engine.snapshots": (
+        "signalfire.snapshots.Snapshots",
+        "take, restore, report_saved, add_write, wait_for_earlier_writes, has_loaded_state",
+    ),
+    "engine.boundary": ("signalfire.boundary.Boundary", "stop, withdraw, end_epoch, preempt, seconds_left"),
+    "engine.processes": ("signalfire.distributed.Processes", ""),
+    "engine.group": ("signalfire.group.Group", "join, read_alike, now, has_come"),
+    "engine.feed": ("signalfire.data.feed.Feed", "on_last_batch, share"),
+    "engine.signals": ("signalfire.bus.Bus", "call_through"),
+    "update.window": ("signalfire.window.Window", None),
 }
-"""The parts of the engine that handlers use, by what they are called in code."""
+"""The parts of the engine by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
 
 TOOLS = [
     *("signalfire.acts.Override", "signalfire.capture.Capture", "signalfire.monitor.Monitor"),
@@ -311,33 +313,27 @@ TOOLS = [
 ]
 """Classes and functions for authors of handlers; of the modules below all that they export."""
 
+_EXPORTED = vars(signalfire)["__all__"]
+
 TOOL_MODULES = ["signalfire.checks", "signalfire.planning", "signalfire.batches"]
 
 
 def parts_page() -> str:
     """What handlers of one's own use besides the interface: the parts of the engine, and tools."""
-    text = [
-        "# The parts of the engine",
-        "",
-        "```{eval-rst}",
-        ".. automodule:: signalfire.handler",
-        "   :no-members:",
-        "",
-    ]
-    for name, path in PARTS.items():
-        text += [f".. rubric:: {name}", "", f".. autoclass:: {path}", "   :members:", ""]
+    introduction = inspect.getdoc(importlib.import_module("signalfire.handler")) or ""
+    text = ["# The parts of the engine", "", "```{eval-rst}", introduction.partition("\n\n")[2], ""]
+    for part, (path, methods) in PARTS.items():
+        members = [] if methods is None else [f"   :members: {methods}".rstrip()]
+        text += [f".. rubric:: {part}", "", f".. autoclass:: {path}", *members, ""]
     text += [".. rubric:: Tools", ""]
-    for path in TOOLS:
-        module, _, name = path.rpartition(".")
+    for tool in TOOLS:
+        module, _, name = tool.rpartition(".")
         one = getattr(importlib.import_module(module), name)
-        is_class = inspect.isclass(one)
-        if any(
-            getattr(getattr(signalfire, other), "__module__", "") == one.__module__
-            for other in vars(signalfire)["__all__"]
-        ):
+        if any(getattr(getattr(signalfire, other), "__module__", "") == one.__module__ for other in _EXPORTED):
             # The code of a module links to all of its names as if they were exported where one of them is.
             text += [".. raw:: html", "", f'   <span id="signalfire.{name}"></span>', ""]
-        text += [f".. {'autoclass' if is_class else 'autofunction'}:: {path}", *(["   :members:"] * is_class), ""]
+        kind, members = ("autoclass", ["   :members:"]) if inspect.isclass(one) else ("autofunction", [])
+        text += [f".. {kind}:: {tool}", *members, ""]
     for module in TOOL_MODULES:
         text += [f".. automodule:: {module}", "   :members:", ""]
     return "\n".join([*text, "```", ""])
@@ -448,14 +444,18 @@ def public_names() -> dict[str, str]:
     places |= {name: f"signalfire.{name}" for name in vars(signalfire)["__all__"]}
     for module in (exact, testing, tuning, ablation):
         places |= {name: f"{module.__name__}.{name}" for name in vars(module)["__all__"]}
-    places |= {path.rpartition(".")[2]: path for path in [*TOOLS, *PARTS.values()]}
+    places |= {path.rpartition(".")[2]: path for path in [*TOOLS, *(path for path, _ in PARTS.values())]}
     return places
 
 
 def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any = None, content: Any = ()) -> Any:
     """What stands in single backticks: a link where it is a public name or an attribute of one, code in any case."""
     part = ".".join(text.split(".")[:2])
-    path = f"{PARTS[part].rpartition('.')[2]}{text.removeprefix(part)}" if part in PARTS else text
+    path = text
+    if part in PARTS:
+        path = f"{PARTS[part][0].rpartition('.')[2]}{text.removeprefix(part)}"
+    elif f"signalfire.{text}" in TOOLS:
+        path = text.rpartition(".")[2]
     first, _, rest = path.removeprefix("signalfire.").removesuffix("()").partition(".")
     code = nodes.literal(text, text, classes=["xref", "py"])
     if first not in public_names():
