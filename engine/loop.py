@@ -284,7 +284,10 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if self._check:
             report_composition(engine)
-        self._attend(together=engine.training and not state.epoch_open)
+        if not (
+            engine.boundary.stops and engine.feed.only_its_end_is_missing()
+        ):  # such a stop comes before the epoch's end
+            self._attend(together=engine.training and not state.epoch_open)
         self.checks = EpochChecks(engine)
         self.schedulers, self.loads = OwnSchedulers(engine), OwnLoads(engine)
         self.began = state.completed

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.handlers import GradientAccumulation
 from signalfire.testing import trace
 from tests import kit
-from tests.kit import build, linear
+from tests.kit import build, digest, linear
 
 Batch = tuple[Tensor, Tensor]
 
@@ -383,6 +385,52 @@ def test_what_was_asked_for_and_has_not_taken_effect_is_saved_and_takes_effect_a
         expected.epoch,
         expected.stop_reason,
     )
+
+
+class Unsized:
+    """Data whose end is known once it is reached."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(make_data(3))
+
+
+LOADER = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), batch_size=4, shuffle=True)
+
+
+@pytest.mark.filterwarnings("ignore::signalfire.RereadingWarning")
+@pytest.mark.parametrize("data", [make_data(3), Unsized(), LOADER, None], ids=["list", "unsized", "loader", "none"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("iteration", [2, 3, 6])
+def test_a_stop_at_any_iteration_leaves_a_resumed_run_with_what_was_still_to_come(
+    iteration: int, window: int, data: Any
+) -> None:
+    """At the last iteration of an epoch this is EPOCH_COMPLETED, with its validations and best checkpoints."""
+
+    def make() -> tuple[Engine, list[Any]]:
+        engine = make_engine() if data is not None else make_noting_engine(1)[0]
+        engine.attach(GradientAccumulation(window))
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=iteration), lambda engine: engine.terminate("enough"), phase=Phase.CONTROL
+        )
+        return engine, trace(engine)
+
+    states: list[tuple[int, dict[str, Any]]] = []
+    whole, seen = make()
+
+    def save(engine: Engine) -> None:
+        states.append((len(seen), engine.state_dict()))
+
+    whole.connect(Events.ITERATION_COMPLETED, save, phase=Phase.PERSIST)
+    bounds: dict[str, Any] = {"max_epochs": 3, "epoch_length": None if data is not None else 3}
+    whole.run(data, **bounds)
+    assert len(states) == iteration
+    for place, saved in states:
+        resumed, again = make()
+        resumed.load_state_dict(saved)
+        resumed.run(data, **bounds)
+        began = next(n for n, (name, *_) in enumerate(again) if name == "CHECKPOINT_LOADED") + 1
+        assert again[began:] == seen[place:]
+        assert digest(resumed.state_dict()) == digest(whole.state_dict())
 
 
 def test_a_stop_that_did_not_take_effect_in_a_run_is_forgotten_by_the_next() -> None:
