@@ -107,15 +107,16 @@ class Overrides(Part):
         Args:
             what: a member of `Override`, or of an enum of your own whose values are noun phrases.
             by: the handler.
-            target: which of several it is; it completes the noun phrase, as ``"of update 'main'"`` does.
+            target: which of several it is; it completes the noun phrase, as ``"of update 'main'"`` does. None for all of them.
 
         Raises:
             ValueError: if another handler has claimed it, naming both.
         """
-        other = self._owners.setdefault((what, target), by.name)
-        if other != by.name:
-            noun = what.value if target is None else f"{what.value} {target}"
-            raise ValueError(f"both {other!r} and {by.name!r} override {noun}; detach one of the two")
+        for (claimed, place), other in self._owners.items():
+            if claimed is what and other != by.name and (place == target or None in (place, target)):
+                noun = " ".join([what.value, *filter(None, [target or place])])
+                raise ValueError(f"both {other!r} and {by.name!r} override {noun}; detach one of the two")
+        self._owners[what, target] = by.name
 
     def replace(
         self,

@@ -284,9 +284,8 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if self._check:
             report_composition(engine)
-        if not (
-            engine.boundary.stops and engine.feed.only_its_end_is_missing()
-        ):  # such a stop comes before the epoch's end
+        ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()
+        if not ended:  # else a stop that was asked for in the last iteration waits for the end of its epoch
             self._attend(together=engine.training and not state.epoch_open)
         self.checks = EpochChecks(engine)
         self.schedulers, self.loads = OwnSchedulers(engine), OwnLoads(engine)

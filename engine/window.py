@@ -39,7 +39,7 @@ class Window:
     Attributes:
         length: the number of micro-steps over which gradients are accumulated in this epoch.
         length_of: the function of the epoch that a handler has put in place for the length; None without one.
-        filled: how many micro-steps of the open window were made.
+        filled: how many micro-steps of the open window were made; 0 if none is open, and once the last one has begun.
         size: how many micro-steps the window has that was completed last.
         held: how many of them gave a gradient.
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.

@@ -334,6 +334,8 @@ def parts_page() -> str:
             text += [".. raw:: html", "", f'   <span id="signalfire.{name}"></span>', ""]
         kind, members = ("autoclass", ["   :members:"]) if inspect.isclass(one) else ("autofunction", [])
         text += [f".. {kind}:: {tool}", *members, ""]
+        if one is Override:
+            text += [*(f"   - ``{member.name}``: {member.value}" for member in Override), ""]
     for module in TOOL_MODULES:
         text += [f".. automodule:: {module}", "   :members:", ""]
     return "\n".join([*text, "```", ""])

@@ -53,6 +53,19 @@ def test_what_is_claimed_for_one_target_stays_free_for_another() -> None:
     assert overrides.owned_by(one) == overrides.owned_by("other") == {Own.PALETTE}
 
 
+@pytest.mark.parametrize("targets", [(None, "of update 'a'"), ("of update 'a'", None), (None, None)], ids=str)
+def test_what_is_claimed_for_all_targets_is_free_for_none(targets: tuple[str | None, str | None]) -> None:
+    trainer = make_trainer()
+    overrides, one, other = trainer.overrides, Handler(name="one"), Handler(name="other")
+    overrides.claim(Own.PALETTE, by=one, target=targets[0])
+    named = "the palette" + (" of update 'a'" if any(targets) else "")
+    with pytest.raises(ValueError, match=f"both 'one' and 'other' override {named}; detach one of the two"):
+        overrides.claim(Own.PALETTE, by=other, target=targets[1])
+    overrides.claim(Own.PALETTE, by=one, target=targets[1])
+    overrides.release(one)
+    overrides.claim(Own.PALETTE, by=other, target=targets[1])
+
+
 def test_what_a_handler_releases_another_may_claim() -> None:
     trainer = make_trainer()
     overrides = trainer.overrides
