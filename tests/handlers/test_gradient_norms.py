@@ -175,6 +175,52 @@ def test_two_that_write_the_same_metric_refuse_each_other_before_the_first_batch
     assert engine.state.iteration == 0
 
 
+class Scaled(nn.Module):
+    """A model with a parameter of its own, beside layers of different depth and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.blocks = nn.Sequential(mlp(5, 8, 8, nn.Tanh()), nn.LayerNorm(8))
+        self.head, self.idle = nn.Linear(8, 1), nn.Linear(1, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.scale * self.head(self.blocks(inputs))
+        return output
+
+
+@pytest.mark.parametrize("per_parameter", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_the_norm_of_a_layer_is_what_clip_grad_norm_returns_for_its_parameters(
+    norm_type: float, window: int, per_parameter: bool
+) -> None:
+    model, expected = Scaled(), list[dict[str, float]]()
+    layers = {name or "model": part for name, part in model.named_modules() if [*part.parameters(recurse=False)]}
+    assert list(layers) == ["model", "blocks.0.0", "blocks.0.2", "blocks.1", "head", "idle"]
+    optimizer = SGD(model.parameters())
+    for chunk in windows(batches(), window):
+        for inputs, targets in chunk:
+            nn.functional.mse_loss(model(inputs), targets).backward()
+        for gradient in _gradients(model):
+            gradient.div_(len(chunk))
+        norms = {
+            f"gradient_norm/{name}": nn.utils.clip_grad_norm_(part.parameters(recurse=False), math.inf, norm_type)
+            for name, part in layers.items()
+            if name != "idle"
+        }
+        expected.append({name: norm.item() for name, norm in norms.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    handler = GradientNorms(norm_type=norm_type, per_layer=True, per_parameter=per_parameter)
+    engine = build(Scaled())
+    found = written(engine, handler, GradientAccumulation(window), epochs=1)
+    assert [{name: metrics[name] for name in expected[0]} for _, metrics in found] == expected
+    assert len(found[0][1]) == 1 + 5 + (9 if per_parameter else 0)
+    assert {"gradient_norm/idle", "gradient_norm/model"} <= set(engine.state.metrics.owners)  # announced
+
+
 class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +272,7 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
 
     check_handler(
         make,
-        lambda: GradientNorms(every=every, per_parameter=True),
+        lambda: GradientNorms(every=every, per_parameter=True, per_layer=True),
         batches(5),
         max_epochs=2,
         changes_training=False,
@@ -237,6 +283,7 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
     ("options", "kind", "message"),
     [
         ({"norm_type": 0}, ValueError, "norm_type=0"),
+        ({"per_layer": 1}, TypeError, "per_layer=1"),
         ({"norm_type": math.nan}, ValueError, "norm_type=nan"),
         ({"norm_type": "2"}, TypeError, "norm_type='2'"),
         ({"every": "1ep"}, ValueError, "every='1ep'"),
