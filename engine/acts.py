@@ -114,7 +114,8 @@ class Overrides(Part):
         """
         for (claimed, place), other in self._owners.items():
             if claimed is what and other != by.name and (place == target or None in (place, target)):
-                noun = " ".join([what.value, *filter(None, [target or place])])
+                of = target or place
+                noun = what.value if of is None else f"{what.value} {of}"
                 raise ValueError(f"both {other!r} and {by.name!r} override {noun}; detach one of the two")
         self._owners[what, target] = by.name
 

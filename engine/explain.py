@@ -48,9 +48,8 @@ def note_error(error: BaseException, part: str, engine: Engine, update: UpdateSt
         error.add_note(meaning)
     if part == "forward" and engine.model is None and "NoneType" in str(error):
         error.add_note("the engine has no model, which this forward calls; pass model= to Engine")
-    if part != "backward" and isinstance(
-        error, RuntimeError | IndexError | ValueError
-    ):  # what torch raises for wrong shapes
+    # These are what torch raises for wrong shapes and dtypes.
+    if part != "backward" and isinstance(error, RuntimeError | IndexError | ValueError):
         shapes = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in tensors_in(state.batch)]
         error.add_note(f"the tensors of the batch: {', '.join(shapes[:4]) or 'none'}{', ...' if shapes[4:] else ''}")
     devices = {str(t.device) for t in tensors_in(engine.state.batch)}

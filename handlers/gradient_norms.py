@@ -33,7 +33,7 @@ class GradientNorms(Handler):
         norm_type: The p of the p-norm; ``math.inf`` for the maximum norm.
         per_parameter: Whether to also measure the gradient of each parameter.
         per_layer: Whether to also measure the gradient of all parameters of a module together, without those of modules inside
-            it: of each linear layer, for example. Parameters of the model itself are those of the layer "model".
+            it: of each linear layer, for example. Parameters of the model itself are those of the layer "(model)".
         every: "10st" measures every tenth optimizer step of each update, "100it" the first step after every 100 iterations.
             Alternatively GRADIENTS_READY with a filter, which counts iterations.
         update: Name of the update whose gradients are measured; all updates by default.
@@ -52,7 +52,7 @@ class GradientNorms(Handler):
         >>> _ = engine.attach(GradientNorms(per_parameter=True, per_layer=True))
         >>> metrics = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0]]))], max_epochs=1).metrics
         >>> {name: round(float(value), 2) for name, value in metrics.items()}  # of the gradients (6, 8) and 2
-        {'gradient_norm': 10.2, 'gradient_norm/weight': 10.0, 'gradient_norm/bias': 2.0, 'gradient_norm/model': 10.2}
+        {'gradient_norm': 10.2, 'gradient_norm/weight': 10.0, 'gradient_norm/bias': 2.0, 'gradient_norm/(model)': 10.2}
     """
 
     capture = Capture.INSIDE
@@ -131,8 +131,9 @@ class GradientNorms(Handler):
         for parameter, norm in zip(owners, measured, strict=True):
             if self.per_parameter:
                 metrics[f"{total}/{self._name_of(parameter, update)}"] = norm
-            layers.setdefault(self._layer_of(parameter, update), []).append(norm)
-        for layer, parts in layers.items() if self.per_layer else ():
+            if self.per_layer:
+                layers.setdefault(self._layer_of(parameter, update), []).append(norm)
+        for layer, parts in layers.items():
             joined = torch.stack([part.to(parts[0].device) for part in parts])
             metrics[f"{total}/{layer}"] = torch.linalg.vector_norm(joined, self.norm_type)
 
@@ -165,9 +166,9 @@ class GradientNorms(Handler):
         return name or str(next(i for i, one in enumerate(update.parameters) if one is parameter))
 
     def _layer_of(self, parameter: Tensor, update: UpdateState) -> str:
-        """The module that has the parameter; one that is in no module is a layer of its own."""
+        """The path of the module that has the parameter; a parameter that is in no module is a layer of its own."""
         name = self._names.get(id(parameter))
-        return self._name_of(parameter, update) if name is None else name.rpartition(".")[0] or "model"
+        return self._name_of(parameter, update) if name is None else name.rpartition(".")[0] or "(model)"
 
     @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:

@@ -55,8 +55,8 @@ class LRScheduling(Handler):
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``. For several optimizers that
             step together, a mapping from their names to a factory for each of them, all or some.
-        every: Interval between scheduler steps: by default every optimizer step, whatever the scheduler; "1ep" for one that
-            counts epochs, such as ``StepLR(step_size=30)``; "5steps", ...
+        every: Interval between scheduler steps without ``monitor``: by default every optimizer step, whatever the scheduler;
+            "1ep" for one that counts epochs, such as ``StepLR(step_size=30)``; "5steps", ...
         monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
             without ``mode`` gets the metric's own direction.
         warmup: With ``monitor``, the factory of a second scheduler, which is stepped after every optimizer step, such as

@@ -113,13 +113,18 @@ def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
     assert tuple(found) == under_torchrun
 
 
-@pytest.mark.slow
-def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
+def code_of_the_page_up_to(text: str) -> str:
+    """The code of "Writing a handler", without its sessions, up to the block that has the text."""
     page = (EXAMPLES / "guide" / "writing_a_handler.md").read_text()
     blocks = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if not block.startswith(">>>")]
-    (last,) = (place for place, block in enumerate(blocks) if "def test_ranks_agree" in block)
+    (last,) = (place for place, block in enumerate(blocks) if text in block)
+    return "\n".join(blocks[: last + 1])
+
+
+@pytest.mark.slow
+def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "test_mine.py"
-    script.write_text("\n".join(blocks[: last + 1]))
+    script.write_text(code_of_the_page_up_to("def test_ranks_agree"))
     done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
     assert done.returncode == 0, done.stderr
     script.write_text(script.read_text().replace("one == weights[0]", "one != weights[0]"))
@@ -146,11 +151,8 @@ engine.processes.print(trained[0] == trained[1])
 
 @pytest.mark.slow
 def test_the_handler_of_the_guide_that_changes_weights_does_so_alike_on_all_ranks(tmp_path: Path) -> None:
-    page = (EXAMPLES / "guide" / "writing_a_handler.md").read_text()
-    blocks = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if not block.startswith(">>>")]
-    (last,) = (place for place, block in enumerate(blocks) if "class WeightNoise" in block)
     script = tmp_path / "noisy.py"
-    script.write_text("\n".join([*blocks[: last + 1], NOISY]))
+    script.write_text(code_of_the_page_up_to("class WeightNoise") + NOISY)
     done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"

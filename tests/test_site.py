@@ -93,6 +93,14 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
         assert all(part in texts for part in parts), name
         assert f"({name}.html)" in contents, name
     assert (GUIDE.parent.parent / "CHANGELOG.md").read_text() in texts
+    for written in (
+        "\nsignalfire.ablation.divergence(",  # the function, which a module is named after
+        "\nUpdate.supervised(loss:",
+        "\nLog.image(",
+        "\nsignalfire.checks.check_int(",
+    ):
+        assert written in texts
+    assert "bool(x) -> bool" not in texts  # the docstring of a value's type
 
 
 def test_every_public_name_is_in_the_interface_and_every_error_in_the_list_of_errors(site: Path) -> None:

@@ -313,8 +313,6 @@ TOOLS = [
 ]
 """Classes and functions for authors of handlers; of the modules below all that they export."""
 
-_EXPORTED = vars(signalfire)["__all__"]
-
 TOOL_MODULES = ["signalfire.checks", "signalfire.planning", "signalfire.batches"]
 
 
@@ -326,10 +324,11 @@ def parts_page() -> str:
         members = [] if methods is None else [f"   :members: {methods}".rstrip()]
         text += [f".. rubric:: {part}", "", f".. autoclass:: {path}", *members, ""]
     text += [".. rubric:: Tools", ""]
+    exported = {getattr(getattr(signalfire, name), "__module__", "") for name in vars(signalfire)["__all__"]}
     for tool in TOOLS:
         module, _, name = tool.rpartition(".")
         one = getattr(importlib.import_module(module), name)
-        if any(getattr(getattr(signalfire, other), "__module__", "") == one.__module__ for other in _EXPORTED):
+        if one.__module__ in exported:
             # The code of a module links to all of its names as if they were exported where one of them is.
             text += [".. raw:: html", "", f'   <span id="signalfire.{name}"></span>', ""]
         kind, members = ("autoclass", ["   :members:"]) if inspect.isclass(one) else ("autofunction", [])
@@ -468,21 +467,22 @@ def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any 
     return [link], []
 
 
-DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|data|module):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(class|function|data|module):: ([\w.]+)\n((?:   :.*\n)*)", re.MULTILINE)
 
 
 def written_out(directive: re.Match[str]) -> str:
     """The signature and the docstring of a public name, and of its members where the page has them."""
-    options = {name: _listed(value) for name, value in re.findall(r":([\w-]+):(.*)", directive[2])}
-    if directive[1] in sys.modules:
-        one, title = sys.modules[directive[1]], directive[1]
+    kind, path, lines = directive.groups()
+    options = {name: _listed(value) for name, value in re.findall(r":([\w-]+):(.*)", lines)}
+    if kind == "module":  # a function may have the same path
+        one, title = sys.modules[path], path
         names = vars(one)["__all__"]
     else:
-        owner, _, last = directive[1].rpartition(".")
+        owner, _, title = path.rpartition(".")
         module = owner if owner in sys.modules else owner.rpartition(".")[0]
-        one = getattr(sys.modules[module], last)
-        title, names = last, [name for name in vars(one) if not name.startswith("_")] if inspect.isclass(one) else []
-    text = [_described(directive[1], one)]
+        one = getattr(sys.modules[module], title)
+        names = [name for name in vars(one) if not name.startswith("_")] if kind == "class" else []
+    text = [_described(path, one)]
     if "members" in options:
         names = [*(options["members"] or names), *options.get("special-members", [])]
         shown = ((name, getattr(one, name, None)) for name in names if name not in options.get("exclude-members", []))
@@ -492,9 +492,8 @@ def written_out(directive: re.Match[str]) -> str:
 
 def _is_documented(member: Any) -> bool:
     """Whether a docstring is the member's own: that of a value is its type's."""
-    return (inspect.isroutine(member) or inspect.isclass(member) or isinstance(member, property)) and bool(
-        inspect.getdoc(member)
-    )
+    has_its_own = inspect.isroutine(member) or inspect.isclass(member) or isinstance(member, property)
+    return has_its_own and bool(inspect.getdoc(member))
 
 
 def _listed(names: str) -> list[str]:

@@ -183,10 +183,10 @@ class Scaled(nn.Module):
         torch.manual_seed(3)
         self.scale = nn.Parameter(torch.ones(1))
         self.blocks = nn.Sequential(mlp(5, 8, 8, nn.Tanh()), nn.LayerNorm(8))
-        self.head, self.idle = nn.Linear(8, 1), nn.Linear(1, 1)
+        self.model, self.idle = nn.Linear(8, 1), nn.Linear(1, 1)  # "model" is no other name of the whole
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.scale * self.head(self.blocks(inputs))
+        output: Tensor = self.scale * self.model(self.blocks(inputs))
         return output
 
 
@@ -197,8 +197,8 @@ def test_the_norm_of_a_layer_is_what_clip_grad_norm_returns_for_its_parameters(
     norm_type: float, window: int, per_parameter: bool
 ) -> None:
     model, expected = Scaled(), list[dict[str, float]]()
-    layers = {name or "model": part for name, part in model.named_modules() if [*part.parameters(recurse=False)]}
-    assert list(layers) == ["model", "blocks.0.0", "blocks.0.2", "blocks.1", "head", "idle"]
+    layers = {name or "(model)": part for name, part in model.named_modules() if [*part.parameters(recurse=False)]}
+    assert list(layers) == ["(model)", "blocks.0.0", "blocks.0.2", "blocks.1", "model", "idle"]
     optimizer = SGD(model.parameters())
     for chunk in windows(batches(), window):
         for inputs, targets in chunk:
@@ -218,7 +218,7 @@ def test_the_norm_of_a_layer_is_what_clip_grad_norm_returns_for_its_parameters(
     found = written(engine, handler, GradientAccumulation(window), epochs=1)
     assert [{name: metrics[name] for name in expected[0]} for _, metrics in found] == expected
     assert len(found[0][1]) == 1 + 5 + (9 if per_parameter else 0)
-    assert {"gradient_norm/idle", "gradient_norm/model"} <= set(engine.state.metrics.owners)  # announced
+    assert {"gradient_norm/idle", "gradient_norm/(model)"} <= set(engine.state.metrics.owners)  # announced
 
 
 class Empty(nn.Module):
