@@ -104,7 +104,7 @@ def _from(data: Any, start: int, seed: int, number: int) -> Iterator[Any]:
         for generator in own:
             generator.manual_seed(seed)
         if skippable(data):
-            return SkippingLoader.of(data).iterate(seed, number, start, at_once=True)
+            return SkippingLoader.of(data).iterate(data, seed, number, start, at_once=True)
     batches = Streamed(data, seed, lambda: iter(data))
     for _ in range(start):
         next(batches, None)

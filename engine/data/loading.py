@@ -9,20 +9,18 @@ restored after each batch, so that augmentation does not change dropout.
 
 from __future__ import annotations
 
-import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -32,15 +30,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
-from ..randomness import derived_seed, mixed, reseed
+from ..randomness import derived_seed
+from .seeded import Collating, Keyed, Seeded, begin_worker
 
 __all__ = [
-    "Collating",
-    "Fetched",
-    "Seeded",
     "SkippingLoader",
     "draws_at_random",
     "generators_of",
@@ -57,12 +52,22 @@ T = TypeVar("T")
 
 
 def skippable(data: Any) -> bool:
-    """Whether batches can be skipped by index: for a DataLoader over a map-style dataset that does not override ``__iter__``."""
+    """Whether batches can be skipped by index: for a DataLoader over a map-style dataset whose class iterates as torch's own."""
     return (
         isinstance(data, DataLoader)
-        and type(data).__iter__ is DataLoader.__iter__
         and not isinstance(data.dataset, IterableDataset)
+        and not _iterates_by_itself(type(data), vars(data))
     )
+
+
+_ITERATING = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator", "worker_init_fn", "_iterator")
+
+
+def _iterates_by_itself(kind: type[DataLoader[Any]], own: Mapping[str, Any]) -> bool:
+    """Whether a class of DataLoaders, or an instance with these attributes, overrides how batches are made from indices."""
+    overrides = any(getattr(kind, name) is not getattr(DataLoader, name) or name in own for name in _ITERATING)
+    return overrides or any(isinstance(getattr(kind, name, None), property) for name in _PARTS)
 
 
 def is_plain(data: Any) -> bool:
@@ -71,52 +76,38 @@ def is_plain(data: Any) -> bool:
 
 
 class SkippingLoader:
-    """A twin of a DataLoader, with the same dataset, samplers and options, that can start at any batch.
+    """Iterates a DataLoader from any batch on, with samples whose random numbers depend only on the pass and the sample.
 
-    Each DataLoader has one twin during a run, so that persistent workers persist.
+    Iterators are made by the DataLoader itself. While it makes one, parts of it are replaced: its sampler by one that starts
+    at an offset, and its dataset and collate function by ones that seed the global generators and hand on everything else. An
+    attribute that is assigned between two passes takes effect with the second.
+
+    There is one for each DataLoader during a run. It keeps the iterator of persistent workers apart from the DataLoader's own.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batched = loader.batch_sampler is not None
         self.sampler = _OffsetSampler(loader.batch_sampler if batched else loader.sampler, batched=batched)
-        draws = not _draws_nothing(loader.dataset)
-        if draws:
-            self.sampler.keyed = True
-        order: dict[str, Any] = (
-            {"batch_sampler": self.sampler} if batched else {"sampler": self.sampler, "batch_size": None}
-        )
-        collate = loader.collate_fn
-        self.own = loader.generator
-        self.generator = torch.Generator()
-        options = {
-            name: getattr(loader, name)
-            for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-                         "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
-            if hasattr(loader, name)
-        }  # fmt: skip
-        self.loader: DataLoader[Any] = DataLoader(
-            Seeded(loader.dataset, workers=loader.num_workers) if draws else loader.dataset,
-            collate_fn=Collating(collate) if draws else collate,
-            generator=self.generator,
-            **order,
-            **options,
-        )
+        self.seeded = None if _draws_nothing(loader.dataset) else Seeded(loader.dataset, workers=loader.num_workers)
+        self.sampler.keyed = self.seeded is not None
+        self.persistent: Any = None  # the iterator with persistent workers
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> SkippingLoader:
-        """The twin of this DataLoader."""
-        twin = _TWINS.get(loader)
-        if twin is None:
-            twin = _TWINS[loader] = cls(loader)
-        return twin
+        """The one of this DataLoader."""
+        own = _OWN.get(loader)
+        if own is None:
+            own = _OWN[loader] = cls(loader)
+        return own
 
     @staticmethod
     def forget(loader: DataLoader[Any]) -> None:
-        """Free the twin of a DataLoader, which ends its persistent workers."""
-        _TWINS.pop(loader, None)
+        """Free the one of a DataLoader, which ends its persistent workers."""
+        _OWN.pop(loader, None)
 
     def iterate(
         self,
+        loader: DataLoader[Any],
         seed: int,
         number: int,
         start: int = 0,
@@ -130,6 +121,7 @@ class SkippingLoader:
         """The batches of one pass, starting at batch ``start``.
 
         Args:
+            loader: The DataLoader.
             seed: Seed of augmentation.
             number: Number of the pass; makes augmentation differ between passes.
             start: Number of batches to skip, out of those of this rank.
@@ -142,27 +134,53 @@ class SkippingLoader:
         self.sampler.start, self.sampler.shard, self.sampler.samples = start, shard, samples
         self.sampler.limit, self.sampler.round_shares = limit, {} if round_shares is None else round_shares
         self.sampler.key = derived_seed(seed, "sample", number)
-        if number == 0 or not self.loader.persistent_workers:
-            # A DataLoader draws the seed of its workers when iteration, or persistent workers, start. A resumed run starts its
-            # workers late: so the twin draws that seed from `self.generator`, and this line draws from the DataLoader's.
-            torch.empty((), dtype=torch.int64).random_(generator=self.own)
-        self.generator.manual_seed(self.sampler.key)
-        batches: Iterator[Any] = iter(self.loader)
+        with _replaced(loader, self._parts(loader, number)):
+            batches: Iterator[Any] = iter(loader)
+            self.persistent = vars(loader)["_iterator"]
         if start or at_once:
             self.sampler.indices.skip(one_more=at_once)
         return batches
 
+    def _parts(self, loader: DataLoader[Any], number: int) -> dict[str, Any]:
+        """What is replaced in the DataLoader while it makes an iterator."""
+        parts: dict[str, Any] = {"_iterator": self.persistent}
+        parts["batch_sampler" if self.sampler.batched else "sampler"] = self.sampler
+        if self.seeded is not None:
+            init = partial(begin_worker, loader.worker_init_fn)
+            parts |= {"dataset": self.seeded, "collate_fn": Collating(loader.collate_fn, self.seeded)}
+            parts["worker_init_fn"] = init if loader.num_workers else loader.worker_init_fn
+        if number > 0 and loader.persistent_workers:
+            # The seed of workers is drawn as they start. Those of a resumed run start late: the order must not depend on it.
+            parts["generator"] = torch.Generator().manual_seed(self.sampler.key)
+        return parts
 
-_TWINS: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
+
+_OWN: weakref.WeakKeyDictionary[DataLoader[Any], SkippingLoader] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _replaced(loader: DataLoader[Any], parts: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of a DataLoader for the block, past its ``__setattr__``, which refuses most of them."""
+    attributes = vars(loader)
+    before = {name: attributes[name] for name in parts}
+    attributes.update(parts)
+    try:
+        yield
+    finally:
+        attributes.update(before)
 
 
 def indices_from(loader: DataLoader[Any], number: int) -> Iterator[Any]:
     """The indices of the batches of a pass, in order, drawn from the generators as they are now; those that a batch has."""
     batched = loader.batch_sampler is not None
+    sampler: Any = loader.batch_sampler if batched else loader.sampler
+    drawn = iter(sampler)
     if number == 0 or not loader.persistent_workers:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as in `SkippingLoader.iterate`
-    for drawn in _until_exhausted(loader.batch_sampler if batched else loader.sampler):
-        yield drawn if batched else [drawn]
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers
+    if loader.num_workers:
+        drawn = iter(sampler)  # as torch does, once the workers are there
+    for indices in drawn:
+        yield indices if batched else [indices]
 
 
 class _OffsetSampler:
@@ -183,12 +201,7 @@ class _OffsetSampler:
         self.indices = _ShardedIndices(
             self.inner, self.start, self.shard, self.limit, self.samples if self.batched else None, self.round_shares
         )
-        if not self.keyed:
-            return self.indices
-        key = self.key
-        if self.batched:
-            return ([(key, index) for index in indices] for indices in self.indices)
-        return ((key, index) for index in self.indices)
+        return map(partial(Keyed, self.key), self.indices) if self.keyed else self.indices
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -206,7 +219,7 @@ class _ShardedIndices:
         samples: int | None,
         round_shares: dict[int, float],
     ) -> None:
-        self.sampler = sampler
+        self.drawn_by_sampler = _until_exhausted(iter(sampler), _length_of(sampler))
         self.start = start
         self.rank, self.size = shard
         self.limit = limit
@@ -217,7 +230,7 @@ class _ShardedIndices:
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
         """Draw the skipped indices now, and the next one with ``one_more``: a sampler draws its order with its first index."""
         if self.drawn is None:
-            drawn = _until_exhausted(self.sampler)
+            drawn = self.drawn_by_sampler
             drawn = drawn if self.samples is None else _first_samples(self.samples, drawn)
             drawn = drawn if self.limit is None else islice(drawn, self.limit)
             for _ in range(self.start * self.size):
@@ -230,7 +243,7 @@ class _ShardedIndices:
     def _every_round(self, drawn: Iterator[Any]) -> Iterator[Any]:
         for index in count(self.start):
             group = list(islice(drawn, self.size))
-            sizes = [len(indices) if isinstance(indices, list | tuple) else 1 for indices in group]
+            sizes = [_size_of(indices) for indices in group]
             if self.rank >= len(group):
                 return
             record_share(self.round_shares, index, self.rank, sizes, self.size)
@@ -249,18 +262,27 @@ def record_share(round_shares: dict[int, float], index: int, rank: int, sizes: l
         round_shares[index] = sizes[rank] * size / total
 
 
-def _until_exhausted(sampler: Any) -> Iterator[Any]:
-    """The indices of a sampler; with the last one, the sampler itself is exhausted.
+def _size_of(indices: Any) -> int:
+    """Number of samples that an item of a sampler stands for."""
+    if isinstance(indices, slice):
+        return len(range(*indices.indices(indices.stop or 0)))
+    return len(indices) if isinstance(indices, list | tuple) or getattr(indices, "ndim", 0) else 1
+
+
+def _length_of(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _until_exhausted(drawn: Iterator[Any], length: int | None) -> Iterator[Any]:
+    """The indices that a sampler draws; with the last one, the sampler itself is exhausted.
 
     Some samplers, such as torch's RandomSampler, draw from their generator once more after the last index. A loop over a
     DataLoader reaches that point, with workers even before it has the last batch; stopping at the last index would give the
     next epoch another order.
     """
-    drawn = iter(sampler)
-    try:
-        length = len(sampler)
-    except (TypeError, NotImplementedError):
-        length = None
     for taken, one in enumerate(drawn, 1):
         following = list(islice(drawn, 1)) if taken == length else []
         yield one
@@ -272,131 +294,14 @@ def _first_samples(samples: int, batches: Any) -> Iterator[Any]:
     for indices in batches:
         if samples <= 0:
             return
-        yield indices[:samples]
+        yield indices if len(indices) <= samples else indices[:samples]
         samples -= len(indices)
-
-
-class Seeded(Dataset[Any]):
-    """A dataset that seeds the global generators from the key of the pass and the index before fetching each sample.
-
-    It forwards attributes, since a ``worker_init_fn`` finds it in ``get_worker_info().dataset`` in place of the dataset.
-    """
-
-    def __init__(self, dataset: Any, workers: int = 0) -> None:
-        drew = torch.zeros((), dtype=torch.bool)  # whether fetching the first sample drew from a global generator
-        vars(self).update(dataset=dataset, drew=drew.share_memory_() if workers else drew, looked=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # during unpickling
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.dataset, name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, item: tuple[int, Any]) -> Any:
-        with _UnchangedStates():
-            return self._fetch(item)
-
-    def __getitems__(self, items: list[tuple[int, Any]]) -> Fetched:
-        with _UnchangedStates() as states:
-            if items and callable(whole := getattr(self.dataset, "__getitems__", None)):
-                _seed(*items[0])  # the dataset fetches the whole batch: seed from its first index
-                samples = whole([index for _, index in items])
-            else:
-                samples = [self._fetch(item) for item in items]
-            states.keep_for_collating()
-        return Fetched(samples, states)
-
-    def _fetch(self, item: tuple[int, Any]) -> Any:
-        _seed(*item)
-        if self.looked:
-            return self.dataset[item[1]]
-        vars(self)["looked"] = True
-        seeded, seed = _global_states(), torch.initial_seed()
-        sample = self.dataset[item[1]]
-        if torch.initial_seed() == seed and not all(map(_same, seeded, _global_states())):  # it does not seed by itself
-            self.drew.fill_(True)
-        return sample
-
-
-class Fetched(list[Any]):
-    """The samples of a batch, and the states of the global generators to restore after collating."""
-
-    def __init__(self, samples: Any, states: _UnchangedStates) -> None:
-        super().__init__(samples)
-        self.states = states
-
-
-class Collating:
-    """A collate function that continues the random stream of the batch's last sample."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, Fetched):
-            return self.collate(samples)  # without batching, each sample is converted
-        try:
-            return self.collate(list(samples))
-        finally:
-            samples.states.put_back()
-
-
-class _UnchangedStates:
-    """Restores the states of the global generators in the main process; workers need not."""
-
-    def __init__(self) -> None:
-        self.states: Any = None
-        self.kept = False
-
-    def __enter__(self) -> _UnchangedStates:
-        if get_worker_info() is None:
-            # Reading and setting NumPy's state takes 50 us each: replace its bit generator instead.
-            self.states = random.getstate(), get_bit_generator(), torch.default_generator.get_state()
-            set_bit_generator(np.random.MT19937(0))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None or not self.kept:
-            self.put_back()
-
-    def keep_for_collating(self) -> None:
-        self.kept = True
-
-    def put_back(self) -> None:
-        if self.states is not None:
-            python, numpy_generator, torch_state = self.states
-            random.setstate(python)
-            set_bit_generator(numpy_generator)
-            torch.default_generator.set_state(torch_state)
-
-
-def _global_states() -> tuple[Any, ...]:
-    return random.getstate(), torch.default_generator.get_state(), *tuple(np.random.get_state())[1:]
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray | torch.Tensor) else bool(one == other)
-
-
-def _seed(key: int, index: Any) -> None:
-    reseed(mixed(key, index) if isinstance(index, int) else derived_seed(key, index))
 
 
 def draws_at_random(data: Any) -> bool:
     """Whether fetching the first sample of a DataLoader in this run drew from a global generator, as augmentation does."""
-    twin = _TWINS.get(data) if isinstance(data, DataLoader) else None
-    return twin is not None and isinstance(twin.loader.dataset, Seeded) and bool(twin.loader.dataset.drew)
+    own = _OWN.get(data) if isinstance(data, DataLoader) else None
+    return own is not None and own.seeded is not None and bool(own.seeded.drew)
 
 
 def _draws_nothing(dataset: Any) -> bool:

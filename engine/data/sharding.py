@@ -108,7 +108,7 @@ def shard(
     length = length if limit is None else min(length, limit)
     if skippable(data):
         mine = SkippingLoader.of(data).iterate(
-            seed, number, start, at_once=True, shard=(rank, size), limit=limit, round_shares=round_shares
+            data, seed, number, start, at_once=True, shard=(rank, size), limit=limit, round_shares=round_shares
         )
     else:
         mine = (data[index] for index in range(start * size + rank, length, size))

@@ -273,7 +273,7 @@ class Source:
 
     def _all_batches(self, data: Any, start: int) -> Iterator[Any]:
         if skippable(data):
-            return SkippingLoader.of(data).iterate(self.seed, self.number, start, samples=self._own_samples(data))
+            return SkippingLoader.of(data).iterate(data, self.seed, self.number, start, samples=self._own_samples(data))
         if callable(begin := getattr(data, "batches_from", None)):
             batches: Iterator[Any] = begin(start)
             return batches

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ..data.loading import Collating, Seeded
+from ..data.seeded import Collating, Keyed, Seeded
 from ..randomness import check_seed, derived_seed
 
 __all__ = ["SeededSamples"]
@@ -66,20 +66,19 @@ class SeededSamples(Dataset[Any]):
         Give the result to every DataLoader of these samples.
         """
         self._collated = True
-        return collate_fn if isinstance(collate_fn, Collating) else Collating(collate_fn)
+        return collate_fn if isinstance(collate_fn, Collating) else Collating(collate_fn, self._seeded)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._seeded[self._key(), index]
+        return self._seeded[Keyed(self._key(), index)]
 
-    def __getitems__(self, indices: list[Any]) -> Any:
-        key = self._key()
-        fetched = self._seeded.__getitems__([(key, index) for index in indices])
+    def __getitems__(self, indices: Any) -> Any:
+        samples = self._seeded.batch(self._key(), indices)
         if not self._collated:
-            fetched.states.put_back()
-        return fetched
+            self._seeded.put_back()
+        return samples
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # during unpickling
