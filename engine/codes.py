@@ -39,7 +39,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W19": ("warning", "steps are left out, because their gradients or losses are not finite, or far above the usual"),
     # W2x: data
     "W20": ("warning", "the samples of an evaluation are drawn with replacement, so that some are missing"),
-    "W21": ("warning", "the data gives more batches than its length"),
+    "W21": ("warning", "the data gives more batches than its length, or an evaluation's gives fewer"),
     "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
     "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
     "W24": ("warning", "workers have copies of a generator that the data set holds"),

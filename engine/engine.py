@@ -154,10 +154,10 @@ class Engine:
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):
-            data = self.overrides.data_of(self, data)
+            given, data = data, self.overrides.data_of(self, data)
             self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
                                   min_iters, epoch_length)  # fmt: skip
-            self.loop = Loop(self, data, epoch_length, check=check)
+            self.loop = Loop(self, data, epoch_length, check=check, given=given)
             try:
                 self.loop.run()
             finally:

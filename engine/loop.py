@@ -77,13 +77,14 @@ class Loop:
         data: the batches, or None.
         epoch_length: iterations in an epoch; None for the data's own length.
         check: whether to check the composition if this is the engine's first run.
+        given: the data before handlers changed it.
 
     Attributes:
         running: whether handlers take part; False again once ENDED was emitted.
         over: whether no further iteration is made.
     """
 
-    def __init__(self, engine: Engine, data: Any, epoch_length: int | None, *, check: bool) -> None:
+    def __init__(self, engine: Engine, data: Any, epoch_length: int | None, *, check: bool, given: Any) -> None:
         run_id, engine.seed = engine.group.begin_run(engine.snapshots.run_id, engine.seed)
         engine.snapshots.begin_lineage(engine.snapshots.origin, run_id)
         self.engine = engine
@@ -95,6 +96,7 @@ class Loop:
             shard_policy=engine.group.shard_policy,
             training=engine.training,
             reseed=batch_streams(engine) if engine.streams == "separate" else None,
+            given=given,
         )
         self.running = False
         self.over = False
@@ -247,7 +249,8 @@ class Loop:
     def set_up(self) -> None:
         """Emit what comes before the first epoch, build the optimizers, and put a loaded state in place."""
         engine, state = self.engine, self.engine.state
-        engine.feed.begin_run(self.source, training=engine.training)
+        if not engine.feed.begin_run(self.source, training=engine.training):
+            engine.past.reset()  # its states are those of a run over other data
         set_modes(engine)
         engine.signals.rewind(engine)
         with engine.snapshots.accepting():
@@ -312,6 +315,7 @@ class Loop:
         engine.feed.find_epoch_end()
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
+            engine.feed.measure_again()
         self.checks.begin_epoch()
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
@@ -331,6 +335,9 @@ class Loop:
             batch = next(batches, END)
             if batch is not END:
                 return batches, batch
+        length, given = self.source.length, state.epoch_iteration
+        if length is not None and given != length:
+            self.report_length(f"gave {given} batches")
         return batches, END
 
     def end_epoch(self) -> None:
@@ -350,7 +357,7 @@ class Loop:
             if not engine.feed.epoch_ended():
                 return
             if not engine.feed.read_to_end():
-                self.report_longer_data()
+                self.report_length(f"gives more than {self.source.length} batches, which are not used")
         state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
@@ -385,12 +392,12 @@ class Loop:
             "return to an earlier state with engine.snapshots.restore(state)"
         )
 
-    def report_longer_data(self) -> None:
-        """Report data that gives more batches than its length."""
-        data, length = self.source.data, self.source.length
+    def report_length(self, what: str) -> None:
+        """Report data that gives another number of batches than its length says."""
+        data = self.source.data
         self.engine.findings.report(
             "W21",
-            f"the data ({type(data).__name__}) has length {length}, but gives more than {length} batches, which are not used",
+            f"the data ({type(data).__name__}) has length {self.source.length}, but {what}",
             "correct its __len__, or give run() epoch_length=",
         )
 

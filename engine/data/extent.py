@@ -5,9 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_same_extent", "extent_of"]
+__all__ = ["DataError", "check_same_extent", "extent_of", "length_of"]
 
 _WORDS = {"samples": "samples", "batch_size": "samples in a batch", "batches": "batches"}
+
+
+class DataError(ValueError):
+    """The data is empty, shorter than its length, or cannot be iterated again."""
+
+
+def length_of(data: Any) -> int | None:
+    """Number of batches of data; None if it has no length.
+
+    Raises:
+        TypeError: for what cannot be iterated.
+        DataError: for empty data.
+    """
+    if data is None:
+        return None
+    try:
+        iter_ = type(data).__iter__
+    except AttributeError:
+        iter_ = getattr(type(data), "__getitem__", None)
+    if iter_ is None:
+        raise TypeError(
+            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or another iterable, "
+            "or None with epoch_length= for a run without data"
+        )
+    try:
+        length = len(data)
+    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
+        return None
+    if length == 0:
+        raise DataError(f"the data ({type(data).__name__}) is empty: it has length 0")
+    return length
 
 
 def extent_of(data: Any) -> dict[str, Any]:

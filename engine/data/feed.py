@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..blame import warn
 from ..distributed.processes import Processes
 from ..randomness import unchanged_random_state
 from .left_out import LeftOut
+from .same import same_data
 from .source import DataError, Source
 from .streamed import END
 
@@ -25,6 +27,7 @@ class Feed:
         position: Saved position in the data, until an epoch resumes there.
         has_data: Whether the run has data. Without data, every batch is None.
         epoch_end: Last iteration of the epoch; 0 while unknown.
+        made_with_other_data: Number of iterations of the open epoch whose batches came from the data of an earlier run.
         versions: How often the tensors of a list of batches had been changed in place when the run began; None if not known.
     """
 
@@ -34,6 +37,7 @@ class Feed:
         self.position: dict[str, Any] | None = None
         self.has_data = False
         self.epoch_end = 0
+        self.made_with_other_data = 0
         self.versions: int | None = None
 
     @property
@@ -46,7 +50,7 @@ class Feed:
 
     def open(
         self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
-        reseed: Callable[[int, int], None] | None,
+        reseed: Callable[[int, int], None] | None, given: Any,
     ) -> Source:  # fmt: skip
         """Build the source of the next run, which `begin_run` installs; the position of an earlier run is kept.
 
@@ -55,21 +59,56 @@ class Feed:
         """
         source = Source(
             data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shard_policy=shard_policy,
-            omit_padding=not training, left_out=self.source.left_out if training and self.source is not None else None,
+            evaluates=not training, left_out=self.source.left_out if training and self.source is not None else None,
         )  # fmt: skip
-        source.reseed = reseed
-        self.state.epoch_length = source.epoch_length
+        source.reseed, source.of_user = reseed, given
         self.has_data = data is not None
         return source
 
-    def begin_run(self, source: Source, *, training: bool) -> None:
-        """Set the source of the run; a training engine continues at the position of the previous run."""
+    def begin_run(self, source: Source, *, training: bool) -> bool:
+        """Set the source of the run; returns whether its data is that of the previous run, if there was one.
+
+        A training engine continues at the position of the previous run, but reads other data from its beginning.
+        """
         previous, self.source = self.source, source
-        self.epoch_end = 0
-        if previous is not None and training:
+        self.epoch_end = self.made_with_other_data = 0
+        same = previous is None or not training or self._continues_with(previous.of_user)
+        if previous is None or not training:
+            pass
+        elif same:
             self.position = previous.state_dict()
+            self.made_with_other_data = self._made_before(self.position)
             if previous.given is source.given and isinstance(source.data, Iterator):
                 source.take_over_iterator(previous)
+        else:
+            self.position = source.left_out = None
+            self.made_with_other_data = self.state.epoch_iteration if self.state.epoch_open else 0
+        self._set_epoch_length()
+        return same
+
+    def _continues_with(self, earlier: Any) -> bool:
+        """Whether the data is that of an earlier run; warns where that is not known, and the run stopped inside an epoch."""
+        data = self.current.of_user
+        same = same_data(earlier, data)
+        if same is None and self.state.epoch_open and self.state.epoch_iteration:
+            warn(
+                f"run(): the run before stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} iterations, "
+                f"and this data is another {type(data).__name__}: it is read from its beginning. To continue where that run "
+                "stopped, pass the same object",
+            )
+        return bool(same)
+
+    def _made_before(self, position: Mapping[str, Any] | None) -> int:
+        """Number of iterations that the open epoch had before the pass of a position."""
+        state, source = self.state, self.current
+        if not state.epoch_open or source.continues or position is None:
+            return 0
+        fits = source.fits(position, state.epoch, state.epoch_start)
+        return position["started_at"] - state.epoch_start if fits else 0
+
+    def _set_epoch_length(self) -> None:
+        length = self.current.epoch_length
+        self.state.epoch_length = None if length is None else length + self.made_with_other_data
 
     def load(self, position: dict[str, Any] | None, seed: int) -> None:
         """Continue from a saved position; the epoch and iteration are those in the state."""
@@ -77,10 +116,12 @@ class Feed:
         self.position = position
         left_out = (position or {}).get("left_out_now")
         source.left_out = LeftOut(left_out) if left_out else None
-        source.load(max(self.state.epoch - 1, 0))
+        open_pass = self.state.epoch_open and position is not None
+        source.load(max(self.state.epoch - 1, 0), position.get("epochs") if open_pass else None)
         source.loaded = True
-        self.state.epoch_length = source.epoch_length
         source.seed = seed
+        self.made_with_other_data = self._made_before(position)
+        self._set_epoch_length()
 
     def check_extent(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError if a saved run stood inside an epoch of data with another length or batch size."""
@@ -117,11 +158,18 @@ class Feed:
     def announce_epoch(self) -> None:
         """Select the data of a new epoch."""
         self.current.announce(self.state.epoch - 1)
-        self.state.epoch_length = self.current.epoch_length
+        self.made_with_other_data = 0
+        self._set_epoch_length()
+
+    def measure_again(self) -> None:
+        """Read the epoch's length again, since receivers of EPOCH_STARTED may have changed the data."""
+        self.current.measure_again()
+        self._set_epoch_length()
+        self.find_epoch_end()
 
     def find_epoch_end(self) -> None:
         """Determine the last iteration of the epoch, if its length is known."""
-        length = self.current.epoch_length
+        length = self.state.epoch_length
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
     def take_position(self) -> dict[str, Any] | None:
@@ -158,6 +206,8 @@ class Feed:
     def starts_again(self) -> bool:
         """Whether exhausted data starts again within the epoch; False if an unsized epoch ends.
 
+        An evaluation in one process ends where its data does, whatever its length said.
+
         Raises:
             DataError: for data that is empty, or that ended before its length.
         """
@@ -166,18 +216,22 @@ class Feed:
         in_epoch = state.iteration - state.epoch_start
         taken = state.iteration - source.started_at
         if source.epoch_length is None:
-            if in_epoch == 0:
+            if in_epoch == 0 or taken == 0:
                 again = "" if state.epoch == 1 else (f"; it had batches in epoch 1 but cannot be iterated again in epoch "
                                                      f"{state.epoch}; pass an iterable, not an iterator")  # fmt: skip
                 raise DataError(f"the data ({kind}) is empty: it yielded no batch{again}")
             return False
         if taken == 0:
             raise DataError(f"the data ({kind}) is empty: it yielded no batch, or cannot be iterated again")
-        if source.length is not None and taken != source.length:
-            raise DataError(f"the data ({kind}) has length {source.length} but ended after {taken} batches")
-        if not source.continues:
-            raise DataError(f"the data ({kind}) ended after {in_epoch} of the epoch's {source.epoch_length} batches")
-        return True
+        if source.continues:
+            return True  # with epoch_length=, the data may be as long as it is
+        if source.evaluates and not source.processes.distributed:
+            state.epoch_length = in_epoch
+            return False
+        raise DataError(
+            f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
+            f"length is an estimate, give run() epoch_length={taken} or another number of iterations of an epoch"
+        )
 
     def begin_again(self) -> Iterator[Any]:
         """Start another pass over the data within the epoch."""
@@ -192,8 +246,8 @@ class Feed:
     def epoch_ended(self) -> bool:
         """Whether every batch of the epoch was used."""
         source = self.current
-        if source.epoch_length is not None:
-            return self.state.epoch_iteration >= source.epoch_length
+        if self.state.epoch_length is not None:
+            return self.state.epoch_iteration >= self.state.epoch_length
         with unchanged_random_state():  # may read one batch ahead, which is read again if the run continues
             return source.ended()
 
@@ -215,8 +269,8 @@ class Feed:
         state, source = self.state, self.current
         if not state.epoch_open or state.stop_reason is not None or self.position is None:
             return False
-        if source.epoch_length is not None:
-            return state.epoch_iteration >= source.epoch_length
+        if state.epoch_length is not None:
+            return state.epoch_iteration >= state.epoch_length
         if isinstance(source.data, Iterator) or not source.fits(self.position, state.epoch, state.epoch_start):
             return False
         with unchanged_random_state():

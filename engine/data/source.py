@@ -12,7 +12,7 @@ from torch.utils.data import default_collate, default_convert
 from ..blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes, SameData
 from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
-from .extent import check_same_extent, extent_of
+from .extent import DataError, check_same_extent, extent_of, length_of
 from .first_batches import FirstBatches
 from .held_generators import HeldGenerators, draws_in_workers
 from .left_out import LeftOut
@@ -21,10 +21,6 @@ from .sharding import draws_while_read, rounds, samples_without_padding, shard, 
 from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
 
 __all__ = ["DataError", "RereadingWarning", "Source"]
-
-
-class DataError(ValueError):
-    """The data is empty, shorter than its length, or cannot be iterated again."""
 
 
 class Source:
@@ -41,6 +37,7 @@ class Source:
         started_at: Number of iterations of the run before this pass.
         number: Number of this pass, counted from 0.
         policy: Shard policy of the data.
+        of_user: The data that the user gave to the run, before handlers changed it.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class Source:
         epoch: int = 0,
         processes: Processes = SINGLE_PROCESS,
         shard_policy: str = "auto",
-        omit_padding: bool = False,
+        evaluates: bool = False,
         left_out: LeftOut | None = None,
     ) -> None:
         self.left_out = left_out
@@ -60,8 +57,8 @@ class Source:
         self.before: int | None = None
         self.processes = processes
         self.shard_policy = shard_policy
-        self.omit_padding = omit_padding  # whether to omit the samples that a DistributedSampler repeats
-        self.given = data
+        self.evaluates = evaluates  # without the samples that a DistributedSampler repeats
+        self.given = self.of_user = data
         self.given_length = epoch_length
         self.seed = seed
         self.load(epoch)
@@ -100,14 +97,25 @@ class Source:
             epoch=epoch,
             processes=self.processes,
             shard_policy=self.shard_policy,
-            omit_padding=self.omit_padding,
+            evaluates=self.evaluates,
             left_out=self.left_out,
         )
-        source.reseed = self.reseed
+        source.reseed, source.of_user = self.reseed, self.of_user
         return source
 
-    def load(self, epoch: int) -> None:
-        """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`."""
+    def load(self, epoch: int, epochs: list[Any] | None = None) -> None:
+        """Set the data of this epoch, counted from 0. It is the same in all epochs, except for `ReloadedData`.
+
+        Args:
+            epoch: The epoch.
+            epochs: What `epochs_of` returned in a saved run that stood in this epoch.
+        """
+        self._choose(epoch)
+        if epochs is not None and len(epochs) == len(epochs_of(self.data)):
+            set_epochs(self.data, epochs)
+        self.measure()
+
+    def _choose(self, epoch: int) -> None:
         given = inner(self.given)
         of_epoch = getattr(given, "of_epoch", None)
         self.data = self.given
@@ -117,13 +125,21 @@ class Source:
         first_of = getattr(given, "first_of", None)
         self.first = first_of(epoch) if callable(first_of) else 0
         self.policy = shard_policy(inner(self.data), self.processes, self.shard_policy)
+        self.epoch = epoch
+
+    def measure(self) -> None:
+        """Read the length of the data: samplers may have another one in each epoch."""
         self.batches = self._rounds(self.data)
         if self.policy == "own":
             lengths = self.processes.gather(self.batches)
             self.batches = None if None in lengths else max(lengths)
         self.continues = self.given_length is not None and self.given_length != self.batches
-        self.epoch = epoch
         self.epoch_length = self.given_length if self.continues else self.length
+
+    def measure_again(self) -> None:
+        """As `measure`, after what receivers of EPOCH_STARTED have changed; not where the ranks would have to agree on it."""
+        if self.policy != "own" and not self.continues:
+            self.measure()
 
     @property
     def length(self) -> int | None:
@@ -137,7 +153,7 @@ class Source:
         if isinstance(data, FirstBatches):
             of_all = self._rounds(data.data)
             return None if of_all is None else min(self._limit(data), of_all)
-        length = _length_of(data)
+        length = length_of(data)
         if length is not None and self.policy == "round_robin":
             return rounds(length, self.processes)
         if length is not None and self.policy == "own" and (samples := self._own_samples(data)) is not None:
@@ -152,7 +168,7 @@ class Source:
         """Number of this rank's samples without the padding of a DistributedSampler; None if there is none to omit."""
         return (
             samples_without_padding(data)
-            if self.omit_padding and skippable(data) and data.batch_size is not None
+            if self.evaluates and skippable(data) and data.batch_size is not None
             else None
         )
 
@@ -174,9 +190,10 @@ class Source:
 
     def announce(self, epoch: int) -> None:
         """Set the data of a new epoch, and call ``set_epoch`` of its samplers."""
-        self.load(epoch)
-        if not self.continues:
+        self._choose(epoch)
+        if self.given_length is None or not self.continues:
             set_epochs(self.data, epoch)
+        self.measure()
 
     def begin(self, iteration: int, epoch: int, *, ahead: bool) -> Iterator[Any]:
         """Begin a new pass over the data.
@@ -189,6 +206,7 @@ class Source:
         if self.continues:
             epoch = self.number + 1 if self.saved else 0
             set_epochs(self.data, epoch)
+            self.measure()
         # The generators before the order is drawn, so that a resumed run draws the same order.
         states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
         same = self.policy == "round_robin" or isinstance(self.processes, SameData)
@@ -256,7 +274,7 @@ class Source:
             batches = self._batches(data.data, start, data.count)
             return data.limited(batches, start if self.skips else 0, self._limit(data))
         if self.policy == "round_robin":
-            length = _length_of(data)
+            length = length_of(data)
             return shard(data, start, length, limit, self.processes, self.seed, self.number, self.round_shares)
         if self.policy == "own":
             return self._own_batches(data, start)
@@ -285,9 +303,12 @@ class Source:
         return iter(data)
 
     def fits(self, saved: Mapping[str, Any], epoch: int, epoch_start: int) -> bool:
-        """Whether a saved position belongs to the current pass: without ``continues``, to the pass of this epoch."""
+        """Whether a saved position belongs to the current pass: without ``continues``, to the pass of this epoch.
+
+        That pass began with the epoch, unless the epoch's first batches were those of other data.
+        """
         return "random" in saved and (
-            self.continues or (saved["started_at"] == epoch_start and saved["number"] == epoch - 1)
+            self.continues or (saved["started_at"] >= epoch_start and saved["number"] == epoch - 1)
         )
 
     def take_over_iterator(self, other: Source) -> None:
@@ -331,15 +352,22 @@ class Source:
     @property
     def held(self) -> HeldGenerators:
         """The generators that the data of a training run holds; those of an evaluation are left as they are."""
-        data = None if self.omit_padding else inner(self.data)
+        data = None if self.evaluates else inner(self.data)
         if self._held is None or self._held[0] is not data:
             self._held = data, HeldGenerators(data)
         return self._held[1]
 
     def check_extent(self, saved: Mapping[str, Any], place: str) -> None:
         """Raise ValueError if a position inside an epoch was saved with data of another length or batch size."""
-        if not callable(getattr(self.given, "of_epoch", None)):
+        if callable(getattr(inner(self.given), "of_epoch", None)):
+            return
+        before = epochs_of(self.data)
+        try:  # the length of a sampler may depend on its epoch
+            if len(saved.get("epochs", ())) == len(before):
+                set_epochs(self.data, saved["epochs"])
             check_same_extent(saved.get("extent_now", {}), inner(self.data), place)
+        finally:
+            set_epochs(self.data, before)
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Continue the pass of a saved run after the batches it had read: these are skipped if possible, else read again."""
@@ -468,24 +496,3 @@ def _state_before_order(data: Any) -> dict[str, Any]:
     if skippable(data) and has_torch_order(data):
         return {"torch": torch.get_rng_state()}
     return random_state()
-
-
-def _length_of(data: Any) -> int | None:
-    if data is None:
-        return None
-    try:
-        iter_ = type(data).__iter__
-    except AttributeError:
-        iter_ = getattr(type(data), "__getitem__", None)
-    if iter_ is None:
-        raise TypeError(
-            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or another iterable, "
-            "or None with epoch_length= for a run without data"
-        )
-    try:
-        length = len(data)
-    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
-        return None
-    if length == 0:
-        raise DataError(f"the data ({type(data).__name__}) is empty: it has length 0")
-    return length

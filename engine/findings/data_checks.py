@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import sys
 from collections.abc import Mapping
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +70,14 @@ def _refuse_no_batches(data: Any) -> None:
 def _refuse_endless(engine: Engine, data: Any) -> None:
     state = engine.state
     endless = type(data) in (itertools.cycle, itertools.count) or (
-        type(data) is itertools.repeat and repr(data).count(",") == 0
+        type(data) is itertools.repeat and length_hint(data, -1) < 0
     )
     bounded = state.max_iters or state.max_steps or state.max_seconds
-    if endless and engine.feed.current.epoch_length is None and not bounded:
+    # A receiver, or a step that the user wrote, may end the run or the epoch.
+    may_end = any(one.is_foreign for signal in engine.signals.all() for one in signal.connections) or any(
+        update.function is not None for update in engine.updates
+    )
+    if endless and engine.feed.current.epoch_length is None and not bounded and not may_end:
         raise ValueError(
             f"run(): the data (itertools.{type(data).__name__}) never ends, and neither would the first epoch; give "
             "epoch_length=, max_iters= or max_steps=, or the data itself, which is read anew in each epoch"

@@ -239,7 +239,7 @@ def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[st
 
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     source, data = engine.feed.source, saved["data"]
-    reloaded = source is not None and callable(getattr(source.given, "of_epoch", None))
+    reloaded = source is not None and callable(getattr(inner(source.given), "of_epoch", None))
     if (
         source is None
         or reloaded

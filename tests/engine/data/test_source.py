@@ -259,7 +259,7 @@ def test_a_generator_that_is_exhausted_inside_an_epoch_of_a_given_length_is_an_e
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("bounds", [{}, {"epoch_length": 5}, {"epoch_length": 7}, {"epoch_length": 4}], ids=str)
+@pytest.mark.parametrize("bounds", [{}, {"epoch_length": 5}], ids=str)
 def test_sized_data_that_ends_early_is_an_error_that_names_both_lengths(bounds: dict[str, int]) -> None:
     with pytest.raises(DataError, match=r"the data \(Sized\) has length 5 but ended after 3 batches"):
         made_of(Sized(3, 5), max_epochs=2, **bounds)
