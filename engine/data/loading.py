@@ -10,7 +10,7 @@ restored after each batch, so that augmentation does not change dropout.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, islice
