@@ -60,19 +60,19 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def check_same_extent(saved: Mapping[str, Any], data: Any, place: str) -> None:
+def check_same_extent(saved: Mapping[str, Any], now: Mapping[str, Any], place: str, kind: str) -> None:
     """Raise ValueError for data of another extent than that of the saved run.
 
     Args:
         saved: What `extent_of` returned then.
-        data: The data of this run.
+        now: What it returns for the data of this run.
         place: Where the saved run stood, such as "epoch 2, iteration 7".
+        kind: The class of the data.
     """
-    now = extent_of(data)
     for name, words in _WORDS.items():
         if name in saved and name in now and saved[name] != now[name]:
             raise ValueError(
                 f"the loaded state was saved inside an epoch ({place}) over data with {saved[name]} {words}, but this data "
-                f"({type(data).__name__}) has {now[name]}, so that its position does not apply: resume with the data of that "
+                f"({kind}) has {now[name]}, so that its position does not apply: resume with the data of that "
                 "run, load a state saved at the end of an epoch, or take the weights alone with engine.load_weights(state)"
             )

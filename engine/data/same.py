@@ -17,7 +17,7 @@ __all__ = ["same_data"]
 def same_data(one: Any, other: Any) -> bool | None:
     """Whether two objects give the same batches; None where that is not known.
 
-    Another object is the same data if it is a range or a list with equal batches, or a DataLoader of the same extent whose dataset
+    Another object is the same data if it is a range or a list with equal batches, or a DataLoader of equal extent whose dataset
     is the same: that object, equal tensors, or the same subset of one of these.
     """
     if one is other:

@@ -361,11 +361,16 @@ class Source:
         """Raise ValueError if a position inside an epoch was saved with data of another length or batch size."""
         if callable(getattr(inner(self.given), "of_epoch", None)):
             return
+        kind = type(inner(self.data)).__name__
+        check_same_extent(saved.get("extent_now", {}), self.extent_at(saved), place, kind)
+
+    def extent_at(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What `extent_of` returns where samplers have the epochs of a saved position, on which their length may depend."""
         before = epochs_of(self.data)
-        try:  # the length of a sampler may depend on its epoch
+        try:
             if len(saved.get("epochs", ())) == len(before):
                 set_epochs(self.data, saved["epochs"])
-            check_same_extent(saved.get("extent_now", {}), inner(self.data), place)
+            return extent_of(inner(self.data))
         finally:
             set_epochs(self.data, before)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from ..data.extent import check_same_extent
 from ..data.source import DataError, Source
-from ..data.streamed import inner
 from ..randomness import check_seed, unchanged_random_state
 from .random import restore_random_state
 
@@ -124,7 +122,7 @@ class ResumableData:
             raise ValueError("ResumableData.load_state_dict(): this is no state of a ResumableData")
         if state["batch"]:
             place = f"epoch {state['epoch'] + 1}, batch {state['batch']}"
-            check_same_extent(state["data"].get("extent_now", {}), inner(self._source.data), place)
+            self._source.check_extent(state["data"], place)
         self.epoch, self.batch, self._total = state["epoch"], state["batch"], state["total"]
         self._source = Source(self._source.given, None, state["seed"], epoch=self.epoch)
         self._source.loaded = True

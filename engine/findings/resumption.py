@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..acts import Override
 from ..connection import Phase
-from ..data.extent import extent_of
 from ..data.streamed import inner
 from ..modules import bare_name
 
@@ -247,7 +246,7 @@ def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
         or saved.get("shares", saved.get("processes", 1)) != engine.group.data.world_size
     ):
         return []
-    before, now = data.get("extent_now") or {}, extent_of(inner(source.data))
+    before, now = data.get("extent_now") or {}, source.extent_at(data)
     found = [
         f"the data has {now[key]} {key}, and had {before[key]}"
         for key in ("samples", "batches")

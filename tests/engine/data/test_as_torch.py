@@ -1,4 +1,4 @@
-"""What a DataLoader gives in a run is what it gives in a loop over it: batches, indices, workers, its own methods and attributes."""
+"""What a DataLoader gives a run is what it gives a loop: batches, indices, workers, its own methods and attributes."""
 
 from __future__ import annotations
 
@@ -260,7 +260,9 @@ def test_a_run_over_it_resumes_exactly_by_reading_again(kind: type[DataLoader[An
     def engine() -> Engine:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(), nn.Linear(4, 1))
-        step = Update.from_function(lambda engine, batch: engine.model(batch[0]).sum(), partial(torch.optim.SGD, lr=0.1))
+        step = Update.from_function(
+            lambda engine, batch: engine.model(batch[0]).sum(), partial(torch.optim.SGD, lr=0.1)
+        )
         return Engine(step, model=model, seed=0)
 
     whole = engine()
