@@ -76,7 +76,9 @@ class Feed:
         if previous is None or not training:
             pass
         elif same:
-            self.position = previous.state_dict()
+            if self.position is None:  # else the previous run made no iteration, and left it
+                self.position = previous.state_dict()
+            source.loaded = previous.loaded and not previous.saved
             self.made_with_other_data = self._made_before(self.position)
             if previous.given is source.given and isinstance(source.data, Iterator):
                 source.take_over_iterator(previous)

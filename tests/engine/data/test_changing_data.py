@@ -245,6 +245,25 @@ def test_a_new_loader_over_the_same_dataset_goes_on() -> None:
     assert seen == [5, 6]
 
 
+@pytest.mark.parametrize("made", [8, 12], ids=["inside an epoch", "between epochs"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_run_that_has_nothing_to_do_leaves_the_position_to_the_next(made: int, loaded: bool) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(ROWS, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+    whole = small()
+    whole.run(loader(), max_epochs=3)
+    engine, data = small(), loader()
+    engine.run(data, max_iters=made)
+    if loaded:
+        state, engine, data = engine.state_dict(), small(), loader()
+        engine.load_state_dict(state)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        engine.run(data, max_iters=made)
+    engine.run(data, max_epochs=3)
+    assert torch.equal(engine.model[0].weight, whole.model[0].weight)
+
+
 def test_where_nobody_can_tell_the_run_says_that_it_begins_with_the_first_batch() -> None:
     engine = small()
     engine.run(DataLoader(Numbered(0), batch_size=2), max_iters=3)
