@@ -71,19 +71,24 @@ class SizedStream(Stream):
         return 12
 
 
-def make_engine() -> tuple[Engine, list[Triple]]:
+def make_engine(*, trains: bool = False) -> tuple[Engine, list[Triple]]:
     """An engine that does nothing, and the (epoch, iteration, batch) of all that it did."""
     seen: list[Triple] = []
 
     def note(engine: Engine, batch: Any) -> Tensor | None:
-        seen.append((engine.state.epoch, engine.state.iteration, int(batch) if batch is not None else -1))
+        seen.append(
+            (engine.state.epoch, engine.state.iteration, int(torch.as_tensor(batch).sum()) if batch is not None else -1)
+        )
         return None
 
+    if trains:
+        step = Update.from_function(note, partial(torch.optim.SGD, lr=0.1))
+        return Engine(step, model=torch.nn.Linear(1, 1), allow=["W29"]), seen
     return Engine(Update.from_function(note)), seen
 
 
-def made_of(data: Any, **bounds: Any) -> list[Triple]:
-    engine, seen = make_engine()
+def made_of(data: Any, *, trains: bool = False, **bounds: Any) -> list[Triple]:
+    engine, seen = make_engine(trains=trains)
     engine.run(data, **bounds)
     return seen
 
@@ -262,7 +267,7 @@ def test_a_generator_that_is_exhausted_inside_an_epoch_of_a_given_length_is_an_e
 @pytest.mark.parametrize("bounds", [{}, {"epoch_length": 5}], ids=str)
 def test_sized_data_that_ends_early_is_an_error_that_names_both_lengths(bounds: dict[str, int]) -> None:
     with pytest.raises(DataError, match=r"the data \(Sized\) has length 5 but ended after 3 batches"):
-        made_of(Sized(3, 5), max_epochs=2, **bounds)
+        made_of(Sized(3, 5), trains=True, max_epochs=2, **bounds)
 
 
 def test_sized_data_that_ends_early_in_the_second_epoch_is_an_error_too() -> None:
@@ -271,12 +276,12 @@ def test_sized_data_that_ends_early_in_the_second_epoch_is_an_error_too() -> Non
             return itertools.islice(super().__iter__(), 3 - self.begun)
 
     with pytest.raises(DataError, match="has length 3 but ended after 2 batches"):
-        made_of(Tiring(3, 3), max_epochs=3)
+        made_of(Tiring(3, 3), trains=True, max_epochs=3)
 
 
 def test_an_iterable_dataset_that_ends_early_is_an_error_that_names_both_lengths() -> None:
     loader: DataLoader[Tensor] = DataLoader(SizedStream(), batch_size=2)
-    engine = Engine(Update.from_function(lambda engine, batch: None))
+    engine, _ = make_engine(trains=True)
     with pytest.raises(DataError, match=r"DataLoader.* length 6 but ended after 5 batches"):
         engine.run(loader, max_epochs=1)
 
