@@ -118,8 +118,8 @@ class Feed:
         self.position = position
         left_out = (position or {}).get("left_out_now")
         source.left_out = LeftOut(left_out) if left_out else None
-        open_pass = self.state.epoch_open and position is not None
-        source.load(max(self.state.epoch - 1, 0), position.get("epochs") if open_pass else None)
+        epochs = position.get("epochs") if position is not None and self.state.epoch_open else None
+        source.load(max(self.state.epoch - 1, 0), epochs)
         source.loaded = True
         source.seed = seed
         self.made_with_other_data = self._made_before(position)

@@ -266,7 +266,10 @@ def _size_of(indices: Any) -> int:
     """Number of samples that an item of a sampler stands for."""
     if isinstance(indices, slice):
         return len(range(*indices.indices(indices.stop or 0)))
-    return len(indices) if isinstance(indices, list | tuple) or getattr(indices, "ndim", 0) else 1
+    try:
+        return len(indices)
+    except TypeError:
+        return 1
 
 
 def _length_of(sampler: Any) -> int | None:

@@ -145,7 +145,7 @@ def _seed(key: int, index: Any) -> None:
         index = index.tolist()  # the numbers, in whatever they come
     if isinstance(index, int):
         reseed(mixed(key, index))
-    elif type(index).__repr__ is object.__repr__ and type(index).__str__ is object.__str__:
+    elif " at 0x" in str(index):
         reseed(derived_seed(key, type(index).__qualname__))  # its text is its address, which no other process has
     else:
         reseed(derived_seed(key, index))

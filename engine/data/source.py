@@ -368,7 +368,7 @@ class Source:
         """What `extent_of` returns where samplers have the epochs of a saved position, on which their length may depend."""
         before = epochs_of(self.data)
         try:
-            if len(saved.get("epochs", ())) == len(before):
+            if before and len(saved.get("epochs", ())) == len(before):
                 set_epochs(self.data, saved["epochs"])
             return extent_of(inner(self.data))
         finally:

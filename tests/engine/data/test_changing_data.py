@@ -38,7 +38,7 @@ class Buckets:
 
 
 def buckets() -> DataLoader[Any]:
-    return DataLoader(ROWS, batch_sampler=Buckets())  # type: ignore[arg-type]
+    return DataLoader(ROWS, batch_sampler=Buckets())
 
 
 def small() -> Engine:
@@ -223,7 +223,7 @@ def test_the_open_epoch_ends_with_the_other_data() -> None:
 def test_a_run_over_the_other_data_resumes_exactly(cut: int) -> None:
     other = partial(DataLoader, ROWS, batch_size=4, shuffle=True)
 
-    def begun(bound: dict[str, int]) -> Engine:
+    def begun(bound: dict[str, Any]) -> Engine:
         engine = small()
         engine.run(A, max_iters=5)
         engine.run(other(), **bound)

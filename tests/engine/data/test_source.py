@@ -265,7 +265,7 @@ def test_a_generator_that_is_exhausted_inside_an_epoch_of_a_given_length_is_an_e
 
 
 @pytest.mark.parametrize("bounds", [{}, {"epoch_length": 5}], ids=str)
-def test_sized_data_that_ends_early_is_an_error_that_names_both_lengths(bounds: dict[str, int]) -> None:
+def test_sized_data_that_ends_early_is_an_error_that_names_both_lengths(bounds: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"the data \(Sized\) has length 5 but ended after 3 batches"):
         made_of(Sized(3, 5), trains=True, max_epochs=2, **bounds)
 
