@@ -138,10 +138,8 @@ class Average:
             weight: The size of the batch.
             ignored: Whether all of its targets are ignored, so that the mean may be NaN.
         """
-        if isinstance(
-            value, Tensor
-        ):  # a copy: the memory of a parameter, a buffer, or a CUDA graph's output changes later
-            value = value.detach().clone()
+        if value.__class__ is Tensor or isinstance(value, Tensor):
+            value = value.detach().clone()  # the memory of a parameter, a buffer, or a CUDA graph's output changes later
         elif isinstance(value, np.ndarray):
             value = value.copy()
         self._pending.append((value, weight, ignored))
