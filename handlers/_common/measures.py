@@ -70,7 +70,8 @@ class Average:
     """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
 
     A batch of weight 0 does not count, even if its value is NaN. Nor does a batch whose value is NaN because all of its targets
-    are the class that the loss ignores: its ``ignore_index``, or -100.
+    are the class that the loss ignores: its ``ignore_index``, or -100. For the update's loss, the targets are where `Update` has
+    them (``target``).
 
     The values of the batches are copied on their device, and summed in double precision when the mean is computed: a running
     mean in tensor arithmetic would cost several microseconds per iteration.
@@ -120,7 +121,8 @@ class Average:
 
     def reset(self) -> None:
         self._clear_pending()
-        self._half = isinstance(self.function, torch.nn.Module) and bool(_wide_tensors(self.function))
+        function = self.function
+        self._half = function if isinstance(function, torch.nn.Module) and _wide_tensors(function) else None
         self._sum = 0.0
         self._weight = 0.0
         self._counts = False  # whether all values were whole numbers up to the size of their batches
@@ -139,7 +141,9 @@ class Average:
             ignored: Whether all of its targets are ignored, so that the mean may be NaN.
         """
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            value = value.detach().clone()  # the memory of a parameter, a buffer, or a CUDA graph's output changes later
+            value = (
+                value.detach().clone()
+            )  # the memory of a parameter, a buffer, or a CUDA graph's output changes later
         elif isinstance(value, np.ndarray):
             value = value.copy()
         self._pending.append((value, weight, ignored))
@@ -158,8 +162,8 @@ class Average:
             TypeError: If the function returns None.
         """
         assert self.function is not None
-        if self._half:
-            value = torch.func.functional_call(self.function, _wide_tensors(self.function), tuple(inputs), dict(named))
+        if self._half is not None:
+            value = torch.func.functional_call(self._half, _wide_tensors(self._half), tuple(inputs), dict(named))
         else:
             value = self.function(*inputs, **named)
         ignored = all_ignored(inputs[1] if len(inputs) > 1 else named.get("target"), self.ignored)
@@ -388,12 +392,18 @@ class Accuracy:
         if self.ignore_index is None:
             self._count += target.numel()
         else:
-            counted = target != self.ignore_index
+            counted = self._counts(target, self.ignore_index)
             correct = correct & counted
             self._counted.append(counted.sum())
         self._correct.append(correct.sum())
         if len(self._correct) >= Average._FOLD_AT:
             self._fold()
+
+    @staticmethod
+    def _counts(target: Tensor, ignored: int) -> Tensor:
+        """Which targets count. In a small integer type, the ignored class would become another one."""
+        small = target.dtype is not torch.int64 and not target.is_floating_point()
+        return (target.long() if small else target) != ignored
 
     def _count_classes(self, target: Tensor, classes: int) -> None:
         if target.is_floating_point() or classes > _MOST_CLASSES:
@@ -403,7 +413,7 @@ class Accuracy:
         flat = target.flatten().long()
         inside = (flat >= 0) & (flat < classes)  # others, such as padding, are no class
         if self.ignore_index is not None:
-            inside &= flat != self.ignore_index
+            inside &= self._counts(flat, self.ignore_index)
         self._classes.scatter_add_(0, flat.where(inside, 0), inside.long())
 
     @property

@@ -179,6 +179,7 @@ def test_targets_that_losses_ignore_do_not_count_in_the_accuracy() -> None:
         ({}, scores.argmax(1), torch.tensor([-100, -100, -100, 0]), 0.0),
         ({"threshold": 0.5}, scores[:, 1], torch.tensor([1, -100, 0, 0]), 2 / 3),
         ({"ignore_index": 0}, scores, torch.tensor([1, 0, 0, 0]), 1.0),
+        ({}, torch.tensor([156, 2]).byte(), torch.tensor([156, 1]).byte(), 0.5),  # 156 is -100 as a byte
         ({"ignore_index": None}, scores, torch.tensor([1, -100, 0, 0]), 0.5),
     ]
     for options, output, target, expected in cases:
