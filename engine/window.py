@@ -140,8 +140,9 @@ class Window:
 
 def counts_nothing(weight: Any) -> bool:
     """Whether a weight is 0, so that a loss that is NaN, or its gradient, must not reach the window."""
-    on_device = isinstance(weight, Tensor) and weight.device.type != "cpu"  # where reading it would synchronize
-    return not on_device and bool(weight == 0)
+    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or weight.numel() != 1):
+        return False  # reading it would synchronize; or it is an error, which comes with the product
+    return bool(weight == 0)
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

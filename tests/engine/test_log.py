@@ -323,7 +323,7 @@ def test_wrong_arguments_of_an_image_are_refused() -> None:
     with pytest.raises(TypeError, match="str"):
         engine.run(batches(1), max_epochs=1)
     engine = build(mlp(5, 8, 1))
-    engine.connect(Events.COMPLETED, lambda engine: engine.log.image("x", X, layout="XYZ"))  # type: ignore[arg-type]
+    engine.connect(Events.COMPLETED, lambda engine: engine.log.image("x", X, layout="XYZ"))
     with pytest.raises(ValueError, match=r"log.image\('x', layout='XYZ'\): expected one of 'CHW'"):
         engine.run(batches(1), max_epochs=1)
     assert not found
