@@ -197,7 +197,7 @@ class Decorator:
             )
 
 
-_SAVES = (Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
+_SAVES = (Events.CHECKPOINT_STARTED, Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
 
 
 def _nothing() -> None:

@@ -63,7 +63,7 @@ CODES: dict[str, tuple[Severity, str]] = {
         "what should be written is lost: a handler was never attached, or nobody receives what is logged",
     ),
     # W4x: how things are attached and connected
-    "W40": ("warning", "values that are not finite are left out of a histogram"),
+    "W40": ("warning", "what is logged cannot be written as it is, such as an image with values out of its range"),
     "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),

@@ -294,9 +294,9 @@ class Events(EventEnum):
     ENDED                                       # always, also after an error
     ```
 
-    Others come where what they are named after happens: EVALUATION_STARTED, EVALUATION_COMPLETED, CHECKPOINT_SAVED,
-    WEIGHTS_LOADED, DATA_EXHAUSTED, UPDATE_RETRIED, IMAGE_LOGGED and its like; TERMINATED, PREEMPTED, INTERRUPTED or
-    EXCEPTION_RAISED say how a run ends.
+    Others come where what they are named after happens: EVALUATION_STARTED, EVALUATION_COMPLETED, CHECKPOINT_STARTED,
+    CHECKPOINT_SAVED, WEIGHTS_LOADED, DATA_EXHAUSTED, UPDATE_RETRIED, IMAGE_LOGGED and its like; TERMINATED, PREEMPTED,
+    INTERRUPTED or EXCEPTION_RAISED say how a run ends.
 
     GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED where unsized data ends, or where the run is stopped at it. An epoch
     that is cut short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
@@ -365,6 +365,8 @@ class Events(EventEnum):
     """A region, on the engine that requested the evaluation."""
     EVALUATION_COMPLETED = "evaluation_completed", "fired"
     """``state.metrics`` holds the results of the evaluation."""
+    CHECKPOINT_STARTED = "checkpoint_started", "fired"
+    """A region, on the main thread: a checkpoint is about to be taken and written."""
     CHECKPOINT_SAVING = "checkpoint_saving", "fired"
     """A region: weights are about to be read for an export."""
     CHECKPOINT_SAVED = "checkpoint_saved", "fired"

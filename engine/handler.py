@@ -10,7 +10,7 @@ Users call the engine; authors of handlers also use its parts. This is all that 
 - `engine.overrides.compute_gradients_once`: refuse steps that compute their gradients several times
 - `engine.snapshots.take`: the state of this event, shared by all handlers that save it
 - `engine.snapshots.restore`: put a state back in place at the end of this iteration
-- `engine.snapshots.report_saved`: emit CHECKPOINT_SAVED
+- `engine.snapshots.saving`: the region of a save, which CHECKPOINT_STARTED opens; ``report_saved`` emits CHECKPOINT_SAVED
 - `engine.snapshots.add_write`: a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
 - `engine.snapshots.run_id`: what distinguishes this run from every other; ``origin`` says where a loaded state came from
 - `engine.boundary.preempt`: save and stop at the next boundary, also from a signal handler

@@ -136,6 +136,8 @@ class Log(Part):
     def image(self, name: str, image: Any, *, layout: Layout | None = None) -> None:
         """Log an image, or several of one size side by side.
 
+        Values out of their range are clamped. What is no image is not logged. Both are reported, and the run goes on.
+
         Args:
             name: its name.
             image: a tensor or array of integers from 0 to 255 or floats from 0 to 1, with 1 or 3 channels, or a PIL image.
@@ -143,10 +145,23 @@ class Log(Part):
                 number.
 
         Raises:
-            ValueError: for other shapes, and values outside their range.
+            ValueError: for another layout.
+            TypeError: for what is neither a tensor nor an array nor an image.
         """
-        if self._receives(Events.IMAGE_LOGGED, "image", name):
-            self._emit(Events.IMAGE_LOGGED, name, as_pixels(f"log.image({name!r})", image, layout))
+        if layout is not None and layout not in get_args(Layout):
+            expected = ", ".join(map(repr, get_args(Layout)))
+            raise ValueError(f"log.image({name!r}, layout={layout!r}): expected one of {expected}")
+        if not self._receives(Events.IMAGE_LOGGED, "image", name):
+            return
+        try:
+            pixels, problem = as_pixels(image, layout)
+        except (ValueError, RuntimeError) as error:
+            way_out = "give 1 or 3 channels, and layout= if they do not come first"
+            self._report("image", name, f"it is not logged: {error}", way_out)
+            return
+        if problem is not None:
+            self._report("image", name, *problem)
+        self._emit(Events.IMAGE_LOGGED, name, pixels)
 
     def figure(self, name: str, figure: Any, *, close: bool = True) -> None:
         """Log a matplotlib figure.
@@ -174,15 +189,15 @@ class Log(Part):
         """Log the distribution of the values of a tensor, an array, or a sequence of numbers."""
         if not self._receives(Events.HISTOGRAM_LOGGED, "histogram", name):
             return
-        histogram = Histogram.of(torch.as_tensor(values))
+        try:
+            histogram = Histogram.of(torch.as_tensor(values))
+        except (ValueError, RuntimeError) as error:  # of a layout or a kind of tensor that torch cannot count
+            self._report("histogram", name, f"it is not logged: {error}", "give a dense tensor of numbers")
+            return
         if histogram.left_out or not histogram.counts:
             what = f"{histogram.left_out} values are not finite" if histogram.left_out else "there are no values"
-            self._outer.findings.report(
-                "W40",
-                f"log.histogram({name!r}): {what}, which the histogram leaves out",
-                "look at where they come from, or do not log them",
-                key=name,
-            )
+            way_out = "look at where they come from, or do not log them"
+            self._report("histogram", name, f"{what}, which the histogram leaves out", way_out)
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
 
@@ -226,6 +241,9 @@ class Log(Part):
             )
         return bool(engine.signal(event).receivers)
 
+    def _report(self, kind: str, name: str, problem: str, way_out: str) -> None:
+        self._outer.findings.report("W40", f"log.{kind}({name!r}): {problem}", way_out, key=(kind, name))
+
     def _emit(self, event: EventEnum, name: str, value: Any) -> None:
         engine = self._outer
         engine.log.entry = Entry(name, value, "train" if engine is self.engine else "val")
@@ -265,11 +283,13 @@ def _as_number(name: str, value: object) -> float:
     )
 
 
-def as_pixels(where: str, image: Any, layout: str | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An image as uint8, of shape (height, width, 3); several images stand side by side.
+def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], tuple[str, str] | None]:
+    """An image as uint8, of shape (height, width, 3), and what is wrong about its values, with the way out.
+
+    Several images stand side by side. Values out of their range are clamped, and NaN is 0.
 
     Raises:
-        ValueError: for other shapes, and values outside their range.
+        ValueError: for other shapes.
     """
     if hasattr(image, "convert"):
         image, layout = np.array(image.convert("RGB")), "HWC"
@@ -277,28 +297,36 @@ def as_pixels(where: str, image: Any, layout: str | None) -> np.ndarray[Any, np.
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(
-            f"{where}: an image of shape {tuple(pixels.shape)} with layout={layout!r}; expected a layout of "
-            f"{', '.join(get_args(Layout))} with a letter for each dimension"
+            f"an image of shape {tuple(pixels.shape)} with layout={layout!r}, which needs a letter for each dimension"
         )
     pixels = pixels.permute([layout.index(letter) for letter in "NHWC" if letter in layout])
     pixels = pixels if "N" in layout else pixels.unsqueeze(0)
     pixels = pixels if "C" in layout else pixels.unsqueeze(-1)
     count, height, width, channels = pixels.shape
     if channels not in (1, 3) or pixels.numel() == 0:
-        raise ValueError(
-            f"{where}: an image of {height} x {width} with {channels} channels ({layout}); expected 1 or 3 channels, and layout= "
-            "if they are not in this order"
-        )
+        raise ValueError(f"an image of {height} x {width} with {channels} channels ({layout})")
+    if pixels.is_complex():
+        raise ValueError("an image of complex numbers")
     real, most = pixels.is_floating_point(), 1 if pixels.is_floating_point() or pixels.dtype is torch.bool else 255
-    low, high = (widened(pixels).nan_to_num(torch.inf).aminmax()) if real else pixels.int().aminmax()
-    slack = 0.5 / 255 if real else 0  # less than a step of what is shown
-    if low < -slack or high > most + slack:
-        raise ValueError(
-            f"{where}: its values go from {low.item():.4g} to {high.item():.4g}; expected floats from 0 to 1, or "
-            "integers from 0 to 255"
-        )
-    shown = (pixels * (255 / most)).round().clamp(0, 255).to(torch.uint8).expand(-1, -1, -1, 3)
-    return shown.permute(1, 0, 2, 3).reshape(height, count * width, 3).numpy()
+    pixels = widened(pixels)
+    problem = _out_of_range(pixels, real)
+    shown = (pixels.nan_to_num(0.0) * (255 / most)).round().clamp(0, 255).to(torch.uint8).expand(-1, -1, -1, 3)
+    return shown.permute(1, 0, 2, 3).reshape(height, count * width, 3).numpy(), problem
+
+
+def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
+    """What is wrong about the values of an image, and the way out; None if nothing is."""
+    if pixels.isnan().any():
+        return "some of its values are NaN, which are shown as 0", "look at where they come from"
+    low, high = (one.item() for one in pixels.aminmax())
+    most, slack = (1, 0.5 / 255) if real else (255, 0)  # less than a step of what is shown
+    if low >= -slack and high <= most + slack:
+        return None
+    return (
+        f"its values go from {low:.4g} to {high:.4g}; {'floats' if real else 'integers'} are shown from 0 to {most}, others are "
+        "clamped",
+        "scale it, e.g. (x - x.min()) / (x.max() - x.min())",
+    )
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

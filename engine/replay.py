@@ -315,7 +315,7 @@ class _Watch:
 
     def made(self) -> Made:
         values = read_together([loss for loss, _ in self._losses])
-        numbers = [value * weight for value, (_, weight) in zip(values, self._losses, strict=True)]
+        numbers = [value * weight for value, (_, weight) in zip(values, self._losses, strict=True) if weight]
         loss = sum(numbers) / sum(weight for _, weight in self._losses) if numbers else math.nan
         return Made(loss, self._norm, self._gradients, self._weights)
 

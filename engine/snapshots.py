@@ -147,12 +147,22 @@ class Snapshots(Part):
         self._copies.free()
         self._writes = []  # handlers have waited for them
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The region in which a handler takes and writes a checkpoint, or waits for one that a thread writes."""
+        with self.engine.regions.region():
+            self._emit(Events.CHECKPOINT_STARTED)
+            yield
+
     def report_saved(self) -> None:
         """Emit CHECKPOINT_SAVED, for handlers that have written a checkpoint."""
+        self._emit(Events.CHECKPOINT_SAVED)
+
+    def _emit(self, event: Events) -> None:
         engine, shared, lent = self.engine, self._shared, self._lent
-        engine.signals.emit(engine, Events.CHECKPOINT_SAVED)
+        engine.signals.emit(engine, event)
         self._lent = lent
-        if shared is not None and (shared.is_copy or not engine.signal(Events.CHECKPOINT_SAVED).receivers):
+        if shared is not None and (shared.is_copy or not engine.signal(event).receivers):
             self._shared = shared  # other handlers may still have to write the state of this event
 
     def add_write(self, join: Callable[[], object]) -> None:

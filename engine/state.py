@@ -51,10 +51,11 @@ class MetricStore(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self.serial += 1
         self.serials[name] = self.serials.get(name, 0) + 1
-        if isinstance(value, np.generic):  # scikit-learn returns them; weights_only=True refuses to load them
-            value = value.item()
-        elif getattr(value, "requires_grad", False):  # it would keep the graph of its batch alive
-            value = value.detach()
+        if isinstance(value, Tensor):  # its memory may change later, and its graph would keep the batch alive
+            value = value.detach().clone()
+        elif isinstance(value, np.generic | np.ndarray):
+            # scikit-learn returns such numbers; weights_only=True refuses to load them
+            value = value.item() if value.ndim == 0 else value.copy()
         super().__setitem__(name, value)
         for listener in self.listeners:
             listener(name, value)

@@ -20,7 +20,7 @@ from .notice import backward_beside
 from .signals import Signal, SignalGroup
 from .streams import model_streams
 from .update import NO_GRADIENT, Update, UpdateState, needs_closure
-from .window import ONE, ZERO, Kept, clear_gradients
+from .window import ONE, ZERO, Kept, clear_gradients, counts_nothing
 
 if TYPE_CHECKING:
     from .distributed.processes import Processes
@@ -125,7 +125,7 @@ class Step:
             update.output, update.raw_loss, update.weight = None, None, ONE
             return
         loss = self.compute_loss(update, batch, iteration, listened)
-        if loss is None or update.skipped is not None:
+        if loss is None or update.skipped is not None or (update.weight is not ONE and counts_nothing(update.weight)):
             update.weight = ONE
             return
         outside = self.regions.depth
@@ -375,6 +375,7 @@ def _skip_on_all_ranks(engine: Engine, update: UpdateState) -> None:
 
 def _mean_loss(window: list[Kept], processes: Processes) -> Tensor:
     """The mean loss of a window; with several ranks, that of all, since a line search has to go the same way on all of them."""
+    window = [one for one in window if not counts_nothing(one[2])] or window[:1]
     if processes.distributed:
         losses, weights = processes.sum(
             sum(float(loss * weight) for _, loss, weight, _ in window), sum(float(weight) for _, _, weight, _ in window)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["ONE", "ZERO", "Kept", "Window", "clear_gradients"]
+__all__ = ["ONE", "ZERO", "Kept", "Window", "clear_gradients", "counts_nothing"]
 
 # CPython's small ints are single objects: `is` recognizes the usual case without comparing a tensor, which would synchronize.
 ZERO, ONE = 0, 1
@@ -136,6 +136,13 @@ class Window:
         self.trust_gradients()
         if self.kept is not None:
             self.kept.extend(state["kept"])
+
+
+def counts_nothing(weight: Any) -> bool:
+    """Whether a weight is 0, so that a loss that is NaN, or its gradient, must not reach the window."""
+    if isinstance(weight, Tensor) and (weight.device.type != "cpu" or weight.numel() != 1):
+        return False  # reading it would synchronize; or it is an error, which comes with the product
+    return bool(weight == 0)
 
 
 def clear_gradients(optimizer: Optimizer) -> None:

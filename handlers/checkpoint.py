@@ -251,12 +251,8 @@ class Checkpoint(Handler):
         if error is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
-    @on(
-        Events.STARTED,
-        phase=Phase.PREPARE,
-        reads=["modules", "processes", "bounds", "step", "window"],
-        writes=["files"],
-    )
+    @on(Events.STARTED, phase=Phase.PREPARE, writes=["files"],
+        reads=["modules", "processes", "bounds", "step", "window"])  # fmt: skip
     def open(self, engine: Engine) -> None:
         """Create the folder, so that missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
@@ -366,16 +362,18 @@ class Checkpoint(Handler):
         if (write := self._saver.pending) is None:
             return
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
-            self._collect_write(engine)
+            with engine.snapshots.saving():
+                self._collect_write(engine)
 
     @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
     def save(self, engine: Engine) -> None:
         """Write the selected state, then remove the versions it supersedes."""
         if (entry := self.retention.take_selected()) is None:
             return
-        if self._saver.pending is not None:  # at an event without `collect_finished`
-            self._collect_write(engine)
-        self._write(engine, entry, asynchronous=self.asynchronous)
+        with engine.snapshots.saving():
+            if self._saver.pending is not None:  # at an event without `collect_finished`
+                self._collect_write(engine)
+            self._write(engine, entry, asynchronous=self.asynchronous)
 
     def _write(self, engine: Engine, entry: checkpoints.Entry, *, asynchronous: bool) -> None:
         """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""

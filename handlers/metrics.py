@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.batches import hides_samples, samples_in, tensors_in
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.batches import hides_samples, map_leaves, samples_in, tensors_in
 from signalfire.checks import check_name
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
@@ -22,9 +23,9 @@ from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
 from signalfire.state import as_number
 
-from ._common.measures import Accuracy, Average, MovingAverage
+from ._common.measures import Accuracy, Average, MovingAverage, all_ignored, ignored_class, in_float32
 from ._common.ranks import PUBLISH
-from ._common.torchmetrics import load_state_of, merging_nothing, state_of, synced, torchmetrics_in
+from ._common.torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
 from ._common.updates import only_update, selected_updates
 
 __all__ = ["Accuracy", "Average", "Metric", "Metrics", "MovingAverage"]
@@ -46,6 +47,9 @@ class Metrics(Handler):
 
     Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
     far are available in ``state.metrics.running``.
+
+    Metrics get tensors of half precision in float32, as copies, so that its rounding does not decide about a checkpoint. Values
+    of one number are Python numbers.
 
     A score that is no mean over batches, such as F1, is an object that counts, with ``reset``, ``update`` and ``compute``; for
     several processes ``state_dict`` and ``merge``, which is given the states of all ranks.
@@ -144,6 +148,7 @@ class Metrics(Handler):
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device
         self._counted = False  # whether the samples of a batch were found to be countable
+        self._ignored: int | None = None  # the class that the update's loss ignores, if its targets are classes
         self._chances: dict[str, _Chance] = {}  # by metric
         self._looked: set[Average] = set()  # whose functions were looked at
         self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
@@ -151,6 +156,8 @@ class Metrics(Handler):
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
         self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
         self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
+        self._widens = any(not isinstance(m, Accuracy) for m in self._of_output)
+        self._keeping = {id(m) for m in self._of_output if keeps_inputs(m)}
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report a mean of losses that are sums."""
@@ -258,17 +265,22 @@ class Metrics(Handler):
         if self._of_loss and update.raw_loss is not None:
             size = (samples_in if update.spec.samples is None else update.samples_in)(engine.state.batch)
             if not self._counted:
-                self._check_count(engine)
+                self._check_batch(engine)
+            ignored = None
+            if self._ignored is not None:
+                ignored = all_ignored(_targets_in(update, engine.state.batch), self._ignored)
             for metric in self._of_loss:
-                metric.add(update.raw_loss, size)
+                metric.add(update.raw_loss, size, ignored)
         if self._of_output and update.output is not None:
             self._update_with_output(engine)
 
-    def _check_count(self, engine: Engine) -> None:
-        """Report a batch whose class hides its number of samples."""
+    def _check_batch(self, engine: Engine) -> None:
+        """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
         self._counted = True
-        batch = engine.state.batch
-        if engine.state.update.spec.samples is None and hides_samples(batch):
+        batch, spec = engine.state.batch, engine.state.update.spec
+        ignored = ignored_class(getattr(spec.loss, "loss", None) or spec.loss)
+        self._ignored = None if all_ignored(_targets_in(engine.state.update, batch), ignored) is None else ignored
+        if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",
                 f"a batch of class {type(batch).__name__} is counted as one sample, so that a short last batch weighs as much as "
@@ -287,19 +299,35 @@ class Metrics(Handler):
                 )
             if not self._placed:
                 self._place(inputs)
-            named = {key: _detached(one) for key, one in inputs.items()} if isinstance(inputs, Mapping) else {}
-            given = () if named else tuple(_detached(one) for one in inputs)
+            prepared = self._prepared
+            named = {key: prepared(one) for key, one in inputs.items()} if isinstance(inputs, Mapping) else {}
+            given = () if named else tuple([prepared(one) for one in inputs])
             update = engine.state.update
             size = samples_in(given or named) if update.spec.samples is None else update.samples_in(engine.state.batch)
-            for metric in self._of_output:
-                if isinstance(metric, Average):
-                    with self._looking_at(engine, metric):
-                        metric.measure(given, named, size)
-                else:
-                    metric.update(*given, **named)
+            try:
+                for metric in self._of_output:
+                    if isinstance(metric, Average):
+                        with self._looking_at(engine, metric):
+                            metric.measure(given, named, size)
+                    elif id(metric) in self._keeping:
+                        metric.update(*map(_copied, given), **{key: _copied(one) for key, one in named.items()})
+                    else:
+                        metric.update(*given, **named)
+            except RuntimeError as error:
+                if "expected scalar type" in str(error):
+                    error.add_note(
+                        f"{self.name!r}: metrics get tensors of half precision in float32; convert what your function combines "
+                        "with them, such as weights of classes"
+                    )
+                raise
             self._batches += 1
             if self._averaging:
                 self._report_averaging(engine)
+
+    def _prepared(self, item: Any) -> Any:
+        """An argument of the metrics. Comparing is exact in half precision, which spares `Accuracy` a copy of the scores."""
+        item = item.detach() if isinstance(item, Tensor) else item
+        return in_float32(item) if self._widens else item
 
     def _looking_at(self, engine: Engine, metric: Average) -> AbstractContextManager[Any]:
         """Look at the first call of a function that computes a metric."""
@@ -349,8 +377,9 @@ class Metrics(Handler):
                 value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
-                    engine.state.metrics[f"{key}/{part}"] = one
+                    engine.state.metrics[f"{key}/{part}"] = _plain(one)
             else:
+                value = _plain(value)
                 engine.state.metrics[key] = value
                 self._check_value(engine, key, metric, value)
 
@@ -426,8 +455,21 @@ _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
 
 
-def _detached(item: Any) -> Any:
-    return item.detach() if isinstance(item, Tensor) else item
+def _copied(item: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, item)
+
+
+def _plain(value: Any) -> Any:
+    """A value of one number as a Python number; any other as it is."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def _targets_in(update: UpdateState, batch: Any) -> Any:
+    """The targets of a batch; None if nobody said where they are."""
+    try:
+        return update.target_in(batch)
+    except Exception:  # as the loss has got its own, whatever is in the way is no problem of the run
+        return None
 
 
 def _is_of_loss(metric: Any) -> TypeGuard[Average]:

@@ -14,6 +14,7 @@ from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_choice, check_int, check_name
 from signalfire.distributed import local_part
+from signalfire.window import ONE, counts_nothing
 
 from ._common.parameters import gradients_of, named_parameters, norms
 from ._common.ranks import CHECK_FINITE, READ_FLAGS, RECORD_LOSS
@@ -104,6 +105,8 @@ class NonFiniteGuard(Handler):
         losses = self._losses.setdefault(update.name, [])
         if update.window.held == 0:  # a new window, possibly after a discarded one
             losses.clear()
+        if update.weight is not ONE and counts_nothing(update.weight):
+            return
         losses.append((engine.state.iteration, update.backward_loss.detach()))
 
     @on(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.batches import field_names
 from signalfire.capture import Capture
 from signalfire.checks import check_name
 from signalfire.data.loading import is_shuffled
@@ -219,12 +219,12 @@ def _on_cpu(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, tuple | list):
         return [_on_cpu(item) for item in value] if isinstance(value, list) else tuple(_on_cpu(item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if (names := field_names(value)) is not None:
+        value = {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         return {key: _on_cpu(item) for key, item in value.items()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.tensor(value)
-    return value
+    return value.copy() if isinstance(value, np.ndarray) else value

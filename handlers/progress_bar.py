@@ -148,7 +148,7 @@ class ProgressBar(Handler):
     def check_metrics(self, engine: Engine) -> None:
         """Raise an error for a name that nobody announced or writes."""
         for name in self.metrics or ():
-            if name not in ("loss", "smooth_loss"):
+            if name not in ("loss", "smooth_loss", *engine.state.metrics.running):
                 check_announced(engine, name, by="ProgressBar", verb="shows")
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
@@ -347,8 +347,8 @@ class ProgressBar(Handler):
                 found[f"smooth_loss{suffix}"] = self._smooth(suffix)
                 found[f"{last}{suffix}"] = as_number(update.loss)
         for name in self.metrics if self.metrics is not None else dict.fromkeys([*metrics.running, *metrics]):
-            if engine.state.epoch_open and name in metrics.running:
-                found[name] = metrics.running[name]()
+            if name in metrics.running and (engine.state.epoch_open or name not in metrics):
+                found[name] = as_number(metrics.running[name]())
             elif name in metrics:
                 found[name] = as_number(metrics[name])
             elif name == "loss":

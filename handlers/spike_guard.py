@@ -208,7 +208,8 @@ class SpikeGuard(Handler):
             found["gradient norm"] = joined(norms)
         if "loss" in self.watch:
             weights = [weight for *_, weight in losses]
-            total, weight = sum(map(float.__mul__, values, weights)), sum(weights)
+            total = sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
+            weight = sum(weights)
             if engine.processes.distributed:
                 total, weight = engine.processes.sum(total, weight)
             if weight:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,10 +24,11 @@ from signalfire.acts import Override
 from signalfire.blame import warn
 from signalfire.checks import check_bool
 from signalfire.distributed import is_sharded
+from signalfire.log import Histogram
 from signalfire.randomness import unchanged_random_state
 from signalfire.restore import Buffers, Modes
 
-from ._common.event_files import EventWriter, png
+from ._common.event_files import EventWriter, drawn, png
 from ._common.folders import check_folder, open_folder
 from ._common.scalars import Record, ScalarLogger
 
@@ -162,39 +164,28 @@ class TensorBoardLogger(ScalarLogger):
     @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_image(self, engine: Engine) -> None:
         """Write an image."""
-        if (entry := engine.log.entry) is not None:
-            self._write_pixels(engine, entry.tag, entry.value)
+        self._write_entry(engine, _image)
 
     @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_figure(self, engine: Engine) -> None:
         """Write a figure as an image."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        self._write_entry(engine, lambda tag, figure: _image(tag, drawn(figure)))
 
+    def _write_entry(self, engine: Engine, summary_of: Callable[[str, Any], Summary]) -> None:
         if (entry := engine.log.entry) is not None:
-            canvas = FigureCanvasAgg(entry.value)
-            canvas.draw()
-            self._write_pixels(engine, entry.tag, np.asarray(canvas.buffer_rgba())[:, :, :3])
-
-    def _write_pixels(self, engine: Engine, tag: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        height, width, _ = pixels.shape
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(pixels))
-        self._write(Summary(value=[Summary.Value(tag=_clean(tag), image=image)]), engine.state.iteration)
+            _, summary = self.converted(engine, partial(summary_of, _clean(entry.tag)))
+            if summary is not None:
+                self._write(summary, engine.state.iteration)
 
     @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_text(self, engine: Engine) -> None:
         """Write a text, which TensorBoard shows as Markdown."""
-        if (entry := engine.log.entry) is not None:
-            self._write(summaries.text(_clean(entry.tag), entry.value), engine.state.iteration)
+        self._write_entry(engine, summaries.text)
 
     @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_histogram(self, engine: Engine) -> None:
         """Write a histogram."""
-        if (entry := engine.log.entry) is not None:
-            counts, edges, total, squares, _ = entry.value
-            summary = summaries.histogram_raw(
-                _clean(entry.tag), edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts
-            )
-            self._write(summary, engine.state.iteration)
+        self._write_entry(engine, _histogram)
 
     @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_hyperparameters(self, engine: Engine) -> None:
@@ -294,6 +285,17 @@ class TensorBoardLogger(ScalarLogger):
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._inputs = None
+
+
+def _image(tag: str, pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Summary:
+    height, width, _ = pixels.shape
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(pixels))
+    return Summary(value=[Summary.Value(tag=tag, image=image)])
+
+
+def _histogram(tag: str, histogram: Histogram) -> Summary:
+    counts, edges, total, squares, _ = histogram
+    return summaries.histogram_raw(tag, edges[0], edges[-1], sum(counts), total, squares, edges[1:], counts)
 
 
 def _row(values: Mapping[str, float]) -> Summary:

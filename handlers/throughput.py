@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.nn import RNNBase
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
@@ -99,6 +101,7 @@ class Throughput(Handler):
                 raise ValueError(f"Throughput(peak={peak!r}): give flops= as well: a number for a sample, or 'count'")
         self.tokens = tokens
         self.flops = flops
+        self._operations_of_batch = flops if callable(flops) else None
         self.peak = peak
         self.clock = clock
         self.missing_peak_event = Events.STARTED if flops is not None and peak is None else None
@@ -109,10 +112,12 @@ class Throughput(Handler):
         self.count_event = Events.FORWARD_STARTED if flops == "count" else None
         self.count_backward_event = Events.BACKWARD_STARTED if flops == "count" else None
         self.counted_event = Events.BACKWARD_COMPLETED if flops == "count" else None
-        self._begun: float | None = None  # when the window began; None in the warm-up
+        self._begun: float | None = None  # when the window began, without the pauses before; None in the warm-up
         self._left = 0  # iterations of the warm-up
+        self._counts_itself = False  # whether no function says how many samples a batch has
         self._paused_at: float | None = None
-        self._paused = self._waited = self._asked = 0.0
+        self._paused = 0.0  # seconds of all pauses
+        self._waited = self._asked = 0.0
         self._iterations = self._samples = self._tokens = self._batches = self._steps = 0
         self._operations = 0.0
         self._counter: OperationCounter | None = None
@@ -139,6 +144,8 @@ class Throughput(Handler):
         """Begin the warm-up, and announce the names of the metrics."""
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
         self._begun, self._left, self._counter = None, self.warmup, None
+        self._paused_at, self._paused = None, 0.0
+        self._counts_itself = engine.updates[0].spec.samples is None
 
     @on("missing_peak_event", phase=Phase.RECORD, reads=["device"], writes=["files"])
     def report_missing_peak(self, engine: Engine) -> None:
@@ -189,38 +196,57 @@ class Throughput(Handler):
         """Note how long it took."""
         self._waited += self.clock() - self._asked
 
-    @on(Events.EVALUATION_STARTED | Events.CHECKPOINT_SAVING, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
+    @on(
+        Events.EVALUATION_STARTED | Events.CHECKPOINT_STARTED | Events.CHECKPOINT_SAVING,
+        phase=Phase.PREPARE,
+        rank=BEFORE_ALL,
+        reads=[],
+        writes=[],
+    )
     def pause(self, engine: Engine) -> None:
-        """Pause the clock during an evaluation or a checkpoint."""
-        self._paused_at = self.clock()
+        """Pause the clock during an evaluation, or while a checkpoint is written."""
+        if self._paused_at is None:
+            engine.regions.enter(self._pause())
 
-    @on(Events.EVALUATION_COMPLETED | Events.CHECKPOINT_SAVED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
-    def proceed(self, engine: Engine) -> None:
-        """Resume the clock after an evaluation or a checkpoint."""
-        if self._paused_at is not None:
-            self._paused += self.clock() - self._paused_at
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused_at = self.clock()
+        try:
+            yield
+        finally:
+            if self._paused_at is not None:
+                self._paused += self.clock() - self._paused_at
             self._paused_at = None
+
+    def _now(self) -> float:
+        """The time, without all pauses."""
+        return (self.clock() if self._paused_at is None else self._paused_at) - self._paused
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=["batch", "step"], writes=[])
     def count(self, engine: Engine) -> None:
         """Count an iteration."""
-        self.proceed(engine)  # also after a checkpoint that could not be saved
         if self._left:
-            if self._counter is not None and (samples := engine.updates[0].samples_in(engine.state.batch)):
-                self._of_sample, self._counter = self._counted / samples, None
-            self._left -= 1
-            if self._left == 0:
-                self._begin_window(engine)
+            self._warm_up(engine)
             return
         batch = engine.state.batch
         self._iterations += 1
         if batch is not None:
             self._batches += 1
-            self._samples += engine.updates[0].samples_in(batch)
+            # The usual batches are counted here, without a call, as `samples_in` counts them.
+            usual = self._counts_itself and batch.__class__ in (tuple, list) and batch and batch[0].__class__ is Tensor
+            shape = batch[0].shape if usual else None
+            self._samples += shape[0] if shape else engine.updates[0].samples_in(batch)
             if self.tokens is not None:
                 self._tokens += self._tokens_in(batch)
-            if callable(self.flops):
-                self._operations += self.flops(batch)
+            if self._operations_of_batch is not None:
+                self._operations += self._operations_of_batch(batch)
+
+    def _warm_up(self, engine: Engine) -> None:
+        if self._counter is not None and (samples := engine.updates[0].samples_in(engine.state.batch)):
+            self._of_sample, self._counter = self._counted / samples, None
+        self._left -= 1
+        if self._left == 0:
+            self._begin_window(engine)
 
     @on(
         "record_event",
@@ -233,7 +259,7 @@ class Throughput(Handler):
         """Write the rates of the window, and begin the next one."""
         if self._begun is None or self._iterations == 0:
             return
-        seconds = self.clock() - self._begun - self._paused
+        seconds = self._now() - self._begun
         operations = self._operations + self._samples * self._operations_of_sample()
         waited, steps = self._waited, engine.updates[0].steps - self._steps
         samples, batches, tokens, operations = engine.group.data.sum(
@@ -273,7 +299,7 @@ class Throughput(Handler):
         return float(known) if isinstance(known, int | float) else 0.0
 
     def _begin_window(self, engine: Engine) -> None:
-        self._begun = self.clock()
-        self._paused = self._waited = self._operations = 0.0
+        self._begun = self._now()
+        self._waited = self._operations = 0.0
         self._iterations = self._samples = self._tokens = self._batches = 0
         self._steps = engine.updates[0].steps

@@ -361,6 +361,7 @@ def _detached(hidden: Any, continuing: Tensor | None) -> Any:
 def _mean(losses: list[tuple[Tensor, int]]) -> Tensor | None:
     if len(losses) < 2:
         return losses[0][0] if losses else None
+    losses = [one for one in losses if one[1]] or losses[:1]  # the loss of an empty chunk may be NaN
     weighted = torch.stack([loss * weight for loss, weight in losses]).sum()
     mean: Tensor = weighted / max(sum(weight for _, weight in losses), 1)
     return mean

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from signalfire.handlers import Throughput
+
 
 @pytest.fixture(scope="module")
 def loop() -> ModuleType:
@@ -48,6 +50,14 @@ def test_a_full_stack_makes_few_calls_more_than_the_plain_loop(monkeypatch: pyte
     )
     print(bare, mine)
     assert mine - bare <= 11, "of accumulation, clipping, schedule, running loss, stopping, checkpoint and log"
+
+
+def test_throughput_makes_one_call_as_an_idle_handler_does(loop: ModuleType) -> None:
+    idle, mine = (
+        loop.calls(loop.tiny_with(handler)) for handler in (loop.Idle(), Throughput(every="1000000it", warmup=1))
+    )
+    print(idle, mine)
+    assert mine == pytest.approx(idle, abs=0.05)
 
 
 def test_the_same_tiny_steps_come_to_the_same_weights(loop: ModuleType) -> None:

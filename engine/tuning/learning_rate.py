@@ -195,7 +195,7 @@ class _Sweep(Handler):
             return
         window, self._window = self._window, []
         losses, weights = engine.processes.sum(
-            sum(float(loss) * weight for loss, weight in window), float(sum(weight for _, weight in window))
+            sum(float(loss) * weight for loss, weight in window if weight), float(sum(weight for _, weight in window))
         )
         loss = losses / weights if weights else None
         if loss is None or (update.skipped is not None and math.isfinite(loss)):

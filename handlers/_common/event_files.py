@@ -17,7 +17,7 @@ from tensorboardX import FileWriter, RecordWriter, SummaryWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
-__all__ = ["EventWriter", "png"]
+__all__ = ["EventWriter", "drawn", "png"]
 
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.(?:(\d{9})\.)?")
 _FLUSH_SECONDS = 30  # a killed process loses at most this much
@@ -104,6 +104,15 @@ class EventWriter(SummaryWriter):  # type: ignore[misc]
     def write_graph(self, graph: Any) -> None:
         """Write a GraphDef."""
         self._get_file_writer().add_event(Event(graph_def=graph.SerializeToString()))
+
+
+def drawn(figure: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The pixels of a matplotlib figure, of shape (height, width, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3]
 
 
 def png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire.batches import samples_in
-from signalfire.checks import check_bool, check_number
+from signalfire.batches import rebuilt, samples_in, tensors_in
+from signalfire.checks import check_bool, check_int, check_number
 from signalfire.devices import widened
 
-__all__ = ["Accuracy", "Average", "MovingAverage"]
+__all__ = ["Accuracy", "Average", "MovingAverage", "all_ignored", "ignored_class", "in_float32"]
+
+_IN_FLOAT32 = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+_IGNORED = -100  # the class that torch's losses ignore by default
+
+
+def in_float32(value: Any) -> Any:
+    """A batch or an output in which tensors of half precision are in float32, in any nesting; others are the same objects."""
+    if isinstance(value, Tensor):
+        return value.to(_IN_FLOAT32[value.dtype]) if value.dtype in _IN_FLOAT32 else value
+    if any(one.dtype in _IN_FLOAT32 for one in tensors_in(value)):
+        return rebuilt(value, in_float32)
+    return value
+
+
+def ignored_class(function: Any) -> int:
+    """The class that a loss ignores, by its ``ignore_index``; that of torch's losses where it is not known."""
+    while isinstance(function, partial):
+        if "ignore_index" in function.keywords:
+            return int(function.keywords["ignore_index"])
+        function = function.func
+    index = getattr(function, "ignore_index", _IGNORED)
+    return index if isinstance(index, int) else _IGNORED
+
+
+def all_ignored(target: Any, ignored: int) -> Tensor | None:
+    """Whether all targets of a batch are the ignored class, on their device; None if they are no classes."""
+    if type(target) is not Tensor or target.dtype is not torch.int64 or target.layout is not torch.strided:
+        return None
+    return None if target.is_nested else (target == ignored).all()
 
 
 def _loss_of_torch(function: Any) -> bool:
@@ -38,12 +69,17 @@ def _reduction_of(function: Any) -> str | None:
 class Average:
     """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
 
-    The values of the batches are kept as tensors on their device, and summed in double precision when the mean is computed: a
-    running mean in tensor arithmetic would cost several microseconds per iteration.
+    A batch of weight 0 does not count, even if its value is NaN. Nor does a batch whose value is NaN because all of its targets
+    are the class that the loss ignores: its ``ignore_index``, or -100. For the update's loss, the targets are where `Update` has
+    them (``target``).
+
+    The values of the batches are copied on their device, and summed in double precision when the mean is computed: a running
+    mean in tensor arithmetic would cost several microseconds per iteration.
 
     Args:
         function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number,
-            or several by name as a mapping. By default, the update's loss is averaged.
+            or several by name as a mapping. A loss that is a module with weights of half precision is computed with copies of
+            them in float32. By default, the update's loss is averaged, in the precision in which it was computed.
         higher_is_better: Whether greater values are better, for monitors of this metric. Smaller ones are for the update's
             loss and torch's losses; for other functions it is not known unless it is given here.
 
@@ -80,24 +116,37 @@ class Average:
         if higher_is_better is None:
             smaller = function is None or _loss_of_torch(function)
             self.higher_is_better = False if smaller else getattr(function, "higher_is_better", None)
+        self.ignored = ignored_class(function)
         self.reset()
 
     def reset(self) -> None:
         self._clear_pending()
+        function = self.function
+        self._half = function if isinstance(function, torch.nn.Module) and _wide_tensors(function) else None
         self._sum = 0.0
         self._weight = 0.0
         self._counts = False  # whether all values were whole numbers up to the size of their batches
         self._parts: dict[str, Average] = {}
 
     def _clear_pending(self) -> None:
-        self._values: list[Any] = []
-        self._weights: list[float] = []
+        self._pending: list[tuple[Any, float, Tensor | None]] = []  # value, weight, and whether all targets are ignored
         self._room = self._FOLD_AT
 
-    def add(self, value: Any, weight: float) -> None:
-        """Add a batch's mean, weighted by the batch's size."""
-        self._values.append(value.detach() if isinstance(value, Tensor) else value)
-        self._weights.append(weight)
+    def add(self, value: Any, weight: float, ignored: Tensor | None = None) -> None:
+        """Add a batch's mean, weighted by the batch's size.
+
+        Args:
+            value: The mean, as a scalar tensor or a number.
+            weight: The size of the batch.
+            ignored: Whether all of its targets are ignored, so that the mean may be NaN.
+        """
+        if value.__class__ is Tensor or isinstance(value, Tensor):
+            value = (
+                value.detach().clone()
+            )  # the memory of a parameter, a buffer, or a CUDA graph's output changes later
+        elif isinstance(value, np.ndarray):
+            value = value.copy()
+        self._pending.append((value, weight, ignored))
         self._room -= 1
         if self._room <= 0:
             self._fold()
@@ -113,22 +162,26 @@ class Average:
             TypeError: If the function returns None.
         """
         assert self.function is not None
-        value = self.function(*inputs, **named)
+        if self._half is not None:
+            value = torch.func.functional_call(self._half, _wide_tensors(self._half), tuple(inputs), dict(named))
+        else:
+            value = self.function(*inputs, **named)
+        ignored = all_ignored(inputs[1] if len(inputs) > 1 else named.get("target"), self.ignored)
         if isinstance(value, Mapping):
             for key, part in value.items():
-                self._part(key).add(part, weight)
+                self._part(key).add(part, weight, ignored)
         elif value is None:
             raise TypeError(
                 f"Average({self.function!r}): the function returned None; it must return the mean of the batch. "
                 "Does it lack a return statement?"
             )
         else:
-            self.add(value, weight)
+            self.add(value, weight, ignored)
 
     @property
     def latest(self) -> Any:
         """The value of the latest batch, where it was not added up yet; None otherwise."""
-        return self._values[-1] if self._values else None
+        return self._pending[-1][0] if self._pending else None
 
     def _part(self, key: str) -> Average:
         if key not in self._parts:
@@ -142,8 +195,19 @@ class Average:
         self._fold()
         return self._sum / self._weight if self._weight else float("nan")
 
-    def _pending(self) -> list[float]:
-        values = self._values
+    def _take_pending(self) -> list[tuple[float, float]]:
+        """The pending values with their weights, without those that count nothing."""
+        pending = self._pending
+        numbers = self._numbers([value for value, *_ in pending])
+        self._clear_pending()
+        return [
+            (number, weight)
+            for number, (_, weight, ignored) in zip(numbers, pending, strict=True)
+            if weight and not (number != number and ignored is not None and bool(ignored))
+        ]
+
+    @staticmethod
+    def _numbers(values: list[Any]) -> list[float]:
         if not any(isinstance(value, Tensor) for value in values):
             return [float(value) for value in values]
         # `map` with C functions is faster than a loop.
@@ -159,17 +223,16 @@ class Average:
     def _fold(self) -> None:
         # Values are added one by one, so that the sum does not depend on where the folds occur.
         total, weights = self._sum, self._weight
-        values = self._pending()
-        first = self._values[0] if self._values else None
+        first = self._pending[0][0] if self._pending else None
+        values = self._take_pending()
         if isinstance(first, Tensor) and not (
             first.is_floating_point() or first.is_complex() or first.dtype == torch.bool
         ):
-            self._counts = all(0 <= value <= weight for value, weight in zip(values, self._weights, strict=True))
-        for value, weight in zip(values, self._weights, strict=True):
+            self._counts = all(0 <= value <= weight for value, weight in values)
+        for value, weight in values:
             total += value * weight
             weights += weight
         self._sum, self._weight = total, weights
-        self._clear_pending()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Replace the sums with those of all ranks, given as one `state_dict` per rank."""
@@ -244,15 +307,20 @@ class MovingAverage(Average):
         return self._parts[key]
 
     def _fold(self) -> None:
-        for value in self._pending():
+        for value, _ in self._take_pending():
             self._sum = self.decay * self._sum + (1 - self.decay) * value
             self._weight = self.decay * self._weight + (1 - self.decay)
-        self._clear_pending()
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Average over all ranks, given as one `state_dict` per rank; each continues from the average."""
         super().merge(states)
         self._sum, self._weight = self._sum / len(states), self._weight / len(states)
+
+
+def _wide_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of half precision, in float32."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: one.detach().to(_IN_FLOAT32[one.dtype]) for name, one in named if one.dtype in _IN_FLOAT32}
 
 
 _MOST_CLASSES = 1000  # of which the frequencies are counted
@@ -264,6 +332,10 @@ class Accuracy:
     Takes scores of shape (N, C, ...), of which the largest is the prediction, or predicted classes of the target's shape, and
     integer targets of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than the
     threshold predict class 1.
+
+    Args:
+        threshold: The score above which class 1 is predicted.
+        ignore_index: Targets of this class, such as padding, do not count, as in torch's losses. None counts all targets.
 
     Example:
         >>> import torch
@@ -280,13 +352,17 @@ class Accuracy:
 
     higher_is_better = True
 
-    def __init__(self, *, threshold: float | None = None) -> None:
+    def __init__(self, *, threshold: float | None = None, ignore_index: int | None = _IGNORED) -> None:
         self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
+        self.ignore_index = (
+            None if ignore_index is None else check_int(self, "ignore_index", ignore_index, least=-sys.maxsize)
+        )
         self.reset()
 
     def reset(self) -> None:
         self._range: tuple[Tensor, Tensor] | None = None  # of the scores in the first batch
-        self._correct: list[Tensor] = []
+        self._correct: list[Tensor] = []  # of each batch, how many targets are predicted
+        self._counted: list[Tensor] = []  # and how many count, unless all do
         self._hits = 0
         self._count = 0
         self._classes: Tensor | None = None  # how often each class is the target
@@ -294,6 +370,7 @@ class Accuracy:
     def update(self, output: Tensor, target: Tensor) -> None:
         predicted = output
         if self.threshold is not None:
+            output = in_float32(output)  # in half precision, the threshold would be rounded
             predicted = output > self.threshold
             if self._range is None and 0 < self.threshold < 1 and output.numel():
                 self._range = output.detach().min(), output.detach().max()
@@ -311,10 +388,22 @@ class Accuracy:
                 f"Accuracy: an output of shape {tuple(output.shape)} does not match targets of shape "
                 f"{tuple(target.shape)}; expected scores (N, C, ...) for targets (N, ...)"
             )
-        self._correct.append((predicted == target).sum())
-        self._count += target.numel()
+        correct = predicted == target
+        if self.ignore_index is None:
+            self._count += target.numel()
+        else:
+            counted = self._counts(target, self.ignore_index)
+            correct = correct & counted
+            self._counted.append(counted.sum())
+        self._correct.append(correct.sum())
         if len(self._correct) >= Average._FOLD_AT:
             self._fold()
+
+    @staticmethod
+    def _counts(target: Tensor, ignored: int) -> Tensor:
+        """Which targets count. In a small integer type, the ignored class would become another one."""
+        small = target.dtype is not torch.int64 and not target.is_floating_point()
+        return (target.long() if small else target) != ignored
 
     def _count_classes(self, target: Tensor, classes: int) -> None:
         if target.is_floating_point() or classes > _MOST_CLASSES:
@@ -323,6 +412,8 @@ class Accuracy:
             self._classes = torch.zeros(classes, dtype=torch.int64, device=target.device)
         flat = target.flatten().long()
         inside = (flat >= 0) & (flat < classes)  # others, such as padding, are no class
+        if self.ignore_index is not None:
+            inside &= self._counts(flat, self.ignore_index)
         self._classes.scatter_add_(0, flat.where(inside, 0), inside.long())
 
     @property
@@ -340,6 +431,9 @@ class Accuracy:
         if self._correct:
             self._hits += int(torch.stack(self._correct).sum())
             self._correct = []
+        if self._counted:
+            self._count += int(torch.stack(self._counted).sum())
+            self._counted = []
 
     def doubt(self) -> tuple[str, str, str] | None:
         """What looks wrong about the scores: code, sentence and way out of a finding."""

@@ -28,8 +28,12 @@ class NewValues:
     The values of one iteration make one record, those of its epoch's end another. Of a metric that is written several times
     in between, the last value counts. Tensors are converted only when the records are taken.
 
+    Whether a value is the first of several in consecutive iterations shows only in the next iteration. Until then it is held
+    back, unless it is an evaluation's.
+
     Args:
-        every: Of a metric that is written in consecutive iterations, only every n-th value is collected; all others are.
+        every: Of a metric that is written in consecutive iterations, only the values of every n-th iteration are collected; all
+            others are.
 
     Attributes:
         pending: What was written since the records were last taken.
@@ -41,6 +45,7 @@ class NewValues:
         self.seen: dict[str, int] = {}
         self._last: dict[str, int] = {}  # with `every`: the iteration in which each metric was last written
         self._passed: dict[str, bool] = {}  # whether the last value of each was not collected
+        self._first: dict[str, int] = {}  # the iteration of a pending value that may be the first of several
         self._engine: Engine | None = None
         self.pending: dict[tuple[int, bool], tuple[int, int, int, dict[str, Any]]] = {}
         self._serial = -1
@@ -65,11 +70,11 @@ class NewValues:
         """Collect no more."""
         if self._engine is not None and self._add in self._engine.state.metrics.listeners:
             self._engine.state.metrics.listeners.remove(self._add)
-        self._engine, self.pending = None, {}
+        self._engine, self.pending, self._first = None, {}, {}
 
     def skip(self, engine: Engine) -> None:
         """Take all values as seen."""
-        self.pending = {}
+        self.pending, self._first = {}, {}
         self.seen = dict(engine.state.metrics.serials)
 
     def _add(self, name: str, value: Any) -> None:
@@ -81,10 +86,15 @@ class NewValues:
             last = self._last.get(name, -1)
             if last != iteration:
                 self._last[name] = iteration
-                if last == iteration - 1 and iteration % self.every:  # written in the iteration before as well
+                follows = last == iteration - 1  # written in the iteration before as well
+                if (first := self._first.pop(name, None)) is not None and follows:
+                    self._drop(name, first)
+                if follows and iteration % self.every:
                     self._passed[name] = True
                     return
                 self._passed[name] = False
+                if iteration % self.every and name not in state.metrics.evaluated:
+                    self._first[name] = iteration
             elif self._passed[name]:
                 return
         key = iteration, state.epoch_open
@@ -94,16 +104,27 @@ class NewValues:
             value = value.detach().clone()  # until the records are taken, it may be changed in place
         self.pending[key][3][name] = value
 
-    def take(self, engine: Engine) -> list[Record]:
+    def _drop(self, name: str, iteration: int) -> None:
+        values = self.pending[iteration, True][3]
+        del values[name]
+        if not values:
+            del self.pending[iteration, True]
+
+    def take(self, engine: Engine, *, last: bool = False, earlier: bool = False) -> list[Record]:
         """The new values since the last call, in the order in which they were measured; names are sorted.
 
         Values that are not one number are left out. The steps of a record are those at its end.
+
+        Args:
+            engine: The engine that measured them.
+            last: Whether the run ends, so that nothing is held back.
+            earlier: Whether to take only the values of earlier iterations.
         """
         metrics = engine.state.metrics
-        if metrics.serial == self._serial:
+        if metrics.serial == self._serial and not self.pending:
             return []
-        pending, self.pending = list(self.pending.values()), {}
-        taken = {name for *_, values in pending for name in values}
+        pending = self._take_pending(engine.state.iteration, last, earlier)
+        taken = {name for *_, values in (*pending, *self.pending.values()) for name in values}
         if self._passed:
             taken |= {name for name, passed in self._passed.items() if passed}
         # From a loaded state, in which a value may have been new.
@@ -114,6 +135,24 @@ class NewValues:
         records = (Record(epoch, at, step, as_numbers(values)) for epoch, at, step, values in pending)
         return [record for record in records if record.values]
 
+    def _take_pending(self, now: int, last: bool, earlier: bool) -> list[tuple[int, int, int, dict[str, Any]]]:
+        pending, self.pending = self.pending, {}
+        taken = []
+        for (at, is_open), (epoch, _, step, values) in pending.items():
+            stay = {}
+            if at == now and not last:
+                stay = {
+                    name: value
+                    for name, value in values.items()
+                    if earlier or (is_open and self._first.get(name) == at)
+                }
+            if stay:
+                self.pending[at, is_open] = epoch, at, step, stay
+            if go := {name: value for name, value in values.items() if name not in stay}:
+                taken.append((epoch, at, step, go))
+        self._first = {name: at for name, at in self._first.items() if at == now and not last}
+        return taken
+
     def state_dict(self) -> dict[str, Any]:
         """How often each metric was seen, and which were written in the iteration that is complete."""
         state: dict[str, Any] = {"seen": dict(sorted(self.seen.items()))} if self.seen else {}
@@ -121,6 +160,9 @@ class NewValues:
             now = self._engine.state.iteration
             if recent := {name: self._passed[name] for name, last in sorted(self._last.items()) if last == now}:
                 state["recent"] = {"iteration": now, "passed": recent}
+                if held := self.pending.get((now, True)) if self._first else None:
+                    epoch, _, step, values = held
+                    state["recent"]["first"] = {"epoch": epoch, "step": step, "values": as_numbers(values)}
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -130,3 +172,8 @@ class NewValues:
         recent = state.get("recent", {"iteration": 0, "passed": {}})
         self._last = dict.fromkeys(recent["passed"], recent["iteration"])
         self._passed = dict(recent["passed"])
+        self._first = {}
+        if (first := recent.get("first")) is not None:
+            iteration, values = recent["iteration"], dict(first["values"])
+            self._first = dict.fromkeys(values, iteration)
+            self.pending[iteration, True] = first["epoch"], iteration, first["step"], values

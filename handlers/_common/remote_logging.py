@@ -7,19 +7,17 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.acts import Override
 from signalfire.blame import warn
 from signalfire.checks import check_bool, check_int, check_name, check_number
 
-from .event_files import png
+from .event_files import drawn, png
 from .folders import check_folder, open_folder
 from .kept_file import Item, KeptFile, Kind
 from .scalars import Record, ScalarLogger
@@ -261,10 +259,11 @@ class RemoteLogger(ScalarLogger):
                 "are kept, and it is tried again"
             )
 
-    def _put_entry(self, engine: Engine, kind: Kind, value: Any) -> None:
-        if (entry := engine.log.entry) is not None:
+    def _put_entry(self, engine: Engine, kind: Kind, convert: Callable[[Any], Any]) -> None:
+        tag, value = self.converted(engine, convert)
+        if value is not None:
             state = engine.state
-            self._put(kind, state.epoch, state.iteration, engine.updates[0].steps, {entry.tag: value(entry.value)})
+            self._put(kind, state.epoch, state.iteration, engine.updates[0].steps, {tag: value})
 
     @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_image(self, engine: Engine) -> None:
@@ -273,8 +272,8 @@ class RemoteLogger(ScalarLogger):
 
     @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_figure(self, engine: Engine) -> None:
-        """Send a figure as an image."""
-        self._put_entry(engine, "image", _drawn)
+        """Send a figure as an image, drawn at once: it may be changed or closed afterwards."""
+        self._put_entry(engine, "image", lambda figure: png(drawn(figure)))
 
     @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
     def write_text(self, engine: Engine) -> None:
@@ -383,12 +382,3 @@ def _ending(engine: Engine) -> tuple[Status, str | None]:
     if error is not None:
         return "FAILED", f"{type(error).__name__}: {error}"
     return ("RUNNING" if engine.boundary.preempted else "FINISHED"), None
-
-
-def _drawn(figure: Any) -> bytes:
-    """A figure as a PNG file, drawn at once: it may be changed or closed afterwards."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return png(np.asarray(canvas.buffer_rgba())[:, :, :3])

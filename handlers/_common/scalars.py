@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
@@ -23,7 +23,7 @@ class ScalarLogger(Handler):
     Args:
         every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration: with "10it"
             the first are those of iteration 10. All other new values of metrics are written, with the iteration in which they
-            were measured.
+            were measured; one that may be the first of several waits for the next iteration.
     """
 
     capture = Capture.FORBIDDEN  # rates are read before the step
@@ -60,6 +60,24 @@ class ScalarLogger(Handler):
     def record(self, record: Record) -> None:
         """Write the values."""
         raise NotImplementedError
+
+    def converted(self, engine: Engine, convert: Callable[[Any], Any]) -> tuple[str, Any]:
+        """The tag of what is being logged, and what is to be written of it; None if that fails, which does not end the run."""
+        entry = engine.log.entry
+        if entry is None:
+            return "", None
+        self.write_earlier(engine)
+        try:
+            return entry.tag, convert(entry.value)
+        except Exception as error:  # whatever matplotlib raises
+            engine.findings.report(
+                "W40",
+                f"{self.name!r} cannot write {entry.name!r}: {type(error).__name__}: {error}",
+                "see that it can be drawn or converted outside of the run",
+                self.name,
+                key=entry.name,
+            )
+            return entry.tag, None
 
     def _record(self, record: Record) -> None:
         if record.epoch == 0:  # before the first epoch: a state loaded later may include these values
@@ -120,7 +138,15 @@ class ScalarLogger(Handler):
     )
     def write_metrics(self, engine: Engine) -> None:
         """Write the metrics that are new."""
-        for epoch, iteration, step, measured in self._new.take(engine):
+        self._write_new(engine)
+
+    def write_earlier(self, engine: Engine) -> None:
+        """Write the new metrics of earlier iterations, before something of this iteration is written."""
+        if self._new.pending:
+            self._write_new(engine, earlier=True)
+
+    def _write_new(self, engine: Engine, *, last: bool = False, earlier: bool = False) -> None:
+        for epoch, iteration, step, measured in self._new.take(engine, last=last, earlier=earlier):
             values = {}
             for name, value in measured.items():
                 if name not in self._tags:
@@ -143,7 +169,7 @@ class ScalarLogger(Handler):
     @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Write what is new, unless the run ended before its first epoch."""
-        self.write_metrics(engine)
+        self._write_new(engine, last=True)
         self._new.stop()
         self._early, self._losses = [], []
 

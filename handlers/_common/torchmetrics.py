@@ -11,7 +11,7 @@ from torch import Tensor
 
 from signalfire.distributed import Processes, SameData
 
-__all__ = ["load_state_of", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
+__all__ = ["keeps_inputs", "load_state_of", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
 
 
 @contextmanager
@@ -52,6 +52,12 @@ def torchmetrics_in(metric: Any) -> dict[str, Any]:
     if not isinstance(metric, torch.nn.Module):
         return {}
     return {path: part for path, part in metric.named_modules() if hasattr(part, "_update_count")}
+
+
+def keeps_inputs(metric: Any) -> bool:
+    """Whether a torchmetrics metric has states that are lists, which keep what it is updated with until it is computed."""
+    parts = torchmetrics_in(metric).values()
+    return any(isinstance(default, list) for part in parts for default in getattr(part, "_defaults", {}).values())
 
 
 def _own_values(metric: Any) -> dict[str, Any]:

@@ -123,9 +123,13 @@ def bare_tiny() -> Variant:
 
 
 def tiny(handlers: int) -> Variant:
+    return tiny_with(*(Rare(name=f"rare{i}") for i in range(handlers)))
+
+
+def tiny_with(*handlers: Handler) -> Variant:
     model = tiny_model()
     engine = Engine(Update.supervised(F.mse_loss, partial(torch.optim.SGD, lr=1e-3)), model=model)
-    engine.attach(*(Rare(name=f"rare{i}") for i in range(handlers)))
+    engine.attach(*handlers)
     batch = tiny_batch()
 
     def run(iterations: int) -> nn.Module:

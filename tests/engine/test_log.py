@@ -47,20 +47,65 @@ def test_a_number_of_each_iteration_is_sampled_and_a_rarer_one_is_written_always
 
     engine.run(batches(25), max_epochs=1)
     found = rows(tmp_path / "log.csv")
-    assert found["train/kl"] == [
-        (1, 0.5),
-        (10, 5.0),
-        (20, 10.0),
-    ]  # whether it is one of each iteration shows in the second
+    assert found["train/kl"] == [(10, 5.0), (20, 10.0)]
     assert found["train/rare"] == [(i, float(i)) for i in range(1, 26, 4)]
     assert history["kl"] == [i / 2 for i in range(1, 26)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "written"),
+    [
+        ({1, 2, 3, 4, 5, 6}, [2, 4, 6]),
+        ({1, 3, 5}, [1, 3, 5]),  # in no two iterations in a row
+        ({1, 4, 5, 6}, [1, 4, 6]),
+        ({3, 4, 5}, [4]),
+        ({6}, [6]),
+        ({5, 7}, [5, 7]),  # of the last iteration
+    ],
+)
+def test_rows_of_several_iterations_are_those_of_the_interval(
+    measured: set[int], written: list[int], tmp_path: Path
+) -> None:
+    engine = build(mlp(5, 8, 1), CSVLogger(tmp_path / "log.csv", every="2it"))
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def log(engine: Engine) -> None:
+        if engine.state.iteration in measured:
+            engine.log("x", torch.tensor(float(engine.state.iteration)))
+
+    engine.run(batches(7), max_epochs=1)
+    found = rows(tmp_path / "log.csv")
+    assert found["train/x"] == [(one, float(one)) for one in written]
+    assert [iteration for iteration, _ in found["train/loss"]] == [2, 4, 6]
+
+
+def test_values_of_an_evaluation_are_written_at_once(tmp_path: Path) -> None:
+    model = mlp(5, 8, 1)
+    trainer = build(
+        model, Validation(evaluator_of(model), batches(1), every="3it"), CSVLogger(tmp_path / "log.csv", every="2it")
+    )
+    seen: list[Any] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3), phase=Phase.PERSIST)
+    def read(engine: Engine) -> None:
+        seen.extend(rows(tmp_path / "log.csv"))
+
+    trainer.run(batches(4), max_epochs=1)
+    assert "val/loss" in seen
 
 
 @pytest.mark.moderate
 def test_a_resumed_run_samples_at_the_same_iterations(tmp_path: Path) -> None:
     def engine_of(path: Path) -> Engine:
         engine = build(mlp(5, 8, 1), CSVLogger(path, every="4it"))
-        engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("kl", engine.state.iteration / 2))
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def log(engine: Engine) -> None:
+            iteration = engine.state.iteration
+            engine.log("kl", iteration / 2)
+            if iteration in (2, 3, 5, 7, 8, 9):
+                engine.log("odd", iteration)
+
         return engine
 
     saved: list[dict[str, Any]] = []
@@ -68,6 +113,7 @@ def test_a_resumed_run_samples_at_the_same_iterations(tmp_path: Path) -> None:
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: saved.append(engine.state_dict()), phase=Phase.PERSIST)
     engine.run(batches(10), max_epochs=1)
     whole = (tmp_path / "whole.csv").read_text()
+    assert rows(tmp_path / "whole.csv")["train/odd"] == [(5, 5.0), (8, 8.0)]
     for moment, state in enumerate(saved[:-1]):
         path = tmp_path / f"{moment}.csv"
         path.write_text(whole)
@@ -226,31 +272,70 @@ def test_what_an_evaluation_logs_goes_to_the_loggers_of_the_trainer(tmp_path: Pa
     ],
 )
 def test_images_come_in_many_forms(image: Any, layout: str | None, shape: tuple[int, ...]) -> None:
-    assert as_pixels("here", image, layout).shape == shape
+    assert as_pixels(image, layout)[0].shape == shape
 
 
 def test_an_image_has_the_values_of_its_pixels() -> None:
     image = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(torch.uint8)
     side_by_side = torch.cat([image[0], image[1]], dim=2).permute(1, 2, 0)
-    assert np.array_equal(as_pixels("here", image, None), side_by_side.numpy())
-    assert np.array_equal(as_pixels("here", image.float() / 255, None), side_by_side.numpy())
+    assert np.array_equal(as_pixels(image, None)[0], side_by_side.numpy())
+    assert np.array_equal(as_pixels(image.float() / 255, None)[0], side_by_side.numpy())
+
+
+X = torch.tensor([[-1.0, 0.25], [0.5, 3.0]])
+RANGE = r"log.image\('x'\): its values go from .*\(x - x.min\(\)\) / \(x.max\(\) - x.min\(\)\)"
 
 
 @pytest.mark.parametrize(
-    ("image", "layout", "problem"),
+    ("image", "options", "pixels", "problem"),
     [
-        (torch.rand(3, 4, 6) * 255, None, "its values go from .* expected floats from 0 to 1"),
-        (torch.tensor([[0.5, float("nan")]]), None, "its values go from"),
-        (torch.full((4, 6), 300), None, "integers from 0 to 255"),
-        (torch.rand(4, 6, 3), None, "6 x 3 with 4 channels"),
-        (torch.rand(4, 6, 3), "NCHW", "with a letter for each dimension"),
-        (torch.rand(4), None, "with a letter for each dimension"),
-        (torch.rand(3, 0, 4), None, "0 x 4"),
+        (X, {}, [[0, 64], [128, 255]], RANGE),
+        (X.bfloat16(), {}, [[0, 64], [128, 255]], RANGE),
+        (X * 100, {}, [[0, 255], [255, 255]], RANGE),
+        (torch.tensor([[0.5, torch.nan], [torch.inf, -torch.inf]]), {}, [[128, 0], [255, 0]], "are NaN"),
+        (torch.tensor([[torch.inf, -torch.inf]]), {}, [[255, 0]], RANGE),
+        (torch.tensor([[300, -4]]), {}, [[255, 0]], RANGE),
+        (torch.rand(4, 6, 3), {}, None, "not logged: an image of 6 x 3 with 4 channels"),
+        (torch.rand(4, 6, 3), {"layout": "NCHW"}, None, "a letter for each dimension"),
+        (torch.rand(4), {}, None, "a letter for each dimension"),
+        (torch.rand(3, 0, 4), {}, None, "0 x 4"),
+        (torch.rand(2, 2, dtype=torch.complex64), {}, None, "complex"),
+        (torch.eye(3).to_sparse(), {}, None, "not logged"),
+        ([[1.0, 2.0], [3.0]], {}, None, "not logged: expected sequence of length 2"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, layout: str | None, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"here: .*{problem}"):
-        as_pixels("here", image, layout)
+def test_what_cannot_be_shown_as_it_is_is_reported_and_the_run_goes_on(
+    image: Any, options: Any, pixels: list[list[int]] | None, problem: str
+) -> None:
+    engine = build(mlp(5, 8, 1))
+    found = entries(engine)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log.image("x", image, **options))
+    with pytest.warns(FindingWarning, match=problem) as caught:
+        engine.run(batches(2), max_epochs=1)
+    assert len(caught) == 1
+    assert [one.value[:, :, 0].tolist() for one in found] == ([] if pixels is None else [pixels] * 2)
+
+
+def test_wrong_arguments_of_an_image_are_refused() -> None:
+    engine = build(mlp(5, 8, 1))
+    found = entries(engine)
+    engine.connect(Events.COMPLETED, lambda engine: engine.log.image("x", "a.png"))
+    with pytest.raises(TypeError, match="str"):
+        engine.run(batches(1), max_epochs=1)
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.COMPLETED, lambda engine: engine.log.image("x", X, layout="XYZ"))
+    with pytest.raises(ValueError, match=r"log.image\('x', layout='XYZ'\): expected one of 'CHW'"):
+        engine.run(batches(1), max_epochs=1)
+    assert not found
+
+
+def test_a_histogram_of_what_cannot_be_counted_is_reported_and_the_run_goes_on() -> None:
+    engine = build(mlp(5, 8, 1))
+    found = entries(engine)
+    engine.connect(Events.COMPLETED, lambda engine: engine.log.histogram("x", torch.eye(3).to_sparse()))
+    with pytest.warns(FindingWarning, match=r"log.histogram\('x'\): it is not logged: .*sparse"):
+        engine.run(batches(1), max_epochs=1)
+    assert not found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

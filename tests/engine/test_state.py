@@ -54,7 +54,7 @@ def test_what_was_written_since_is_sorted_also_where_the_value_is_the_same() -> 
     matrix = torch.eye(2)
     metrics.update(z=1.0, matrix=matrix, loss=torch.tensor([0.5]))
     assert list(metrics.new_since(seen)) == ["loss", "matrix", "z"]
-    assert metrics.new_since(seen)["matrix"] is matrix
+    assert torch.equal(metrics.new_since(seen)["matrix"], matrix)
     assert metrics.numbers_since(seen) == {"loss": 0.5, "z": 1.0}
 
 

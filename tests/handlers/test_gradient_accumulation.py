@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import GradientAccumulation, LabelSmoothing
+from signalfire.handlers import GradientAccumulation, LabelSmoothing, NonFiniteGuard
 from tests import kit
 from tests.kit import assert_same, average_gradients, mlp, windows
 
@@ -521,3 +521,21 @@ def test_a_weight_may_depend_on_the_loss_as_others_have_changed_it(order: int) -
     engine.run(data, max_epochs=1)
     smoothed = nn.functional.cross_entropy(network()(data[0][0]), data[0][1], label_smoothing=0.5)
     assert seen == [pytest.approx(smoothed.item()), pytest.approx(smoothed.item())]
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0)], ids=str)
+def test_a_batch_of_weight_zero_adds_nothing_even_if_its_loss_is_nan(zero: Any) -> None:
+    def masked_mean(engine: Engine, batch: tuple[float, Tensor]) -> Tensor:
+        value, mask = batch
+        return (engine.model.weight * value * mask).sum() / mask.sum()  # type: ignore[no-any-return]
+
+    engine = Engine(Update.from_function(masked_mean, partial(torch.optim.SGD, lr=1.0)), model=Weight())
+
+    def tokens(engine: Engine) -> Any:
+        return engine.state.batch[1].sum().item() or zero
+
+    engine.attach(GradientAccumulation(3, weight=tokens), NonFiniteGuard())
+    empty = (7.0, torch.zeros(2))
+    engine.run([(1.0, torch.ones(3)), empty, (5.0, torch.ones(1)), empty], max_epochs=1)
+    assert engine.model.weight.item() == -(3 * 1 + 1 * 5) / 4
+    assert engine.updates[0].steps == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,22 @@ def test_nested_outputs_are_one_item_a_batch_and_share_nothing_with_the_forwards
     predictor(None, handler, forward=forward).run(batches())
     assert [output["parts"][0].tolist() for output in handler.outputs] == [[1, 1], [2, 2], [3, 3]]
     assert handler.outputs[1]["parts"][1][1] == "text"
+
+
+def test_outputs_of_other_classes_are_kept_as_they_were() -> None:
+    static, names = torch.zeros(2), np.array(["a"])
+
+    def forward(engine: Engine, batch: int) -> SimpleNamespace:
+        names[0] = str(batch)
+        return SimpleNamespace(x=static.fill_(batch), names=names)
+
+    engine = Engine(Update.prediction(forward))
+    engine.attach(predictions := Predictions())
+    engine.run([1, 2])
+    assert [(one["x"].tolist(), one["names"].tolist()) for one in predictions.outputs] == [
+        ([1.0, 1.0], ["1"]),
+        ([2.0, 2.0], ["2"]),
+    ]
 
 
 @dataclass

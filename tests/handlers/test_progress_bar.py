@@ -111,6 +111,23 @@ def test_a_terminal_gets_a_bar_for_each_epoch() -> None:
     assert "iteration" not in drawn  # no plain line
 
 
+@pytest.mark.parametrize("names", [["x", "tensor", "text"], None])
+@pytest.mark.parametrize("event", [None, Events.STARTED, Events.EPOCH_STARTED], ids=str)
+def test_values_of_a_users_functions_are_shown(event: Events | None, names: list[str] | None) -> None:
+    engine = engine_of(ProgressBar(names, line_interval=0, file=(lines := io.StringIO())))
+    engine.attach(ProgressBar(names, interval=0, file=(file := Terminal()), name="bar"))
+
+    def add(engine: Engine) -> None:
+        running: Any = engine.state.metrics.running
+        running.update(x=lambda: engine.state.iteration / 8, tensor=lambda: torch.tensor(0.25), text=lambda: "much")
+
+    add(engine) if event is None else engine.connect(event, add)
+    engine.run([(torch.ones(4, 3), torch.zeros(4, 1))] * 2, max_epochs=1)
+    assert lines.getvalue().strip().endswith("x 0.25  tensor 0.25")
+    assert "x=0.125, tensor=0.25" in file.getvalue()
+    assert "x=0.25, tensor=0.25" in file.getvalue()
+
+
 def test_bars_show_running_values_within_the_epoch() -> None:
     file = Terminal()
     engine = engine_of(ProgressBar(file=file, interval=0.0), Metrics(loss=Average()))

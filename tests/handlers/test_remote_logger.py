@@ -15,7 +15,16 @@ import torch
 from matplotlib.figure import Figure
 
 from signalfire import Engine, Events, Phase
-from signalfire.handlers import Checkpoint, DistributedDataParallel, FastDevRun, RemoteLogger, Throughput, Validation
+from signalfire.findings import FindingWarning
+from signalfire.handlers import (
+    Checkpoint,
+    DistributedDataParallel,
+    FastDevRun,
+    RemoteLogger,
+    TensorBoardLogger,
+    Throughput,
+    Validation,
+)
 from signalfire.handlers.remote_logger import Item
 from tests.kit import build, evaluator_of, finished, linear, same, wait_until
 from tests.processes import run_together
@@ -78,6 +87,28 @@ def test_what_is_logged_and_hyperparameters_are_sent(tmp_path: Path) -> None:
     assert found["train/image"][1].startswith(b"\x89PNG")
     kind, (counts, edges) = found["train/histogram"]
     assert (kind, sum(counts), len(edges)) == ("histogram", 2, len(counts) + 1)
+
+
+@pytest.mark.moderate
+def test_a_figure_that_cannot_be_drawn_is_reported_by_each_logger_and_the_run_goes_on(tmp_path: Path) -> None:
+    service = Service()
+    engine = build(linear(5, 1), logger := ServiceLogger(service, tmp_path), TensorBoardLogger(tmp_path / "board"))
+    broken = Figure(figsize=(1, 1))
+    broken.text(0, 0, "$\\frac{$")
+
+    def log(engine: Engine) -> None:
+        engine.log.figure("broken", broken)
+        engine.log.text("empty", "")
+        engine.log("large", 1e300)
+        engine.log("odd", float("nan"))
+
+    engine.connect(Events.ITERATION_COMPLETED(once=[2, 3]), log)
+    with pytest.warns(FindingWarning, match=r"cannot write 'broken': ValueError") as caught:
+        engine.run(DATA, max_epochs=1)
+    assert [str(one.message).partition("'")[2].partition("'")[0] for one in caught] == ["service_logger", "tensorboard"]
+    assert ("train/large", 2, 1e300) in [row[:3] for row in run_of(service, logger)]
+    (events,) = (tmp_path / "board").iterdir()
+    assert events.read_bytes().count(b"train/empty") == 2
 
 
 @pytest.mark.moderate

@@ -488,8 +488,7 @@ def test_the_values_of_a_row_are_one_event(tmp_path: Path) -> None:
     rows = [
         (one.step, len(one.summary.value)) for one in EventFileLoader(str(tmp_path / file)).Load() if one.summary.value
     ]
-    # Of iteration 1 it is not known yet that they are logged in each.
-    assert rows == [(1, 50), (2, 50), (2, 2), (4, 50), (4, 2), (6, 50), (6, 2)]
+    assert rows == [(2, 50), (2, 2), (4, 50), (4, 2), (6, 50), (6, 2)]
 
 
 @pytest.mark.moderate

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from signalfire import Connection, Engine, Events, Signal, Update
+from signalfire import Connection, Engine, Events, Handler, Phase, Signal, Update
 from signalfire.connection import Receiver
 from signalfire.handlers import (
     Average,
@@ -97,6 +98,71 @@ def test_evaluations_and_checkpoints_do_not_count(tmp_path: Path) -> None:
     )
     found = [values for _, values in measured(engine) if "samples_per_second" in values]
     assert [values["samples_per_second"] for values in found] == pytest.approx([3200] * 5)
+
+
+class Slow(Handler):
+    """A handler whose state takes a while, as that of a large model does."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def state_dict(self) -> dict[str, Any]:
+        self.clock.now += 7.0
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every": "3it"}, {"every": "1ep"}, {"every": "3it", "asynchronous": True}, {"monitor": "x", "mode": "min"}],
+)
+@pytest.mark.parametrize("every", ["5it", Events.CHECKPOINT_SAVED, Events.EVALUATION_COMPLETED], ids=str)
+def test_the_time_of_a_save_and_of_an_evaluation_does_not_count(options: Any, every: Any, tmp_path: Path) -> None:
+    engine, clock = build(), Clock()
+    timed(engine, clock)
+    engine.connect(Events.CHECKPOINT_SAVED, clock.passes(5.0))  # an upload
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log("x", -engine.state.epoch), phase=Phase.PREPARE)
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=engine.modules["model"])
+    evaluator.connect(Events.FORWARD_STARTED, clock.passes(3.0))
+    engine.attach(
+        Slow(clock),
+        Checkpoint(tmp_path, sync_files=False, **options),
+        Validation(evaluator, data(1), every="4it"),
+        Throughput(every=every, warmup=1, clock=clock),
+    )
+    found = [values for _, values in measured(engine, 6, epochs=3) if "samples_per_second" in values]
+    assert found
+    assert [values["samples_per_second"] for values in found] == pytest.approx([3200] * len(found))
+    assert clock.now > 10
+
+
+def test_a_save_that_fails_leaves_the_clock_running(tmp_path: Path) -> None:
+    engine, clock = build(), Clock()
+    timed(engine, clock)
+    engine.attach(Throughput(every="5it", warmup=1, clock=clock))
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def save(engine: Engine) -> None:
+        with suppress(OSError), engine.snapshots.saving():
+            clock.now += 7.0
+            raise OSError
+
+    assert [values["samples_per_second"] for _, values in measured(engine, 10)] == pytest.approx([3200, 3200])
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict, Tensor])
+def test_the_samples_of_each_batch_are_counted(kind: type) -> None:
+    update = Update.from_function(lambda engine, batch: engine.model(torch.ones(1, 1)).sum(), SGD)
+    engine, clock = Engine(update, model=nn.Linear(1, 1)), Clock()
+    engine.connect(Events.ITERATION_STARTED, clock.passes(1.0))
+    engine.attach(Throughput(every="3it", warmup=1, clock=clock))
+    sizes = [torch.ones(size, 2) for size in (9, 1, 2, 3, 4, 5, 6)]
+    batches = [kind([one, one]) if kind in (tuple, list) else {"x": one} if kind is dict else one for one in sizes]
+    engine.run(batches, max_epochs=1)
+    assert engine.state.metrics["samples_per_second"] == pytest.approx((3 + 4 + 5) / 3)
 
 
 def test_a_step_of_accumulated_batches_is_one_step() -> None:
