@@ -103,6 +103,7 @@ class Loop:
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
         self._epoch: int | None = None  # the last one that was begun here
+        self._made = 0  # of several updates, how many were made in an iteration under way
 
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
@@ -230,6 +231,8 @@ class Loop:
                 break
             state.update, update.omitted_in = update, 0
             perform(update, state.batch, iteration, listened)
+            self._made += 1
+        self._made = 0
         return True
 
     @property
@@ -275,7 +278,9 @@ class Loop:
         check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
-        if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
+        engine.unfinished.report_lost()
+        completes = engine.unfinished.is_due
+        if engine.boundary.limit_reached() and not completes and not engine.feed.only_its_end_is_missing():
             warn(
                 f"run(): nothing to do: {engine.boundary.why_ended()} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
@@ -284,6 +289,7 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if self._check:
             report_composition(engine)
+        engine.unfinished.complete(Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED)
         ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()
         if not ended:  # else a stop that was asked for in the last iteration waits for the end of its epoch
             self._attend(together=engine.training and not state.epoch_open)
@@ -312,6 +318,8 @@ class Loop:
         engine.feed.find_epoch_end()
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
+        else:
+            engine.unfinished.complete(Events.EPOCH_STARTED)
         self.checks.begin_epoch()
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
@@ -414,7 +422,8 @@ class Loop:
     def report(self, error: BaseException) -> None:
         """Emit EXCEPTION_RAISED or INTERRUPTED to all of its receivers, also if one of them fails."""
         engine, state = self.engine, self.engine.state
-        discard_windows(engine)
+        in_updates = state.completed != state.iteration and self._updates_begun
+        engine.unfinished.note(error, in_updates=in_updates, made=self._made)
         if not getattr(error, "__notes__", None):
             begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"
             error.add_note(begun if state.epoch else "before the first epoch")

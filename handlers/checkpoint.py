@@ -13,7 +13,7 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.devices import DeviceFeature
 from signalfire.distributed import lost_another
 from signalfire.frozen import FrozenBase, without
-from signalfire.interval import check_every, unfiltered
+from signalfire.interval import check_every, saving_events, unfiltered
 from signalfire.monitor import Monitor
 from signalfire.plain import plain_mapping
 from signalfire.planning import comes_up
@@ -54,7 +54,8 @@ class Checkpoint(Handler):
         mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
         every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
-            each run.
+            each run. What is due at an event inside another one, such as EVALUATION_COMPLETED, or inside an iteration, is written
+            once that is complete.
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
             names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
         weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
@@ -160,7 +161,10 @@ class Checkpoint(Handler):
         self.select_event = None if monitor is None else completed
         self.monitor_event = None if monitor is None else Events.STARTED
         self.check_event = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
-        self.save_event = self.select_event or unfiltered(self.every or "1ep")
+        self.save_event = self.select_event or saving_events(self.every or "1ep")
+        self.between_event = None if self.every is None else unfiltered(self.every)
+        if self.between_event == self.save_event:
+            self.between_event = None
         self.collect_event = completed if asynchronous else None
         self.wait_event = Events.COMPLETED if asynchronous else None
         self.end_event = Events.ENDED if asynchronous else None
@@ -263,7 +267,8 @@ class Checkpoint(Handler):
         self._held = None
         if engine.processes.distributed:
             self.retention.share(engine.processes)
-        self.retention.restart()
+        if self.retention.selected is None or not engine.unfinished.is_due:
+            self.retention.restart()
         if self.exception_event is not None:
             checkpoint_findings.refuse_shards(engine, self.name)
         if engine.processes.is_rank_zero:
@@ -360,7 +365,7 @@ class Checkpoint(Handler):
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[])
+    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[], repeatable=True)
     def collect_finished(self, engine: Engine) -> None:
         """Report a finished asynchronous write; wait for it first if another version is about to be written."""
         if (write := self._saver.pending) is None:
@@ -368,14 +373,29 @@ class Checkpoint(Handler):
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
             self._collect_write(engine)
 
-    @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
+    @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"], repeatable=True)
     def save(self, engine: Engine) -> None:
         """Write the selected state, then remove the versions it supersedes."""
+        if self.between_event is not None and engine.state.exception is not None:
+            return  # what was due at an event that the error has cut short
         if (entry := self.retention.take_selected()) is None:
             return
+        if entry.iteration != engine.state.iteration:  # it was due before the batch of this iteration was read
+            entry = self.retention.move(entry, self._entry(engine, entry.value))
         if self._saver.pending is not None:  # at an event without `collect_finished`
             self._collect_write(engine)
-        self._write(engine, entry, asynchronous=self.asynchronous)
+        planned = self.retention.planned
+        try:
+            self._write(engine, entry, asynchronous=self.asynchronous)
+        except BaseException:
+            self.retention.select_again(entry, planned)
+            raise
+
+    @on("between_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
+    def save_between_runs(self, engine: Engine) -> None:
+        """Write the selected state at once where no run is under way, and so no event around this one."""
+        if not engine.running:
+            self.save(engine)
 
     def _write(self, engine: Engine, entry: checkpoints.Entry, *, asynchronous: bool) -> None:
         """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""

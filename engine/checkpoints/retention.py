@@ -94,6 +94,15 @@ class Retention:
         """Remove the entry of an iteration from the plan: a second, worse value in one iteration replaces the first."""
         self.planned = self._others(iteration)
 
+    def move(self, entry: Entry, to: Entry) -> Entry:
+        """Let a selected entry be that of a later iteration, since its state is taken there; returns the new one."""
+        self.planned = [to if one is entry else one for one in self._others(to.iteration)]
+        return to
+
+    def select_again(self, entry: Entry, planned: list[Entry]) -> None:
+        """Select an entry whose write failed, for a run that continues at its event; `restart` forgets it in any other."""
+        self.planned, self.selected = planned, entry
+
     def _others(self, iteration: int) -> list[Entry]:
         return [one for one in self.planned if one.iteration != iteration]
 
