@@ -117,8 +117,7 @@ class Engine:
         self.group = Group(self)
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
-        self.unfinished = Unfinished(self)
-        self.log, self.past = Log(self), Past(self)
+        self.log, self.past, self.unfinished = Log(self), Past(self), Unfinished(self)
 
     def run(
         self,
@@ -305,8 +304,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
 
-        An engine that evaluates takes only the weights of a trainer's state. Of a state of its own it does not take the position:
-        it evaluates all of its data.
+        An engine that evaluates takes the weights of a trainer's state, and never a position: it evaluates all of its data.
 
         Args:
             state: what `state_dict` returned, perhaps saved and loaded in between.

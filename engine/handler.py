@@ -107,8 +107,8 @@ def on(
         reads, writes: What the method uses and changes of the run, as names of `declarations.THINGS`, such as ``["gradients"]``;
             `Engine.check` then reports receivers whose order is left to chance. If one is given, the other is empty; give none if
             it is not known.
-        repeatable: Whether a call that an error or Ctrl-C cut short leaves nothing behind, so that the next run in the same process
-            can call the method again for this event. Otherwise it goes on with the receivers that follow, and says so.
+        repeatable: Whether a call that an error or Ctrl-C cut short leaves nothing behind, so that the next run in the same
+            process can call the method again for this event. Otherwise that run calls those that follow, and says so.
 
     Raises:
         TypeError, ValueError: for what is no event, and for names that are not in `declarations.THINGS`.

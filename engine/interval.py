@@ -131,8 +131,8 @@ _OUTERMOST = frozenset({
 def saving_events(every: str | Interval | AnyEvent) -> AnyEvent:
     """The events at which a state is saved that is due at those of an ``every=`` option, without filters.
 
-    Inside another event, as EVALUATION_COMPLETED mostly is, or inside an iteration, a state would miss what is still to come: it is
-    saved once the event around it, or the iteration, is complete.
+    Inside another event, as EVALUATION_COMPLETED mostly is, or inside an iteration, a state would miss what is still to come. It
+    is saved once the event around it, or the iteration, is complete.
     """
     plain = [event for event, _ in resolve(event_of(every))]
     outermost = [event for event in plain if event in _OUTERMOST]

@@ -281,7 +281,9 @@ class Signal(blinker.NamedSignal):
             connection = plan.connection(receiver)
             if connection is not None:  # else an interrupt came before the first receiver
                 self._add_note(error, connection, engine)
-            begun = error.__traceback__ is not None and error.__traceback__.tb_next is not None  # not between two receivers
+            begun = (
+                error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            )  # not between two receivers
             self.cut = id(error), plan, plan.place(receiver), begun
             raise
 

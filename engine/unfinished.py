@@ -46,9 +46,9 @@ class _Cut(NamedTuple):
 class Unfinished(Part):
     """Knows which receivers of an event are still to be called.
 
-    A state that is taken before them is reported. After an error, the next run in the same process calls those that the error kept
-    from being called, once its own STARTED was emitted and before anything else is made: as a run without the error would have. The
-    receiver that was interrupted is called again if it declares that it can be (`on`). What cannot be made up for is reported.
+    A state that is taken before them is reported. After an error, the next run in the same process begins with those that the
+    error kept from being called, as a run without the error would have continued. The receiver that was interrupted is called
+    again if it declares that it can be (`on`). What cannot be made up for is reported.
 
     With several ranks nothing is made up for: each may have been interrupted elsewhere.
     """
@@ -69,11 +69,11 @@ class Unfinished(Part):
         engine = self.engine
         if self._is_current():
             rest = [] if self._cut is None else [one for one, _ in self._cut.rest if self._matters(one)]
-            lost = [*self._unrepeated(), *([f"{_listed(rest)} not called yet"] if rest else [])]
+            lost = [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]
             if lost:
                 warn(
-                    f"state_dict(): an error ended the run inside an event or an iteration: {'; '.join(lost)}. A run that resumes "
-                    "from this state goes without; Checkpoint(on_exception=True) saves the last state that is complete"
+                    f"state_dict(): an error or Ctrl-C has ended the run inside an event or an iteration: {'; '.join(lost)}. "
+                    "A run that resumes from this state goes without; Checkpoint(on_exception=True) saves the last complete state"
                 )
             return
         outer = next((one for event in _OUTER if (one := engine.signal(event).executing()) is not None), None)
@@ -87,10 +87,10 @@ class Unfinished(Part):
         rest = [one for one in later if self._matters(one, metrics=wrote or inside is not None)]
         if rest or inside is not None:
             where = signal.event if inside is None else f"{inside} inside {signal.event}"
-            to_come = f"{_listed(rest)} still to be called" if rest else f"{plan.connections[place]!r} is not done"
+            before = _named(rest or [plan.connections[place]])
             warn(
-                f"state_dict() was called at {where}, where {to_come}: a run that resumes from this state goes without. Take it in "
-                f"the last phase: @engine.on({signal.event}, phase=Phase.PERSIST)"
+                f"state_dict() was called at {where}, before the end of {before}: a run that resumes from this state goes "
+                f"without what these still do there. Take it in the last phase: @engine.on({signal.event}, phase=Phase.PERSIST)"
             )
 
     def _matters(self, connection: Connection, *, metrics: bool = True) -> bool:
@@ -98,7 +98,7 @@ class Unfinished(Part):
 
         Args:
             connection: the receiver.
-            metrics: whether a metric may have been written in this event; without, those who only follow metrics have nothing to do.
+            metrics: whether a metric may have been written in this event; if not, those that only follow metrics do nothing.
         """
         if connection.phase is Phase.PERSIST:
             return False
@@ -133,7 +133,7 @@ class Unfinished(Part):
                 self._lost += [(None, _lost_window(name, filled)) for name, filled in windows if filled]
             if (outer := next((found[event] for event in _OUTER if event in found), None)) is not None:
                 inner = [one for event, one in found.items() if event not in _OUTER]
-                self._note_event(*outer, inner, type(error).__name__, alone=alone)
+                self._note_event(*outer, inner, error, alone=alone)
         if in_updates or not alone:
             discard_windows(engine)
         for update in engine.updates:
@@ -142,18 +142,18 @@ class Unfinished(Part):
     def _lost_in_updates(self, made: int) -> Iterator[str]:
         engine = self.engine
         current, iteration = engine.state.update, engine.state.iteration
-        if made:
-            yield f"updates that had been made in iteration {iteration} are made again"
-        if not current.can_skip:
-            yield f"the optimizer step of update {current.name!r} had begun in iteration {iteration}, which is made again"
+        others = [one for one in engine.updates if made and one is not current and one.omitted_in != iteration]
         for update in engine.updates:
             window = update.window
-            if update is not current:
-                before = window.filled
-            elif not current.can_skip or not window.held or window.length == 1:
-                before = 0
+            if update is current:
+                stepped = not update.can_skip or made > len(others)
+                has_others = window.length > 1 and window.held and not stepped
+                before = (window.filled or window.size) - 1 if has_others else 0
             else:
-                before = (window.filled or window.size) - 1
+                stepped = update in others and not window.filled
+                before = window.filled - (update in others and not stepped)
+            if stepped:
+                yield f"the step of update {update.name!r} had begun in iteration {iteration}, which is made again"
             if before:
                 yield _lost_window(update.name, before)
 
@@ -164,7 +164,7 @@ class Unfinished(Part):
         place: int,
         begun: bool,
         inner: list[tuple[Signal, Plan, int, bool]],
-        error: str,
+        error: BaseException,
         *,
         alone: bool,
     ) -> None:
@@ -186,8 +186,10 @@ class Unfinished(Part):
             interrupted = plan.connections[place]
             if interrupted.repeatable and not again and alone:
                 rest.insert(0, (interrupted, interrupted.receiver))
-            elif self._matters(interrupted) or interrupted.phase is Phase.PERSIST:
-                cut = f"{interrupted!r} was cut short by {error} at {where}, and is not called again"
+            elif not isinstance(error, Exception) and (
+                self._matters(interrupted) or interrupted.phase is Phase.PERSIST
+            ):  # an Exception says itself what has failed
+                cut = f"{interrupted!r} was cut short by {type(error).__name__} at {where}, and is not called again"
                 self._lost.append((interrupted, cut))
         if not alone:
             if uncalled := [one for one, _ in rest if one.phase is Phase.PERSIST or self._matters(one)]:
@@ -215,7 +217,7 @@ class Unfinished(Part):
         lost = self._unrepeated() if self._is_current() else []
         self._lost = []
         if lost:
-            warn(f"run(): the run continues after an error: {'; '.join(lost)}")
+            warn(f"run(): the run continues where an error or Ctrl-C has ended it: {'; '.join(lost)}")
 
     def _unrepeated(self) -> list[str]:
         """What is lost; not of a receiver that was disconnected since."""
@@ -266,9 +268,13 @@ def _due_call(connection: Connection, engine: Engine) -> Receiver | None:
     return connection.call
 
 
+def _named(connections: Iterable[Connection]) -> str:
+    return ", ".join(dict.fromkeys(map(repr, connections)))
+
+
 def _listed(connections: Iterable[Connection]) -> str:
-    names = list(dict.fromkeys(map(repr, connections)))
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+    names = _named(connections)
+    return f"{names} {'were' if ', ' in names else 'was'}"
 
 
 def _lost_window(name: str, micro_steps: int) -> str:

@@ -388,7 +388,8 @@ class Checkpoint(Handler):
         try:
             self._write(engine, entry, asynchronous=self.asynchronous)
         except BaseException:
-            self.retention.select_again(entry, planned)
+            if entry not in self.retention.written:
+                self.retention.select_again(entry, planned)
             raise
 
     @on("between_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
