@@ -278,7 +278,7 @@ class Loop:
         check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
-        engine.unfinished.report_lost()
+        engine.unfinished.begin_run()
         completes = engine.unfinished.is_due
         if engine.boundary.limit_reached() and not completes and not engine.feed.only_its_end_is_missing():
             warn(

@@ -101,7 +101,7 @@ def put_back(
     return data
 
 
-_BEGINNING = {"epoch": 0, "iteration": 0, "epoch_start": 0, "epoch_open": False, "stop_reason": None,
+_BEGINNING: dict[str, Any] = {"epoch": 0, "iteration": 0, "epoch_start": 0, "epoch_open": False, "stop_reason": None,
               "stops": {}, "epoch_stop": None}  # fmt: skip
 
 

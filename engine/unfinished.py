@@ -9,6 +9,7 @@ from .blame import warn
 from .boundary import discard_windows
 from .connection import Connection, Phase, Plan, Receiver, do_nothing
 from .events import EventEnum, Events
+from .handler import Handler
 from .part import Part
 
 if TYPE_CHECKING:
@@ -26,19 +27,13 @@ class _Cut(NamedTuple):
 
     Attributes:
         signal: the signal of the event.
-        position: epoch, iteration, and whether the epoch was open.
         rest: the receivers that are still to be called, in order, each with its connection.
-        stops: the stops that were asked for, by who asked.
-        attached: the names of the handlers then.
         batch: the batch of the iteration.
         updates: output, loss and reason of a skip of each update.
     """
 
     signal: Signal
-    position: tuple[int, int, bool]
     rest: list[tuple[Connection, Receiver]]
-    stops: dict[str, str]
-    attached: frozenset[str]
     batch: Any
     updates: list[tuple[Any, Any, str | None]]
 
@@ -61,6 +56,9 @@ class Unfinished(Part):
         """Forget the event that was cut short."""
         self._cut: _Cut | None = None
         self._lost: list[tuple[Connection | None, str]] = []
+        self._attached: frozenset[str] = frozenset()
+        self._requests: tuple[dict[str, str], Any] = {}, None
+        self._ended_at: tuple[int, int, bool] | None = None
 
     # ---- a state that is taken inside an event --------------------------------------------------------------------
 
@@ -108,7 +106,8 @@ class Unfinished(Part):
             return False
         if connection.writes is None or connection.writes - {"files"}:
             return True
-        return bool(self.engine.handlers[connection.owner].state_dict())
+        handler = self.engine.handlers.get(connection.owner)
+        return handler is not None and type(handler).state_dict is not Handler.state_dict
 
     # ---- what an error leaves -------------------------------------------------------------------------------------
 
@@ -121,12 +120,13 @@ class Unfinished(Part):
             made: how many updates of several had been made in that iteration.
         """
         self.reset()
+        self._ended_at = self._position()
         engine = self.engine
         cuts = [(one, one.take_cut(error)) for one in engine.signals.all() if one.cut is not None]
         found = {signal.event: (signal, *cut) for signal, cut in cuts if cut is not None}
         alone = not engine.processes.distributed
         if engine.training:
-            if in_updates:
+            if in_updates:  # what was asked for in the iteration is asked for again in it
                 self._lost += [(None, lost) for lost in self._lost_in_updates(made)]
             elif not alone:
                 windows = [(update.name, update.window.filled) for update in engine.updates]
@@ -134,6 +134,8 @@ class Unfinished(Part):
             if (outer := next((found[event] for event in _OUTER if event in found), None)) is not None:
                 inner = [one for event, one in found.items() if event not in _OUTER]
                 self._note_event(*outer, inner, error, alone=alone)
+            if alone and not in_updates:
+                self._attached, self._requests = frozenset(engine.handlers), engine.boundary.requests
         if in_updates or not alone:
             discard_windows(engine)
         for update in engine.updates:
@@ -173,7 +175,7 @@ class Unfinished(Part):
         rest = [
             (one, call)
             for one, own in zip(plan.connections[place + 1 :], plan[place + 1 :], strict=True)
-            if own is not do_nothing and (call := _due_call(one, engine)) is not None
+            if own is not do_nothing and (call := _due_call(one, own, engine)) is not None
         ]
         where = f"{signal.event} of epoch {state.epoch}, iteration {state.iteration}"
         # A part of the receiver's work that is over cannot be told from one that is not.
@@ -182,7 +184,7 @@ class Unfinished(Part):
             uncalled = [one for one in its_plan.connections[its_place + 1 :] if one.phase is not Phase.PERSIST]
             if uncalled:
                 self._lost.append((None, f"{_listed(uncalled)} not called at {other.event} inside {where}"))
-        if begun:
+        if begun and place >= 0:
             interrupted = plan.connections[place]
             if interrupted.repeatable and not again and alone:
                 rest.insert(0, (interrupted, interrupted.receiver))
@@ -197,10 +199,7 @@ class Unfinished(Part):
             rest = []
         self._cut = _Cut(
             signal,
-            self._position(),
             rest,
-            dict(engine.boundary.stops),
-            frozenset(engine.handlers),
             state.batch,
             [(update.output, update.loss, update.skipped) for update in engine.updates],
         )
@@ -212,10 +211,18 @@ class Unfinished(Part):
         """Whether the run completes an event that an error cut short in the run before."""
         return self._cut is not None and self._is_current()
 
-    def report_lost(self) -> None:
-        """Warn, as a run continues after an error, of what cannot be made up for."""
-        lost = self._unrepeated() if self._is_current() else []
-        self._lost = []
+    def begin_run(self) -> None:
+        """Let a run continue after an error: ask again for what did not take effect, and warn of what cannot be made up for."""
+        if not self._is_current():
+            self.reset()
+            return
+        gone = self._attached - set(self.engine.handlers)
+        stops, restore = self._requests
+        self.engine.boundary.ask_again({by: reason for by, reason in stops.items() if by not in gone}, restore)
+        lost = self._unrepeated()
+        if self._cut is None:
+            self.reset()
+        self._lost, self._requests = [], ({}, None)
         if lost:
             warn(f"run(): the run continues where an error or Ctrl-C has ended it: {'; '.join(lost)}")
 
@@ -228,14 +235,8 @@ class Unfinished(Part):
         """Call the receivers of an event that an error kept from being called, if it is one of these."""
         if (cut := self._cut) is None or cut.signal.event not in events:
             return
-        current, self._cut = self._is_current(), None
-        if not current:
-            return
+        self.reset()
         engine, state = self.engine, self.engine.state
-        for by, reason in cut.stops.items():
-            if by in engine.handlers or by not in cut.attached:
-                engine.boundary.stops.setdefault(by, reason)
-                engine.boundary.wake()
         state.batch = cut.batch
         for update, (output, loss, skipped) in zip(engine.updates, cut.updates, strict=True):
             update.output, update.raw_loss, update.skipped = output, loss, skipped
@@ -254,14 +255,14 @@ class Unfinished(Part):
         return state.epoch, state.completed, state.epoch_open
 
     def _is_current(self) -> bool:
-        """Whether the run stands where the error left it."""
-        if self._cut is None:
-            return bool(self._lost) and not self.engine.snapshots.has_loaded_state
-        return self._cut.position == self._position() and not self.engine.snapshots.has_loaded_state
+        """Whether the run stands where an error has ended it."""
+        return self._ended_at == self._position() and not self.engine.snapshots.has_loaded_state
 
 
-def _due_call(connection: Connection, engine: Engine) -> Receiver | None:
+def _due_call(connection: Connection, call: Receiver, engine: Engine) -> Receiver | None:
     """What calls a receiver later; None if its interval does not come up at this event."""
+    if call is connection.receiver:  # without a predicate, or with one that has passed
+        return call
     if hasattr(connection.when, "restart"):  # it counts from where the next run begins
         assert connection.when is not None
         return connection.receiver if connection.when(engine) else None

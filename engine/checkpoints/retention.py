@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..distributed import Processes
@@ -99,9 +100,16 @@ class Retention:
         self.planned = [to if one is entry else one for one in self._others(to.iteration)]
         return to
 
-    def select_again(self, entry: Entry, planned: list[Entry]) -> None:
-        """Select an entry whose write failed, for a run that continues at its event; `restart` forgets it in any other."""
-        self.planned, self.selected = planned, entry
+    @contextmanager
+    def selected_until_written(self, entry: Entry) -> Iterator[None]:
+        """Leave an entry selected if its write fails, for the run that continues there; in any other `restart` forgets it."""
+        planned = self.planned
+        try:
+            yield
+        except BaseException:
+            if entry not in self.written:
+                self.planned, self.selected = planned, entry
+            raise
 
     def _others(self, iteration: int) -> list[Entry]:
         return [one for one in self.planned if one.iteration != iteration]

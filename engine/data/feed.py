@@ -64,10 +64,10 @@ class Feed:
 
     def begin_run(self, source: Source, *, training: bool) -> None:
         """Set the source of the run; a training engine continues at the position of the previous run."""
-        previous, self.source = self.source, source
+        previous, position, self.source = self.source, self.state_dict(), source
         self.epoch_end = 0
         if previous is not None and training:
-            self.position = previous.state_dict()
+            self.position = position  # also of a run that ended before its first epoch: the one that it was given
             if previous.given is source.given and isinstance(source.data, Iterator):
                 source.take_over_iterator(previous)
 

@@ -18,27 +18,30 @@ from signalfire.events import AnyEvent, EventEnum
 from signalfire.handlers import (
     Average,
     Checkpoint,
+    DistributedDataParallel,
     EarlyStopping,
     GradientAccumulation,
     History,
     LRScheduling,
     Metrics,
+    Rewindable,
     Validation,
 )
 from tests import kit
+from tests.processes import run_together
 
 BATCHES = kit.batches(4, 3, 1, seed=0)
 HELD_OUT = kit.batches(2, 3, 1, seed=5)
 SGD = partial(torch.optim.SGD, lr=0.2)
 
 
-def interrupt_at(engine: Engine, event: AnyEvent, *, phase: Phase = Phase.RECORD) -> None:
-    """Interrupt a run once, as Ctrl-C does."""
+def interrupt_at(engine: Engine, event: AnyEvent, *, phase: Phase = Phase.RECORD, times: int = 1) -> None:
+    """Interrupt a run, as Ctrl-C does."""
     calls: list[int] = []
 
     def interrupt(engine: Engine) -> None:
         calls.append(1)
-        if len(calls) == 1:
+        if len(calls) <= times:
             raise KeyboardInterrupt
 
     engine.connect(event, interrupt, phase=phase)
@@ -69,7 +72,7 @@ def rate(engine: Engine) -> float:
 # ---- states that are taken inside an event --------------------------------------------------------------------------
 
 
-def by_hand(iterations: int) -> tuple[nn.Module, float]:
+def by_hand(iterations: int) -> tuple[nn.Linear, float]:
     """The training of `make_trainer` as a plain loop; the model and its last rate."""
     model = kit.linear(3, 1, seed=0)
     optimizer = SGD(model.parameters())
@@ -183,8 +186,10 @@ def test_a_validation_that_was_interrupted_is_made_as_the_run_continues(tmp_path
     whole, _, expected = build(tmp_path / "whole")
     whole.run(BATCHES, max_epochs=2)
     trainer, evaluator, history = build(tmp_path / "cut")
-    interrupt_at(evaluator, Events.ITERATION_COMPLETED(once=2))
-    train_twice(trainer, max_epochs=2)
+    interrupt_at(evaluator, Events.ITERATION_COMPLETED(once=2), times=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(BATCHES, max_epochs=2)
+    train_twice(trainer, max_epochs=2)  # it is interrupted again
     assert torch.equal(trainer.model.weight, whole.model.weight)
     assert rate(trainer) == rate(whole)
     assert history.records == expected.records
@@ -282,7 +287,7 @@ def window_gradients(cut: Callable[[Engine], None] | None) -> list[float]:
     model = nn.Linear(1, 1, bias=False)
     trainer = kit.build(model, GradientAccumulation(4), loss=lambda output, _: output.sum(), optimizer=SGD)
     gradients: list[float] = []
-    trainer.connect(Events.GRADIENTS_READY, lambda engine: gradients.append(model.weight.grad.item()))
+    trainer.connect(Events.GRADIENTS_READY, lambda engine: gradients.append(float(model.weight.grad or 0)))
     data = [(torch.full((1, 1), float(n)), torch.zeros(1, 1)) for n in range(1, 7)]
     if cut is not None:
         cut(trainer)
@@ -394,3 +399,59 @@ def test_what_was_detached_since_is_not_called() -> None:
     trainer.detach(handler)
     trainer.run(BATCHES, max_epochs=1)
     assert handler.calls == ["prepare"]
+
+
+def test_a_state_that_is_to_be_put_back_is_put_back() -> None:
+    def train(interrupted: bool) -> tuple[list[int], torch.Tensor]:
+        trainer = kit.build(kit.linear(3, 1, seed=0), Rewindable(every="2it", keep=3), optimizer=SGD)
+        seen: list[int] = []
+
+        def go_back(engine: Engine) -> None:
+            if seen.count(5) == 1:
+                engine.rewind(3, leave_out=1)
+
+        trainer.connect(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.iteration))
+        trainer.connect(Events.ITERATION_COMPLETED(once=5), go_back)
+        if interrupted:
+            interrupt_at(trainer, Events.ITERATION_COMPLETED(once=5))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.run(BATCHES, max_epochs=2)
+        trainer.run(BATCHES, max_epochs=2)
+        return seen, trainer.model.weight
+
+    (whole, expected), (cut, weight) = train(False), train(True)
+    assert whole == cut
+    assert whole.count(5) == 2
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.slow
+def test_several_ranks_save_at_an_evaluation_and_report_what_an_interrupt_has_cost(tmp_path: Path) -> None:
+    for rates, states, said in run_together(_on_a_rank, 2, tmp_path):
+        assert len(states) == 3
+        assert rates == [rates[0]] * 4
+        assert "validation.validate was cut short" in said
+        assert "lr_scheduling.step_on_metric, checkpoint.save were not called" in said
+
+
+def _on_a_rank(folder: Path) -> tuple[list[float], list[str], str]:
+    def build(name: str) -> tuple[Engine, Engine]:
+        checkpoint = Checkpoint(folder / name, every=Events.EVALUATION_COMPLETED, keep=9)
+        return make_trainer(DistributedDataParallel(), checkpoint)
+
+    whole, _ = build("whole")
+    whole.run(BATCHES * 2, max_epochs=2)
+    versions = sorted((folder / "whole").iterdir())[:3]
+    rates = [rate(whole)]
+    for version in versions:
+        resumed, _ = build(f"after {version.name}")
+        resumed.load_state_dict(Checkpoint.load(version))
+        resumed.run(BATCHES * 2, max_epochs=2)
+        rates.append(rate(resumed))
+    cut, evaluator = build("cut")
+    interrupt_at(evaluator, Events.ITERATION_COMPLETED(once=1))
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(BATCHES * 2, max_epochs=2)
+    with pytest.warns(UserWarning, match="the run continues where") as caught:
+        cut.run(BATCHES * 2, max_epochs=2)
+    return rates, [one.name for one in versions], str(caught[0].message)
