@@ -103,6 +103,7 @@ class Loop:
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
         self._epoch: int | None = None  # the last one that was begun here
+        self._position: dict[str, Any] | None = None  # in the data, until an epoch continues there
         self._made = 0  # of several updates, how many were made in an iteration under way
 
     def run(self) -> None:
@@ -304,6 +305,7 @@ class Loop:
             self._epoch = None
         self.check_position()
         position, resumed = engine.feed.take_position(), state.epoch_open
+        self._position = position
         if not resumed:
             boundary.take_epoch_stop()
             state.epoch += 1
@@ -324,6 +326,7 @@ class Loop:
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
+        self._position = None
         if self._attend(together=False) or boundary.epoch_stop is not None or boundary.limit_reached():
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]
@@ -354,16 +357,17 @@ class Loop:
         stopped = state.stop_reason is not None
         if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
-        if not boundary.take_epoch_stop():
+        if boundary.epoch_stop is None:
             if not engine.feed.epoch_ended():
                 return
             if not engine.feed.read_to_end():
                 self.report_longer_data()
-        state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
         self.checks.end_epoch()
         check_epoch(engine, self.began)
+        boundary.take_epoch_stop()
+        state.epoch_open = False  # last: an interrupt before leaves the epoch to be ended by the next run
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         self._attend(together=engine.training or not boundary.limit_reached())
 
@@ -423,6 +427,8 @@ class Loop:
         """Emit EXCEPTION_RAISED or INTERRUPTED to all of its receivers, also if one of them fails."""
         engine, state = self.engine, self.engine.state
         in_updates = state.completed != state.iteration and self._updates_begun
+        if self._position is not None:
+            engine.feed.position = self._position
         engine.unfinished.note(error, in_updates=in_updates, made=self._made)
         if not getattr(error, "__notes__", None):
             begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"

@@ -266,17 +266,19 @@ class Signal(blinker.NamedSignal):
             phases: Phases whose receivers are called; all by default.
             plan: The calls themselves, in place of the selection.
         """
-        if count is None or owner is not None or phases is not None:
-            plan = self._subset(count, owner, phases) if plan is None else plan
-        else:
-            plan = self._plan if count < self._filtered_due else self._select(count)
         receiver: Receiver | None = None
         try:
+            if count is None or owner is not None or phases is not None:
+                plan = self._subset(count, owner, phases) if plan is None else plan
+            else:
+                plan = self._plan if count < self._filtered_due else self._select(count)
             for receiver in plan:
                 plan.current = receiver
                 receiver(engine)
             plan.current = None
         except BaseException as error:
+            if plan is None:  # an interrupt came before the receivers were selected
+                plan = self._select(count or 0)
             plan.current = None
             connection = plan.connection(receiver)
             if connection is not None:  # else an interrupt came before the first receiver

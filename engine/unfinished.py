@@ -27,12 +27,14 @@ class _Cut(NamedTuple):
 
     Attributes:
         signal: the signal of the event.
+        position: epoch, iteration, and whether the epoch was open.
         rest: the receivers that are still to be called, in order, each with its connection.
         batch: the batch of the iteration.
         updates: output, loss and reason of a skip of each update.
     """
 
     signal: Signal
+    position: tuple[int, int, bool]
     rest: list[tuple[Connection, Receiver]]
     batch: Any
     updates: list[tuple[Any, Any, str | None]]
@@ -119,9 +121,12 @@ class Unfinished(Part):
             in_updates: whether it came while the updates of an iteration were made.
             made: how many updates of several had been made in that iteration.
         """
+        engine, now = self.engine, self._position()
+        # What an earlier error has left, if this one comes before it was made up for.
+        cut = self._cut if self._cut is not None and self._cut.position == now else None
+        lost, requests = (self._lost, self._requests) if self._ended_at == now else ([], ({}, None))
         self.reset()
-        self._ended_at = self._position()
-        engine = self.engine
+        self._ended_at, self._cut, self._lost = now, cut, lost
         cuts = [(one, one.take_cut(error)) for one in engine.signals.all() if one.cut is not None]
         found = {signal.event: (signal, *cut) for signal, cut in cuts if cut is not None}
         alone = not engine.processes.distributed
@@ -135,7 +140,9 @@ class Unfinished(Part):
                 inner = [one for event, one in found.items() if event not in _OUTER]
                 self._note_event(*outer, inner, error, alone=alone)
             if alone and not in_updates:
-                self._attached, self._requests = frozenset(engine.handlers), engine.boundary.requests
+                stops, restore = engine.boundary.requests
+                self._attached = frozenset(engine.handlers)
+                self._requests = {**requests[0], **stops}, requests[1] if restore is None else restore
         if in_updates or not alone:
             discard_windows(engine)
         for update in engine.updates:
@@ -199,6 +206,7 @@ class Unfinished(Part):
             rest = []
         self._cut = _Cut(
             signal,
+            self._position(),
             rest,
             state.batch,
             [(update.output, update.loss, update.skipped) for update in engine.updates],
@@ -235,7 +243,7 @@ class Unfinished(Part):
         """Call the receivers of an event that an error kept from being called, if it is one of these."""
         if (cut := self._cut) is None or cut.signal.event not in events:
             return
-        self.reset()
+        self._ended_at = None
         engine, state = self.engine, self.engine.state
         state.batch = cut.batch
         for update, (output, loss, skipped) in zip(engine.updates, cut.updates, strict=True):
@@ -246,7 +254,7 @@ class Unfinished(Part):
             cut.signal.emit_rest(engine, [(one, call) for one, call in cut.rest if one in connected])
         finally:
             engine.signals.between_events()
-        state.batch = None
+        self._cut = state.batch = None
         for update in engine.updates:
             update.output = update.skipped = None
 
