@@ -80,8 +80,8 @@ class Boundary(Part):
         self._sleep_if_nothing_recurs()
         stops, preemption = self._agree() if engine.processes.distributed else (self.stops, self._preemption)
         if self._restore is not None:
-            (saved, allowed), self._restore = self._restore, None
-            engine.snapshots.apply_restored(saved, allowed)
+            engine.snapshots.apply_restored(*self._restore)
+            self._restore = None  # only now: what an interrupt cut short is put back again as the run continues
             self._restored = True
         if preemption is not None:
             self.preempted = True
@@ -181,6 +181,19 @@ class Boundary(Part):
         """Put a state back in place at the end of this iteration; see `Snapshots.restore`."""
         self._restore = saved, allowed
         self.wake()
+
+    @property
+    def requests(self) -> tuple[dict[str, str], tuple[Mapping[str, Any], frozenset[str]] | None]:
+        """The stops and the state to put back that were asked for and did not take effect yet."""
+        return dict(self.stops), self._restore
+
+    def ask_again(self, stops: Mapping[str, str], restore: tuple[Mapping[str, Any], frozenset[str]] | None) -> None:
+        """Ask for what was asked for in the run before, and which an error kept from taking effect."""
+        for by, reason in stops.items():
+            self.stops.setdefault(by, reason)
+        self._restore = restore if self._restore is None else self._restore
+        if self.stops or self._restore is not None:
+            self.wake()
 
     # ---- what the loop asks ---------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def check_place(where: str, phase: Phase, rank: int) -> Phase:
 
 
 class Connection:
-    """One receiver with its filter, phase and rank, and what it declares to read and write (None: nothing is declared)."""
+    """One receiver with its filter, phase and rank, and what it declares: see `signalfire.on`."""
 
     __slots__ = (
         "__weakref__",
@@ -87,6 +87,7 @@ class Connection:
         "rank",
         "reads",
         "receiver",
+        "repeatable",
         "when",
         "writes",
     )  # fmt: skip
@@ -100,6 +101,7 @@ class Connection:
         owner: str | None,
         reads: Things | None = None,
         writes: Things | None = None,
+        repeatable: bool = False,
     ) -> None:
         self.receiver = receiver
         self.phase = phase
@@ -108,6 +110,7 @@ class Connection:
         self.owner = owner
         self.reads = reads
         self.writes = writes
+        self.repeatable = repeatable
         self.key = (int(phase), rank, next(_connection_numbers))
         self.kind = _kind(receiver)
         # The predicate of an interval stores when it passed last: each connection needs its own copy.
@@ -173,17 +176,22 @@ class Plan(list[Receiver]):
     A list of bound methods is the cheapest to call: 35 ns a receiver; objects with a ``__call__`` take two to four times as long.
     """
 
-    __slots__ = ("__weakref__", "calls", "connections")
+    __slots__ = ("__weakref__", "calls", "connections", "current")
 
     def __init__(self, connections: list[Connection], calls: list[Receiver]) -> None:
         super().__init__(calls)
         self.connections = connections
         self.calls = calls  # the original calls: `silence` replaces those of removed connections in the list itself
+        self.current: Receiver | None = None  # the one that is being called
 
     def connection(self, call: Receiver | None) -> Connection | None:
         """The connection that a call belongs to; None if there is none."""
         pairs = zip(self.connections, self.calls, strict=True)
         return next((connection for connection, own in pairs if own is call), None)
+
+    def place(self, call: Receiver | None) -> int:
+        """The place of a call, also of one in place of a removed connection; -1 if there is none."""
+        return next((i for i, own in enumerate(self.calls) if own is call or self[i] is call), -1)
 
     def silence(self, connected: Collection[Connection]) -> None:
         """Disable the calls of connections that are not among ``connected``."""

@@ -35,6 +35,7 @@ from .snapshots import Snapshots
 from .state import State
 from .step import IterationSignals
 from .streams import Streams, StreamsSetting
+from .unfinished import Unfinished
 from .update import Update, UpdateState
 from .wiring import Wiring
 
@@ -116,7 +117,7 @@ class Engine:
         self.group = Group(self)
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
-        self.log, self.past = Log(self), Past(self)
+        self.log, self.past, self.unfinished = Log(self), Past(self), Unfinished(self)
 
     def run(
         self,
@@ -303,7 +304,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
         """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
 
-        An engine that evaluates takes only the weights of a trainer's state: it evaluates all of its data.
+        An engine that evaluates takes the weights of a trainer's state, and never a position: it evaluates all of its data.
 
         Args:
             state: what `state_dict` returned, perhaps saved and loaded in between.
@@ -347,7 +348,7 @@ class Engine:
         """Begin anew: counters, handlers and optimizers as new (but for optimizers that were given built), weights kept."""
         if self.running:
             raise RuntimeError("reset() was called during a run; call it between runs")
-        for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals, self.past):
+        for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals, self.past, self.unfinished):
             part.reset()
         for update in self.updates:
             update.reset()

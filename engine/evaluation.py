@@ -38,12 +38,18 @@ def evaluate(
         raise ValueError(f"evaluate({evaluator!r}): the evaluator must not train; build it with update.evaluation()")
     seen = dict(evaluator.state.metrics.serials)
     data = _data_for(engine, evaluator, data)
-    with _as_part_of(engine, evaluator, inherit=inherit):
-        engine.signals.emit(engine, Events.EVALUATION_STARTED)
-        report_other_weights(engine, evaluator)
-        with unchanged_random_state(*generators_of(data)):
-            begin_stream(engine, "evaluation", engine.state.iteration)
-            evaluator.run(data, **bounds)
+    begun = engine.signal(Events.EVALUATION_STARTED)
+    before = begun.fired
+    try:
+        with _as_part_of(engine, evaluator, inherit=inherit):
+            engine.signals.emit(engine, Events.EVALUATION_STARTED)
+            report_other_weights(engine, evaluator)
+            with unchanged_random_state(*generators_of(data)):
+                begin_stream(engine, "evaluation", engine.state.iteration)
+                evaluator.run(data, **bounds)
+    except BaseException:
+        begun.fired = before  # only whole evaluations are counted
+        raise
     measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
     report_nothing_measured(engine, evaluator, measured)
     directions = evaluator.state.metrics.directions

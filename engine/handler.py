@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 __all__ = ["Handler", "Subscription", "begin_with", "bind", "never_called", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
-_Declared = tuple[AnyEvent | str, Phase, int, Things | None, Things | None]
+_Declared = tuple[AnyEvent | str, Phase, int, Things | None, Things | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Subscription:
     """A method declared with `on`, with its event, phase and rank.
 
     ``event`` is an event, or the name of an attribute of the handler that holds an event or an interval. ``reads`` and
-    ``writes`` are names of `declarations.THINGS`; None if nothing is declared.
+    ``writes`` are names of `declarations.THINGS`; None if nothing is declared. ``repeatable`` is as in `on`.
     """
 
     method: str
@@ -86,6 +86,7 @@ class Subscription:
     rank: int
     reads: Things | None = None
     writes: Things | None = None
+    repeatable: bool = False
 
 
 def on(
@@ -95,6 +96,7 @@ def on(
     rank: int = 0,
     reads: Iterable[str] | None = None,
     writes: Iterable[str] | None = None,
+    repeatable: bool = False,
 ) -> Callable[[M], M]:
     """Declare that a handler's method is called as ``method(engine)`` at this event.
 
@@ -105,6 +107,8 @@ def on(
         reads, writes: What the method uses and changes of the run, as names of `declarations.THINGS`, such as ``["gradients"]``;
             `Engine.check` then reports receivers whose order is left to chance. If one is given, the other is empty; give none if
             it is not known.
+        repeatable: Whether a call that an error or Ctrl-C cut short leaves nothing behind, so that the next run in the same
+            process can call the method again for this event. Otherwise that run calls those that follow, and says so.
 
     Raises:
         TypeError, ValueError: for what is no event, and for names that are not in `declarations.THINGS`.
@@ -136,7 +140,7 @@ def on(
             raise ValueError(
                 f"on({event}): {method.__name__} is declared with this event twice, and would be called twice"
             )
-        declared.insert(0, (event, phase, rank, *known))  # decorators are applied from the bottom up
+        declared.insert(0, (event, phase, rank, *known, repeatable))  # decorators are applied from the bottom up
         return method
 
     return declare

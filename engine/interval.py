@@ -15,7 +15,7 @@ from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent, reso
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["Interval", "check_every", "event_of", "unfiltered"]
+__all__ = ["Interval", "check_every", "event_of", "saving_events", "unfiltered"]
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]+)")
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -118,6 +118,28 @@ def event_of(every: str | Interval | AnyEvent) -> AnyEvent:
 def unfiltered(every: str | Interval | AnyEvent) -> AnyEvent:
     """The events of an ``every=`` option without their filters."""
     return EventUnion.of(*(event for event, _ in resolve(event_of(every))))
+
+
+_OUTERMOST = frozenset({
+    Events.MODEL_SETUP, Events.OPTIMIZER_SETUP, Events.STARTED, Events.CHECKPOINT_LOADED, Events.EPOCH_STARTED,
+    Events.GET_BATCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED, Events.TERMINATED,
+    Events.PREEMPTED, Events.INTERRUPTED, Events.EXCEPTION_RAISED, Events.ENDED, Events.DATA_EXHAUSTED,
+})  # fmt: skip
+"""The events that the loop emits between two iterations: none of them lies inside another event, or inside an iteration."""
+
+
+def saving_events(every: str | Interval | AnyEvent) -> AnyEvent:
+    """The events at which a state is saved that is due at those of an ``every=`` option, without filters.
+
+    Inside another event, as EVALUATION_COMPLETED mostly is, or inside an iteration, a state would miss what is still to come. It
+    is saved once the event around it, or the iteration, is complete.
+    """
+    plain = [event for event, _ in resolve(event_of(every))]
+    outermost = [event for event in plain if event in _OUTERMOST]
+    if len(outermost) == len(plain):
+        return EventUnion.of(*plain)
+    ends = Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ENDED
+    return EventUnion.of(*outermost, *ends)
 
 
 @overload

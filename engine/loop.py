@@ -105,6 +105,8 @@ class Loop:
         self._updates_begun = True
         self._requested = 0  # the iteration for which a batch was last requested
         self._epoch: int | None = None  # the last one that was begun here
+        self._position: dict[str, Any] | None = None  # in the data, until an epoch continues there
+        self._made = 0  # of several updates, how many were made in an iteration under way
 
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
@@ -232,6 +234,8 @@ class Loop:
                 break
             state.update, update.omitted_in = update, 0
             perform(update, state.batch, iteration, listened)
+            self._made += 1
+        self._made = 0
         return True
 
     @property
@@ -278,7 +282,9 @@ class Loop:
         check_data(engine)
         engine.handlers.give_held_states()
         engine.boundary.reconsider_stop()
-        if engine.boundary.limit_reached() and not engine.feed.only_its_end_is_missing():
+        engine.unfinished.begin_run()
+        completes = engine.unfinished.is_due
+        if engine.boundary.limit_reached() and not completes and not engine.feed.only_its_end_is_missing():
             warn(
                 f"run(): nothing to do: {engine.boundary.why_ended()} at epoch {state.epoch}, iteration {state.iteration}. "
                 "Give larger bounds to continue, or call engine.reset() to begin anew",
@@ -287,6 +293,7 @@ class Loop:
             engine.signals.emit(engine, Events.CHECKPOINT_LOADED)
         if self._check:
             report_composition(engine)
+        engine.unfinished.complete(Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED)
         ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()
         if not ended:  # else a stop that was asked for in the last iteration waits for the end of its epoch
             self._attend(together=engine.training and not state.epoch_open)
@@ -301,6 +308,7 @@ class Loop:
             self._epoch = None
         self.check_position()
         position, resumed = engine.feed.take_position(), state.epoch_open
+        self._position = position
         if not resumed:
             boundary.take_epoch_stop()
             state.epoch += 1
@@ -316,10 +324,13 @@ class Loop:
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
             engine.feed.measure_again()
+        else:
+            engine.unfinished.complete(Events.EPOCH_STARTED)
         self.checks.begin_epoch()
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
+        self._position = None
         if self._attend(together=False) or boundary.epoch_stop is not None or boundary.limit_reached():
             return batches, state.iteration  # only the epoch's end is left, if that
         ends = [end for end in (engine.feed.epoch_end, state.max_iters) if end]
@@ -353,16 +364,17 @@ class Loop:
         stopped = state.stop_reason is not None
         if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
             return
-        if not boundary.take_epoch_stop():
+        if boundary.epoch_stop is None:
             if not engine.feed.epoch_ended():
                 return
             if not engine.feed.read_to_end():
                 self.report_length(f"gives more than {self.source.length} batches, which are not used")
-        state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
         self.checks.end_epoch()
         check_epoch(engine, self.began)
+        boundary.take_epoch_stop()
+        state.epoch_open = False  # last: an interrupt before leaves the epoch to be ended by the next run
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         self._attend(together=engine.training or not boundary.limit_reached())
 
@@ -421,7 +433,10 @@ class Loop:
     def report(self, error: BaseException) -> None:
         """Emit EXCEPTION_RAISED or INTERRUPTED to all of its receivers, also if one of them fails."""
         engine, state = self.engine, self.engine.state
-        discard_windows(engine)
+        in_updates = state.completed != state.iteration and self._updates_begun
+        if self._position is not None:
+            engine.feed.position = self._position
+        engine.unfinished.note(error, in_updates=in_updates, made=self._made)
         if not getattr(error, "__notes__", None):
             begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"
             error.add_note(begun if state.epoch else "before the first epoch")

@@ -337,6 +337,7 @@ class Registry(Mapping[str, Handler], Part):
                     handler.name,
                     subscription.reads,
                     subscription.writes,
+                    subscription.repeatable,
                 )
                 yield self.engine.signal(one), Connection(method, *how)
 

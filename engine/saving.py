@@ -66,8 +66,17 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
     return of_all(own, engine.processes)
 
 
-def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
-    """Restore a loaded state in place; returns the position in the data."""
+def put_back(
+    engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str], resumes: bool = True
+) -> dict[str, Any] | None:
+    """Restore a loaded state in place; returns the position in the data.
+
+    Args:
+        engine: The engine.
+        saved: The state.
+        allowed: Handlers that may be in only one of the two.
+        resumes: Whether the run continues where the state was taken; otherwise it begins with the first batch.
+    """
     saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
     if engine.training:
@@ -80,7 +89,7 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     for update in engine.updates:
         _put_update_back(engine, update, saved["updates"][update.name])
     engine.handlers.load_state_dict({name: copied(state) for name, state in saved["handlers"].items()})
-    position = saved["engine"]
+    position = saved["engine"] | ({} if resumes else _BEGINNING)
     engine.state.load_state_dict(position)
     engine.boundary.load_state_dict(position)
     engine.past.load_state_dict(saved.get("past", {}))
@@ -88,8 +97,12 @@ def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str
     engine.state.metrics.load_state_dict(copied(position["metrics"]))
     engine.signals.load_state_dict(position["fired"])
     set_random_state(saved["random"])
-    data: dict[str, Any] | None = saved["data"]
+    data: dict[str, Any] | None = saved["data"] if resumes else None
     return data
+
+
+_BEGINNING: dict[str, Any] = {"epoch": 0, "iteration": 0, "epoch_start": 0, "epoch_open": False, "stop_reason": None,
+              "stops": {}, "epoch_stop": None}  # fmt: skip
 
 
 def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any]) -> None:

@@ -41,6 +41,8 @@ class Signal(blinker.NamedSignal):
         due: Smallest count at which a receiver may have to run; `NEVER` without receivers.
         fired: Number of emissions, for events that are counted by them.
         around: The wrapper set by `Bus.call_through`.
+        cut: Where an error cut an emission short, until `take_cut`: the error's id, the plan, the place in it, and whether the
+            receiver there had begun.
         awaited: Whether the engine waits for the event, which makes it due without receivers; see `wait`.
     """
 
@@ -58,6 +60,7 @@ class Signal(blinker.NamedSignal):
         "_selected",
         "around",
         "awaited",
+        "cut",
         "due",
         "event",
         "fired",
@@ -71,6 +74,7 @@ class Signal(blinker.NamedSignal):
         self.group: weakref.ref[SignalGroup] | None = None
         self.around: Around | None = None
         self.awaited = False
+        self.cut: tuple[int, Plan, int, bool] | None = None
         self._once_a_count = event is Events.ITERATION_COMPLETED
         self._muted = False
         self._last_phase = Phase.PERSIST
@@ -244,7 +248,12 @@ class Signal(blinker.NamedSignal):
     # ---- sending --------------------------------------------------------------------------------------------------
 
     def emit(
-        self, engine: Engine, count: int | None, owner: str | None = None, phases: Collection[Phase] | None = None
+        self,
+        engine: Engine,
+        count: int | None,
+        owner: str | None = None,
+        phases: Collection[Phase] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         """Call the receivers in order. The first error skips the others and is raised with a note that names its receiver.
 
@@ -255,20 +264,51 @@ class Signal(blinker.NamedSignal):
             count: Count that filters are compared with; None calls only receivers without a filter.
             owner: Name of a handler, to call only its receivers.
             phases: Phases whose receivers are called; all by default.
+            plan: The calls themselves, in place of the selection.
         """
-        if count is None or owner is not None or phases is not None:
-            plan = self._subset(count, owner, phases)
-        else:
-            plan = self._plan if count < self._filtered_due else self._select(count)
         receiver: Receiver | None = None
         try:
+            if count is None or owner is not None or phases is not None:
+                plan = self._subset(count, owner, phases) if plan is None else plan
+            else:
+                plan = self._plan if count < self._filtered_due else self._select(count)
             for receiver in plan:
+                plan.current = receiver
                 receiver(engine)
+            plan.current = None
         except BaseException as error:
+            if plan is None:  # an interrupt came before the receivers were selected
+                plan = self._select(count or 0)
+            plan.current = None
             connection = plan.connection(receiver)
             if connection is not None:  # else an interrupt came before the first receiver
                 self._add_note(error, connection, engine)
+            begun = (
+                error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            )  # not between two receivers
+            self.cut = id(error), plan, plan.place(receiver), begun
             raise
+
+    def emit_rest(self, engine: Engine, calls: list[tuple[Connection, Receiver]]) -> None:
+        """Call the receivers that are left of an emission that an error cut short."""
+        plan = self._remember(Plan([connection for connection, _ in calls], [call for _, call in calls]))
+        self.emit(engine, None, plan=plan)
+
+    def take_cut(self, error: BaseException) -> tuple[Plan, int, bool] | None:
+        """Where an error, or one that it was raised from, cut an emission short, and forget it; None if it did not."""
+        cut, self.cut = self.cut, None
+        while cut is not None and error is not None:
+            if cut[0] == id(error):
+                return cut[1:]
+            error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        return None
+
+    def executing(self) -> tuple[Signal, Plan, int] | None:
+        """The signal, the plan and the place in it, if a receiver is being called."""
+        for reference in self._plans:
+            if (plan := reference()) is not None and plan.current is not None:
+                return self, plan, plan.place(plan.current)
+        return None
 
     def emit_to_all(self, engine: Engine) -> list[BaseException]:
         """Call every receiver even if some raise, and return the errors: for cleaning up."""
@@ -349,7 +389,10 @@ class Signal(blinker.NamedSignal):
     def _new_plan(self, connections: list[Connection]) -> Plan:
         around = self.around
         calls = [one.call if around is None else around(self, one) for one in connections]
-        plan = Plan(connections, calls)
+        return self._remember(Plan(connections, calls))
+
+    def _remember(self, plan: Plan) -> Plan:
+        """Note a plan that may be executing when connections are removed."""
         self._plans = [reference for reference in self._plans if reference() is not None]
         self._plans.append(weakref.ref(plan))
         return plan

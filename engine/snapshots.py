@@ -81,6 +81,8 @@ class Snapshots(Part):
             )
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
+        if not at_once:  # else `saving_events` says when
+            engine.unfinished.report_missing()
         try:
             state = gather(engine, at_once=at_once)
         except Exception as error:
@@ -269,9 +271,11 @@ class Snapshots(Part):
             )
         if loaded is None:
             return False
+        engine.unfinished.reset()
         seed = engine.seed
         engine.past.reset()  # its states are those of another run
-        position = put_back(engine, loaded, allowed=self._allowed)
+        # An evaluation has no position to return to: it measures all of its data.
+        position = put_back(engine, loaded, allowed=self._allowed, resumes=engine.training)
         if engine.training:
             report_resume(engine, loaded, self._allowed, seed)
             if self._changed:

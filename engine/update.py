@@ -124,6 +124,10 @@ class UpdateState:
         """Forget the open window, and all that belongs to the micro-step under way."""
         self.discard()
         self.window.filled = 0
+        self.end_micro_step()
+
+    def end_micro_step(self) -> None:
+        """Forget what belongs to the micro-step under way; an open window stays as it is."""
         self.skipped: str | None = None
         self.evaluation = 0
         self.hidden: Any = None

@@ -13,19 +13,16 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.devices import DeviceFeature
 from signalfire.distributed import lost_another
 from signalfire.frozen import FrozenBase, without
-from signalfire.interval import check_every, unfiltered
+from signalfire.interval import check_every, saving_events, unfiltered
 from signalfire.monitor import Monitor
 from signalfire.plain import plain_mapping
 from signalfire.planning import comes_up
 
 from ._common import checkpoint_findings
 from ._common.folders import check_folder, check_shared, open_folder
-from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, RESUME
+from ._common.ranks import CHECK_METRIC, COLLECT, DECIDE_CHECKPOINTS, HOLD, RESUME
 
 __all__ = ["Checkpoint"]
-
-COLLECT, HOLD = -20, 10
-"""Ranks in PERSIST: a finished write is reported before anything else is written; the exception state is held last."""
 
 
 class Checkpoint(Handler):
@@ -54,7 +51,7 @@ class Checkpoint(Handler):
         mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
         every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
-            each run.
+            each run. What is due inside another event, such as EVALUATION_COMPLETED, is written once that is complete.
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
             names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
         weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
@@ -160,7 +157,9 @@ class Checkpoint(Handler):
         self.select_event = None if monitor is None else completed
         self.monitor_event = None if monitor is None else Events.STARTED
         self.check_event = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
-        self.save_event = self.select_event or unfiltered(self.every or "1ep")
+        due = unfiltered(self.every or "1ep")
+        self.save_event = self.select_event or saving_events(due)
+        self.between_event = None if self.select_event or self.save_event == due else due
         self.collect_event = completed if asynchronous else None
         self.wait_event = Events.COMPLETED if asynchronous else None
         self.end_event = Events.ENDED if asynchronous else None
@@ -241,8 +240,10 @@ class Checkpoint(Handler):
             self._failures.resumed(found)
             if engine.processes.is_rank_zero:
                 epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
-                where = str(self.folder / found)
-                print(f"{self.name}: resuming from {where!r}, epoch {epoch}, iteration {iteration}", file=sys.stderr)
+                print(
+                    f"{self.name}: resuming from {str(self.folder / found)!r}, epoch {epoch}, iteration {iteration}",
+                    file=sys.stderr,
+                )
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:
@@ -259,7 +260,8 @@ class Checkpoint(Handler):
         self._held = None
         if engine.processes.distributed:
             self.retention.share(engine.processes)
-        self.retention.restart()
+        if self.retention.selected is None or not engine.unfinished.is_due:
+            self.retention.restart()
         if self.exception_event is not None:
             checkpoint_findings.refuse_shards(engine, self.name)
         if engine.processes.is_rank_zero:
@@ -356,7 +358,7 @@ class Checkpoint(Handler):
 
     # ---- writing --------------------------------------------------------------------------------------------------
 
-    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[])
+    @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[], repeatable=True)
     def collect_finished(self, engine: Engine) -> None:
         """Report a finished asynchronous write; wait for it first if another version is about to be written."""
         if (write := self._saver.pending) is None:
@@ -365,27 +367,36 @@ class Checkpoint(Handler):
             with engine.snapshots.saving():
                 self._collect_write(engine)
 
-    @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
+    @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"], repeatable=True)
     def save(self, engine: Engine) -> None:
         """Write the selected state, then remove the versions it supersedes."""
-        if (entry := self.retention.take_selected()) is None:
+        cut = self.between_event is not None and engine.state.exception is not None  # the event at which it was due
+        if cut or (entry := self.retention.take_selected()) is None:
             return
+        if entry.iteration != engine.state.iteration:  # it was due before the batch of this iteration was read
+            entry = self.retention.move(entry, self._entry(engine, entry.value))
         with engine.snapshots.saving():
             if self._saver.pending is not None:  # at an event without `collect_finished`
                 self._collect_write(engine)
-            self._write(engine, entry, asynchronous=self.asynchronous)
+            with self.retention.selected_until_written(entry):
+                self._write(engine, entry, asynchronous=self.asynchronous)
+
+    @on("between_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
+    def save_between_runs(self, engine: Engine) -> None:
+        """Write the selected state at once where no run is under way, and so no event around this one."""
+        if not engine.running:
+            self.save(engine)
 
     def _write(self, engine: Engine, entry: checkpoints.Entry, *, asynchronous: bool) -> None:
         """Write a version that counts towards ``keep``; it may refer to versions of earlier events, which are written first."""
         try:
             engine.snapshots.wait_for_earlier_writes()
             left_out = self._left_out(engine)
-            release = None
             if self.weights_only or asynchronous:
                 copy = (engine.snapshots.lend_weights if self.weights_only else engine.snapshots.lend)(left_out)
                 state, release = copy.state, copy.release
             else:
-                state = without(engine.snapshots.take(at_once=True), left_out)
+                state, release = without(engine.snapshots.take(at_once=True), left_out), None
             self._sync_written(engine)
             write = self._prepare(engine, entry, state, left_out, counted=True, release=release)
         except BaseException:
@@ -401,14 +412,8 @@ class Checkpoint(Handler):
         """The names of the parameters that are not written."""
         return frozenset() if self._base is None else self._base.names(engine.modules, engine.processes)
 
-    def _prepare(
-        self,
-        engine: Engine,
-        entry: checkpoints.Entry,
-        state: Mapping[str, Any],
-        left_out: frozenset[str],
-        **options: Any,
-    ) -> checkpoints.Write:
+    def _prepare(self, engine: Engine, entry: checkpoints.Entry, state: Mapping[str, Any], left_out: frozenset[str],
+                 **options: Any) -> checkpoints.Write:  # fmt: skip
         base = self._base.entry(left_out) if self._base is not None and left_out else None
         return self._saver.prepare(self._run(engine), entry, state, base=base, **options)
 
@@ -471,8 +476,7 @@ class Checkpoint(Handler):
         base = self.filename.fill(self.name, at["epoch"], at["iteration"], steps, at["metrics"]["values"])
         entry = checkpoints.Entry(f"{base}-{why}", None, at["iteration"])
         left_out = self._left_out(engine)
-        write = self._prepare(engine, entry, without(state, left_out), left_out, counted=False)
-        self._saver.start(write)
+        self._saver.start(self._prepare(engine, entry, without(state, left_out), left_out, counted=False))
         self._collect_write(engine, rank_local=rank_local)
 
     def _collect_write(self, engine: Engine, *, rank_local: bool = False) -> None:

@@ -116,7 +116,8 @@ class EarlyStopping(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_new_best(self, engine: Engine) -> None:
         """Discard a new best value whose weights were not copied because of an error: the weights have changed since."""
-        self._is_new_best = False
+        if not engine.unfinished.is_due:
+            self._is_new_best = False
 
     @on(Events.STARTED, phase=Phase.CONTROL, reads=["metrics", "bounds"], writes=[])
     def check_metric(self, engine: Engine) -> None:
@@ -212,12 +213,19 @@ class EarlyStopping(Handler):
             file=sys.stderr,
         )
 
-    @on("best_weights_event", phase=Phase.PERSIST, rank=KEEP_BEST, reads=["weights", "buffers"], writes=[])
+    @on(
+        "best_weights_event",
+        phase=Phase.PERSIST,
+        rank=KEEP_BEST,
+        reads=["weights", "buffers"],
+        writes=[],
+        repeatable=True,
+    )
     def keep_best(self, engine: Engine) -> None:
         """Copy the weights if the current event reported the best value."""
         if self._is_new_best:
-            self._is_new_best = False
             self._weights = engine.weights()
+            self._is_new_best = False
 
     @on("restore_event", reads=[], writes=["weights", "buffers"])
     def restore_best(self, engine: Engine) -> None:

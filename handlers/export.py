@@ -193,12 +193,13 @@ class Export(Handler):
         rank=EXPORT,
         reads=["weights", "buffers", "modes", "modules", "batch"],
         writes=["files"],
+        repeatable=True,
     )
     def write_best(self, engine: Engine) -> None:
         """Write the selected weights."""
         if self._selected:
-            self._selected = False
             self.write(engine)
+            self._selected = False
 
     @on(
         "every",

@@ -97,6 +97,7 @@ class Validation(Handler):
         self.sanity = check_int(self, "sanity", sanity, least=0)
         self.inherit = check_bool(self, "inherit", inherit)
         self._evaluated = False  # in this run
+        self._done: list[str] = []  # the data sets of a validation that an error has cut short
         self.sanity_event = Events.EPOCH_STARTED(once=1) if sanity else None
 
     def attached(self, engine: Engine) -> None:
@@ -112,6 +113,8 @@ class Validation(Handler):
             )
         watch_weights(engine, self.evaluator)
         self._evaluated = False
+        if not engine.unfinished.is_due:
+            self._done = []
         measured = self.evaluator.state.metrics
         for prefix in map(self._prefix, self.data_sets):
             directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
@@ -122,7 +125,7 @@ class Validation(Handler):
         names = list(self.evaluator.state.metrics.owners)
         return [self._prefix(key) + name for key in self.data_sets for name in names]
 
-    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=[])
+    @on("sanity_event", phase=Phase.PREPARE, reads=["weights", "buffers"], writes=[], repeatable=True)
     def sanity_check(self, engine: Engine) -> None:
         """Run the evaluator over a few batches, and discard the metrics."""
         try:
@@ -132,13 +135,28 @@ class Validation(Handler):
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
 
-    @on("start_event", phase=Phase.PREPARE, reads=["weights", "buffers", "step", "processes"], writes=["metrics"])
-    @on("every", phase=Phase.PREPARE, reads=["weights", "buffers", "step", "processes"], writes=["metrics"])
+    @on(
+        "start_event",
+        phase=Phase.PREPARE,
+        reads=["weights", "buffers", "step", "processes"],
+        writes=["metrics"],
+        repeatable=True,
+    )
+    @on(
+        "every",
+        phase=Phase.PREPARE,
+        reads=["weights", "buffers", "step", "processes"],
+        writes=["metrics"],
+        repeatable=True,
+    )
     def validate(self, engine: Engine) -> None:
-        """Run the evaluator over all data sets."""
+        """Run the evaluator over all data sets; over those that are left, if an error cut that short."""
         self._evaluated = True
         for key, data in self.data_sets.items():
-            engine.evaluate(self.evaluator, data, prefix=self._prefix(key), inherit=self.inherit)
+            if key not in self._done:
+                engine.evaluate(self.evaluator, data, prefix=self._prefix(key), inherit=self.inherit)
+                self._done.append(key)
+        self._done = []
 
     def rehearse(self, engine: Engine) -> None:
         """Validate if no validation was due in this run."""

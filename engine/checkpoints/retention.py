@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ..distributed import Processes
@@ -93,6 +94,22 @@ class Retention:
     def drop(self, iteration: int) -> None:
         """Remove the entry of an iteration from the plan: a second, worse value in one iteration replaces the first."""
         self.planned = self._others(iteration)
+
+    def move(self, entry: Entry, to: Entry) -> Entry:
+        """Let a selected entry be that of a later iteration, since its state is taken there; returns the new one."""
+        self.planned = [to if one is entry else one for one in self._others(to.iteration)]
+        return to
+
+    @contextmanager
+    def selected_until_written(self, entry: Entry) -> Iterator[None]:
+        """Leave an entry selected if its write fails, for the run that continues there; in any other `restart` forgets it."""
+        planned = self.planned
+        try:
+            yield
+        except BaseException:
+            if entry not in self.written:
+                self.planned, self.selected = planned, entry
+            raise
 
     def _others(self, iteration: int) -> list[Entry]:
         return [one for one in self.planned if one.iteration != iteration]

@@ -70,16 +70,15 @@ class Feed:
 
         A training engine continues at the position of the previous run, but reads other data from its beginning.
         """
-        previous, self.source = self.source, source
+        previous, position, self.source = self.source, self.state_dict(), source
         self.epoch_end = self.made_with_other_data = 0
         same = previous is None or not training or self._continues_with(previous.of_user)
         if previous is None or not training:
             pass
         elif same:
-            if self.position is None:  # else the previous run made no iteration, and left it
-                self.position = previous.state_dict()
+            self.position = position  # also of a run that ended before its first epoch: the one that it was given
             source.loaded = previous.loaded and not previous.saved
-            self.made_with_other_data = self._made_before(self.position)
+            self.made_with_other_data = self._made_before(position)
             if previous.given is source.given and isinstance(source.data, Iterator):
                 source.take_over_iterator(previous)
         else:

@@ -14,6 +14,9 @@ MEASURE_RATES = -900
 LOG_HISTOGRAMS = -10
 """RECORD: what a handler logs comes in a log before the row of losses, whichever of the two is attached first."""
 
+COLLECT, HOLD = -20, 10
+"""PERSIST: a finished write is reported before anything else is written; the state to be saved after an error is held last."""
+
 HOLD_STATE = -30
 """PERSIST: a state is held before a checkpoint is written, which has the oldest one with it."""
 

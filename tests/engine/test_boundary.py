@@ -433,7 +433,7 @@ def test_a_stop_at_any_iteration_leaves_a_resumed_run_with_what_was_still_to_com
         assert digest(resumed.state_dict()) == digest(whole.state_dict())
 
 
-def test_a_stop_that_did_not_take_effect_in_a_run_is_forgotten_by_the_next() -> None:
+def test_a_stop_that_an_error_kept_from_taking_effect_does_so_in_the_next_run() -> None:
     engine = make_engine()
     engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate("early"))
 
@@ -444,7 +444,7 @@ def test_a_stop_that_did_not_take_effect_in_a_run_is_forgotten_by_the_next() -> 
         engine.run(make_data(4), max_epochs=1)
     assert engine.boundary.stops == {"user": "early"}
     state = engine.run(make_data(4), max_epochs=1)
-    assert (state.epoch, state.stop_reason, engine.boundary.stops) == (1, None, {})
+    assert (state.iteration, state.stop_reason, engine.boundary.stops) == (2, "early", {})
 
 
 # ---- preemption -----------------------------------------------------------------------------------------------------

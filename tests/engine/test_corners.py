@@ -94,7 +94,7 @@ def test_a_snapshot_of_a_nested_event_is_not_that_of_the_event_around_it(tmp_pat
     assert Checkpoint.load(file)["handlers"]["early_stopping"]["best"] is not None
 
 
-def test_what_was_decided_before_an_error_is_not_written_later_under_its_name(tmp_path: Path) -> None:
+def test_what_was_decided_before_an_error_is_written_as_the_run_continues(tmp_path: Path) -> None:
     engine = make_engine()
     engine.attach(Checkpoint(tmp_path, every="1ep", keep=9))
 
@@ -106,8 +106,10 @@ def test_what_was_decided_before_an_error_is_not_written_later_under_its_name(tm
     engine.run(make_data(2), max_epochs=3)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "checkpoint-epoch0001-iter00000002",
+        "checkpoint-epoch0002-iter00000004",
         "checkpoint-epoch0003-iter00000006",
     ]
+    assert Checkpoint.load(tmp_path / "checkpoint-epoch0002-iter00000004")["engine"]["iteration"] == 4
 
 
 def test_two_new_values_in_one_iteration_take_one_place_among_the_best(tmp_path: Path) -> None:

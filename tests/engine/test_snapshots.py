@@ -445,6 +445,28 @@ def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of
         Engine(Update.supervised(cross_entropy), model=nn.Linear(3, 2)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("taken", ["inside", "after"])
+def test_an_evaluation_with_a_state_of_its_own_begins_with_the_first_batch(taken: str) -> None:
+    evaluator, states = evaluator_of(make_engine()), list[dict[str, Any]]()
+
+    @evaluator.on(Events.ITERATION_COMPLETED(once=2), phase=Phase.PERSIST)
+    def stop(engine: Engine) -> None:
+        if taken == "inside":
+            engine.terminate("enough")
+            states.append(engine.state_dict())
+
+    expected = dict(evaluator.run(loader(shuffle=False)).metrics)
+    evaluator.detach(stop)
+    if taken == "after":
+        states.append(evaluator.state_dict())
+    else:
+        expected = dict(evaluator.run(loader(shuffle=False)).metrics)
+    evaluator.load_state_dict(states[0])
+    found = evaluator.run(loader(shuffle=False))
+    assert (found.epoch, found.iteration, found.stop_reason) == (1, BATCHES, None)
+    assert dict(found.metrics) == expected
+
+
 @pytest.mark.filterwarnings("ignore:W35")
 def test_loaded_weights_are_in_place_at_once_and_the_next_run_is_the_same() -> None:
     whole = make_engine(EMA(0.9), MixedPrecision("bf16"))

@@ -471,7 +471,7 @@ def test_a_run_saved_inside_a_window_goes_on_bit_for_bit(at: int, unsized: bool)
     assert_same(model, whole)
 
 
-def test_an_error_inside_a_window_discards_it() -> None:
+def test_an_error_between_two_batches_of_a_window_leaves_it_open() -> None:
     engine, gradients = counting_engine()
     engine.attach(GradientAccumulation(4))
 
@@ -481,9 +481,25 @@ def test_an_error_inside_a_window_discards_it() -> None:
     connection = engine.connect(Events.ITERATION_COMPLETED(once=2), fail)
     with pytest.raises(ArithmeticError):
         engine.run(VALUES, max_epochs=1)
-    assert engine.model.weight.grad is None
     connection.detach()
-    engine.run(VALUES, max_epochs=1)  # continues with the third batch, in a new window
+    engine.run(VALUES, max_epochs=1)  # continues with the third batch, in the same window
+    assert gradients == [2.5, 6.5, 9.5]
+
+
+def test_an_error_inside_a_window_discards_it_and_says_so() -> None:
+    engine, gradients = counting_engine()
+    engine.attach(GradientAccumulation(4))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    with engine.connect(Events.BACKWARD_COMPLETED(once=3), fail), pytest.raises(ArithmeticError):
+        engine.run(VALUES, max_epochs=1)
+    assert engine.model.weight.grad is None
+    with pytest.warns(
+        UserWarning, match="gradients of the 2 batches before it in the accumulation window .* discarded"
+    ):
+        engine.run(VALUES, max_epochs=1)  # makes the third batch again, in a new window
     assert gradients == [4.5, 8.5]
 
 
