@@ -26,7 +26,9 @@ from ._common.schedule_findings import ScheduledRun, schedule_findings
 from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
     base_of,
+    check_kind,
     given_argument,
+    kind_of_scheduler,
     missing_total,
     restore_rates,
     set_mode,
@@ -450,12 +452,19 @@ class LRScheduling(Handler):
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {
             "scheduler": scheduler and {key: value for key, value in scheduler.items() if not callable(value)},
+            "kind": self._kind,
             "total": self.total,
             "stepped": self.stepped,
             "monitor": self.monitor and self.monitor.state_dict(),
         } | ({} if self.warmup_scheduler is None else {"warmup": self.warmup_scheduler.state_dict()})
 
+    @property
+    def _kind(self) -> str | None:
+        """The classes of the schedulers; None before they are built."""
+        return None if self.scheduler is None else kind_of_scheduler(self.scheduler, self.warmup_scheduler)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_kind(self.name, state.get("kind"), self._kind)
         self.total, self.stepped, self._rate = state["total"], state["stepped"], None
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])

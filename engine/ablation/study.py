@@ -30,6 +30,7 @@ from .pruning import Halving, Pruned, Pruning
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
+from .shared import SharedError
 from .store import Store, StoreError
 from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
 from .trial import candidates, start, try_out
@@ -375,6 +376,8 @@ class Study:
                 with self._composed(self.seeds[1], usual) as (other, _):
                     self._identity.look_at(engine, other)
                 return
+            except SharedError:
+                raise
             except Exception:  # the runs of that seed will fail, and say why
                 pass
         self._identity.look_at(engine)
