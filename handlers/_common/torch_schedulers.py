@@ -22,6 +22,7 @@ __all__ = [
     "restore_rates",
     "set_mode",
     "step",
+    "takes_count",
     "takes_metric",
     "unwrap_step",
 ]
@@ -99,6 +100,11 @@ def missing_total(factory: Any) -> str | None:
         if parameter is not None and parameter.default in (inspect.Parameter.empty, None):
             return name
     return None
+
+
+def takes_count(scheduler: Any) -> bool:
+    """Whether a scheduler takes the number of steps or epochs as an argument, as timm's do, instead of counting them."""
+    return hasattr(scheduler, "step_update")
 
 
 def takes_metric(scheduler: Any) -> bool:

@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], Engine], Callable[[], Engine], str]] = {
     ),
     "a handler of another class": (
         lambda: _with(deep(), EMA(0.5, evaluate=False, name="average")),
-        lambda: _with(deep(), SWA(start=1, evaluate=False, name="average")),
+        lambda: _with(deep(), SWA(start=1, bn_batches=0, evaluate=False, name="average")),
         "handler 'average', which was a EMA and is a SWA here: KeyError: 'statistics_of'",
     ),
     "more groups": (
