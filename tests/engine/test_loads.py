@@ -35,7 +35,7 @@ class Renamed(nn.Module):
         super().__init__()
         self.name = "old" if before else "layer"
         setattr(self, self.name, nn.Linear(5, 1))
-        self.register_load_state_dict_pre_hook(self._rename)
+        self.register_load_state_dict_pre_hook(self._rename)  # type: ignore[no-untyped-call]
 
     def _rename(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for key in [key for key in state if key.startswith(f"{prefix}old.")]:
@@ -227,7 +227,7 @@ class Half(nn.Linear):
 
 
 def test_weights_that_the_last_module_refuses_change_none() -> None:
-    model = {"one": nn.Linear(5, 1), "two": Half(5, 1)}
+    model: dict[str, Any] = {"one": nn.Linear(5, 1), "two": Half(5, 1)}
     engine = Engine(Update.from_function(lambda engine, x: model["one"](x).sum(), SCHEDULED), model=model, seed=0)
     before = copy.deepcopy(engine.weights())
     given = {name: {key: value + 1 for key, value in state.items()} for name, state in before.items()}
@@ -241,7 +241,7 @@ def test_weights_that_the_last_module_refuses_change_none() -> None:
 
 
 def test_tensors_are_put_back_with_their_shapes_identities_and_kinds() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.LazyLinear(2))
+    model: Any = nn.Sequential(nn.BatchNorm1d(3), nn.LazyLinear(2))
     mean, weight, lazy = model[0].running_mean, model[0].weight, model[1].weight
     kept = ModuleTensors([model])
     model[0].running_mean = torch.ones(3)
