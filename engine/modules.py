@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from .update import Update, loss_module
 
@@ -146,7 +147,8 @@ def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str,
 def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """In which tensors two states of a module differ, with their shapes; empty if their names and shapes are the same."""
     shapes, others = (
-        {key: list(value.shape) for key, value in state.items() if isinstance(value, Tensor)} for state in (own, given)
+        {key: "?" if is_lazy(value) else list(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
+        for state in (own, given)
     )
     different = [key for key in {**shapes, **others} if shapes.get(key) != others.get(key)]
     named = [

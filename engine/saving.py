@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,19 @@ from .distributed.differences import for_rank, of_all, own_alone
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
 from .findings.resumption import check_complete, composition
+from .fit import check_parameters, parameter_names
 from .frozen import fill_in
-from .modules import bare_name, differences, unwrapped
+from .loads import ModuleTensors, OptimizerParts, load_each, naming, refusal
+from .modules import unwrapped
+from .optimizers import optimizers_of
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
+from .regions import note_problems
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .update import UpdateState
 
-__all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back", "spread_over"]
+__all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back"]
 
 FORMAT = 1
 
@@ -41,20 +45,12 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         alone: Whether each rank gets its own state, without communication.
     """
     taken = partial(copied, tensor=_itself) if at_once else copied
-    position = engine.state.state_dict() | engine.boundary.state_dict()
     own = {
         "format": FORMAT,
-        "engine": position
-        | {
-            "seed": engine.seed,
-            "fired": engine.signals.state_dict(),
-            "metrics": taken(engine.state.metrics.state_dict()),
-        },
+        **_beside_weights(engine, taken),
         "modules": {name: taken(root.state_dict()) for name, root in engine.modules.items()},
         "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
-        "handlers": {name: taken(state) for name, state in engine.handlers.state_dict().items()},
         "data": taken(engine.feed.state_dict()),
-        "random": packed(random_state()),
         "composition": composition(engine),
     }
     if alone:
@@ -66,16 +62,34 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
     return of_all(own, engine.processes)
 
 
+def _beside_weights(engine: Engine, taken: Callable[[Any], Any]) -> dict[str, Any]:
+    """What has a state besides the modules, the optimizers and the data."""
+    position = engine.state.state_dict() | engine.boundary.state_dict()
+    return {
+        "engine": position
+        | {
+            "seed": engine.seed,
+            "fired": engine.signals.state_dict(),
+            "metrics": taken(engine.state.metrics.state_dict()),
+        },
+        "handlers": {name: taken(state) for name, state in engine.handlers.state_dict().items()},
+        "random": packed(random_state()),
+    }
+
+
 def put_back(
     engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str], resumes: bool = True
-) -> dict[str, Any] | None:
-    """Restore a loaded state in place; returns the position in the data.
+) -> Mapping[str, Any]:
+    """Restore a loaded state in place, and return this rank's part of it: its data and its past are for the caller.
 
     Args:
         engine: The engine.
         saved: The state.
         allowed: Handlers that may be in only one of the two.
         resumes: Whether the run continues where the state was taken; otherwise it begins with the first batch.
+
+    Raises:
+        ValueError: for a state that does not fit. Then everything is as it was before.
     """
     saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
@@ -83,22 +97,75 @@ def put_back(
         engine.feed.check_extent(saved)
     parameters = (p for root in engine.modules.values() for p in root.parameters())
     saved = read_shards(saved, parameters=parameters, device=engine.device)
-    for name, root in engine.modules.items():
-        if name in saved["modules"]:  # a loss whose parameters only an optimizer held is among the update's own
-            root.load_state_dict(spread_over(root, saved["modules"][name]))
-    for update in engine.updates:
-        _put_update_back(engine, update, saved["updates"][update.name])
-    engine.handlers.load_state_dict({name: copied(state) for name, state in saved["handlers"].items()})
-    position = saved["engine"] | ({} if resumes else _BEGINNING)
+    if not resumes:
+        saved = {**saved, "engine": saved["engine"] | _BEGINNING, "data": None}
+    undo = _undo(engine)
+    try:
+        # A loss whose parameters only an optimizer held is among the update's own.
+        load_each({root: saved["modules"][name] for name, root in engine.modules.items() if name in saved["modules"]})
+        for update in engine.updates:
+            with naming(f"update {update.name!r}"):
+                _put_update_back(engine, update, saved["updates"][update.name])
+        for name, state in saved["handlers"].items():
+            with naming(f"handler {_described(engine, name, saved)}"):
+                engine.handlers.load_state_dict({name: copied(state)})
+        with naming("its position"):
+            _put_position_back(engine, saved)
+    except BaseException as error:
+        note_problems(undo(), error)
+        raise
+    return saved
+
+
+def _undo(engine: Engine) -> Callable[[], list[BaseException]]:
+    """What puts everything back as it is now, and returns what cannot be; windows are discarded after an error."""
+    modules = ModuleTensors(engine.modules.values())
+    optimizers = OptimizerParts(one for update in engine.updates for one in optimizers_of(update.optimizer))
+    steps = [(update, update.steps) for update in engine.updates]
+    names = _names(engine)
+    own = [(p, p.detach().clone()) for update in engine.updates for p in update.parameters if p not in names]
+    before = _beside_weights(engine, copied)
+
+    def put_updates_back() -> None:
+        optimizers.put_back()
+        for update, count in steps:
+            update.steps = count
+            update.discard()
+            update.window.filled = 0
+        with torch.no_grad():
+            for parameter, value in own:
+                parameter.copy_(value)
+
+    def undo() -> list[BaseException]:
+        acts: list[Callable[[], object]] = [modules.put_back]
+        acts += [partial(engine.handlers.load_state_dict, {name: state}) for name, state in before["handlers"].items()]
+        acts += [put_updates_back, partial(_put_position_back, engine, before)]  # handlers may have changed rates
+        problems: list[BaseException] = []
+        for act in acts:
+            try:
+                act()
+            except Exception as problem:
+                problems.append(problem)
+        return problems
+
+    return undo
+
+
+def _described(engine: Engine, name: str, saved: Mapping[str, Any]) -> str:
+    """A handler by its name, with its class where that was another one."""
+    then = saved.get("composition", {}).get("handlers", {}).get(name)
+    here = type(engine.handlers[name]).__name__ if name in engine.handlers else then
+    return repr(name) if then in (None, here) else f"{name!r}, which was a {then} and is a {here} here"
+
+
+def _put_position_back(engine: Engine, saved: Mapping[str, Any]) -> None:
+    position = saved["engine"]
     engine.state.load_state_dict(position)
     engine.boundary.load_state_dict(position)
-    engine.past.load_state_dict(saved.get("past", {}))
     engine.seed = position["seed"]
     engine.state.metrics.load_state_dict(copied(position["metrics"]))
     engine.signals.load_state_dict(position["fired"])
     set_random_state(saved["random"])
-    data: dict[str, Any] | None = saved["data"] if resumes else None
-    return data
 
 
 _BEGINNING: dict[str, Any] = {"epoch": 0, "iteration": 0, "epoch_start": 0, "epoch_open": False, "stop_reason": None,
@@ -107,14 +174,27 @@ _BEGINNING: dict[str, Any] = {"epoch": 0, "iteration": 0, "epoch_start": 0, "epo
 
 def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any]) -> None:
     update.steps = part["steps"]
-    if update.optimizer is not None and part["optimizer"] is not None:
-        update.optimizer.load_state_dict(_spread_over(update.parameters, copied(part["optimizer"])))
+    _put_optimizer_back(update, part["optimizer"])
     update.discard()
     update.window.filled = 0
     with torch.no_grad():
         for index, value in part["own_parameters"].items():
             update.parameters[index].copy_(value)
-    window = part["window"]
+    _put_window_back(engine, update, part["window"])
+
+
+def _put_optimizer_back(update: UpdateState, state: Any) -> None:
+    if update.optimizer is None or state is None:
+        return
+    before = [dict(group) for group in update.optimizer.param_groups]
+    update.optimizer.load_state_dict(_spread_over(update.parameters, copied(state)))
+    # What a schedule of this run has added, such as `max_lr`, is not in the state of a run without it.
+    for group, own in zip(update.optimizer.param_groups, before, strict=False):
+        for key, value in own.items():
+            group.setdefault(key, value)
+
+
+def _put_window_back(engine: Engine, update: UpdateState, window: Mapping[str, Any] | None) -> None:
     if window is None:
         return
     if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
@@ -210,14 +290,6 @@ def _for_new_world_size(saved: Mapping[str, Any], before: int, engine: Engine) -
     return dict(saved) | {"engine": position, "data": data, "updates": updates, "random": random}
 
 
-def spread_over(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state, sharded like the module."""
-    own, spread = root.state_dict(), copy.copy(state)  # a copy keeps the metadata
-    for key, value in state.items():
-        spread[key] = spread_like(value, own.get(key))
-    return spread
-
-
 def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state, in which tensors of the shape of their parameter are sharded like it.
 
@@ -281,12 +353,6 @@ def _names(engine: Engine) -> dict[Tensor, str]:
     return {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
 
 
-def _parameter_names(engine: Engine, update: UpdateState, modules: Container[str]) -> list[str]:
-    """The names of an optimizer's parameters, which it saves by position; empty for one of none of these modules."""
-    names = {p: name for p, name in _names(engine).items() if name.partition(".")[0] in modules}
-    return [names.get(p, "") for p in update.parameters]
-
-
 def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], Any]) -> dict[str, Any]:
     optimizer, names = update.optimizer, _names(engine)
     window = None
@@ -300,7 +366,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),
         "kind": update.kind,
-        "parameters": _parameter_names(engine, update, engine.modules),
+        "parameters": parameter_names(engine, update, engine.modules),
         # Parameters of no module, such as a learned temperature, are saved here only.
         "own_parameters": {i: taken(p) for i, p in enumerate(update.parameters) if p not in names},
         "window": window,
@@ -330,25 +396,10 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
             )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
     for name in modules:
-        root = engine.modules[name]
-        if different := differences(root.state_dict(), saved["modules"][name]):
+        if different := refusal(engine.modules[name], saved["modules"][name]):
             raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
     for update in engine.updates:
-        part = saved["updates"][update.name]
-        part_names = part["parameters"]
-        if part["optimizer"] is None or update.optimizer is None:
-            continue  # one side has no optimizer: nothing to compare
-        names = _parameter_names(engine, update, saved["modules"])
-        kind = update.kind
-        if part["kind"] != kind:
-            raise ValueError(
-                f"the loaded state does not fit: update {update.name!r} was optimized by {part['kind']}, here by {kind}"
-            )
-        if [*map(bare_name, part_names)] != [*map(bare_name, names)]:
-            raise ValueError(
-                f"the loaded state does not fit: update {update.name!r} optimized {part_names}, "
-                f"here it optimizes {names}"
-            )
+        check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
 
 
 _ATOMS = {bool, bytes, float, int, str, NoneType}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .acts import Override
 from .copies import Copies, Copy
@@ -21,10 +22,12 @@ from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
 from .frozen import fill_in, leave_out, without
-from .modules import differences, unwrapped
+from .loads import load_modules, refusal
+from .modules import unwrapped
 from .optimizer_modes import weights_to_evaluate
 from .part import Part
-from .saving import FORMAT, check_fit, copied, gather, put_back, spread_over
+from .saving import FORMAT, check_fit, copied, gather, put_back
+from .setup import check_initialised
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -59,6 +62,7 @@ class Snapshots(Part):
         self._allowed: frozenset[str] = frozenset()
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
+        self._in_place: dict[str, Any] = {}  # those, as far as the modules have them as they are in the state
         self._changed = False  # whether the loaded weights were changed before the run
         self._tried = False  # whether a state of this run was found to be one that can be loaded
         self._accepting = False  # whether a state may be loaded though the run has begun
@@ -202,36 +206,41 @@ class Snapshots(Part):
             self.load_weights(state)  # its position and its handlers are those of the training
             return
         check_complete(state, "load_state_dict()")
+        if not self.engine.running:
+            if not self.engine.signal(Events.MODEL_SETUP).receivers:  # which may call the model with a first batch
+                check_initialised(self.engine, "load_state_dict()")
+            state = self._with_shards(state)
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
         self.engine.handlers.drop_held_states()
         if not self.engine.running:
             self._put_weights_in_place(state)
 
+    def _with_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state with its sharded tensors, whole, unless the run will read this rank's shards alone."""
+        engine = self.engine
+        joins = any(Override.PROCESS_GROUP in engine.overrides.owned_by(one) for one in engine.handlers)
+        if SHARDS not in state or joins or any(is_sharded(p) for p in _parameters(engine)):
+            return state
+        return read_shards(state, parameters=(), device=torch.device("cpu"))
+
     def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
         """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
-        state = unwrapped(self.engine.modules, state)
+        engine = self.engine
+        if SHARDS in state or any(is_sharded(p) or p.is_meta or is_lazy(p) for p in _parameters(engine)):
+            return  # the run puts them in place
+        state = unwrapped(engine.modules, state)
         try:
-            state = fill_in(self.engine.modules, state, "load_state_dict()")
+            state = fill_in(engine.modules, state, "load_state_dict()")
         except ValueError:
             return  # the base may be loaded at MODEL_SETUP
-        roots, saved = self.engine.modules, state.get("modules", {})
-        if SHARDS in state and any(
-            Override.PROCESS_GROUP in self.engine.overrides.owned_by(one) for one in self.engine.handlers
-        ):
-            return  # the run reads this rank's shards alone
-        for name, root in roots.items():
-            own = root.state_dict()
-            if any(is_sharded(p) or p.device.type == "meta" for p in root.parameters()) or differences(
-                own, saved.get(name, {})
-            ):
-                return
+        roots, saved = engine.modules, state["modules"]
+        if any(name not in saved or refusal(root, saved[name]) for name, root in roots.items()):
+            return
         before = {name: _on_cpu(root.state_dict()) for name, root in roots.items()}
-        parameters = (p for root in roots.values() for p in root.parameters())
-        part = {key: state[key] for key in ("modules", SHARDS) if key in state}
-        weights = read_shards(part, parameters=parameters, device=self.engine.device)["modules"]
-        for name, root in roots.items():
-            root.load_state_dict(weights[name])
+        load_modules({root: saved[name] for name, root in roots.items()})
+        # A module whose load changes values cannot be compared with them.
+        self._in_place = {name: saved[name] for name, root in roots.items() if not _differ(root, saved[name])}
         if self._before is None:
             self._before = before
 
@@ -240,11 +249,11 @@ class Snapshots(Part):
         before, self._before = self._before, None
         if before is None or self._loaded is None:
             return
-        loaded = unwrapped(self.engine.modules, self._loaded)["modules"]
         for name, root in self.engine.modules.items():
-            self._changed = self._changed or _differ(root, loaded.get(name, {}))
-            if not differences(root.state_dict(), before[name]):
+            self._changed = self._changed or _differ(root, self._in_place.get(name, {}))
+            if not refusal(root, before[name]):
                 root.load_state_dict(before[name])
+        self._in_place = {}
 
     def loaded_state_of(self, handler: str) -> Mapping[str, Any] | None:
         """The state of a handler that was loaded, and is put in place at the next run; None without one."""
@@ -273,9 +282,10 @@ class Snapshots(Part):
             return False
         engine.unfinished.reset()
         seed = engine.seed
-        engine.past.reset()  # its states are those of another run
         # An evaluation has no position to return to: it measures all of its data.
-        position = put_back(engine, loaded, allowed=self._allowed, resumes=engine.training)
+        saved = put_back(engine, loaded, allowed=self._allowed, resumes=engine.training)
+        engine.past.reset()  # its states are those of another run
+        engine.past.load_state_dict(saved.get("past", {}))
         if engine.training:
             report_resume(engine, loaded, self._allowed, seed)
             if self._changed:
@@ -290,7 +300,7 @@ class Snapshots(Part):
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
         self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
-        engine.feed.load(position, engine.seed)
+        engine.feed.load(saved["data"], engine.seed)
         engine.signals.rewind(engine)
         return True
 
@@ -339,12 +349,13 @@ class Snapshots(Part):
         """Do at the boundary what `restore` has asked for."""
         engine, reached = self.engine, self.engine.state.iteration
         try:
-            position = put_back(engine, saved, allowed=allowed)
+            saved = put_back(engine, saved, allowed=allowed)
         except RuntimeError as error:
             if engine.processes.distributed:
                 error.add_note("rewind() and restore() have to be called on all ranks, in the same iteration")
             raise
-        engine.feed.begin_again_at(position, engine.seed)
+        engine.past.load_state_dict(saved.get("past", {}))
+        engine.feed.begin_again_at(saved["data"], engine.seed)
         engine.past.went_back(reached, saved)
         engine.signals.rewind(engine)
         engine.boundary.reconsider_stop()
@@ -373,8 +384,7 @@ class Snapshots(Part):
                 f"load_weights({weights!r}): expected weights; of a file, load_weights(Checkpoint.load({weights!r}))"
             )
         engine, given = self.engine, weights if "format" in weights else {}
-        parameters = (p for root in engine.modules.values() for p in root.parameters())
-        weights = read_shards(weights, parameters=parameters, device=engine.device)
+        weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         saved = unwrapped(engine.modules, {**given, "modules": weights})
         weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
@@ -388,10 +398,9 @@ class Snapshots(Part):
             wanted = ", ".join(f"{name!r}: {name}.state_dict()" for name in sorted(modules))
             raise ValueError(f"load_weights(): weights of {listed(sorted(weights))}; write load_weights({{{wanted}}})")
         for name, root in modules.items():
-            if different := differences(root.state_dict(), weights[name]):
+            if different := refusal(root, weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")
-        for name, root in modules.items():
-            root.load_state_dict(spread_over(root, weights[name]))
+        load_modules({root: weights[name] for name, root in modules.items()})
         report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
@@ -406,6 +415,10 @@ class Snapshots(Part):
         """Forget what was loaded."""
         self._loaded = self._before = None
         self.begin_lineage(None)
+
+
+def _parameters(engine: Engine) -> Iterator[nn.Parameter]:
+    return (parameter for root in engine.modules.values() for parameter in root.parameters())
 
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:

@@ -26,11 +26,14 @@ from ._common.schedule_findings import ScheduledRun, schedule_findings
 from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
     base_of,
+    check_kind,
     given_argument,
+    kind_of_scheduler,
     missing_total,
     restore_rates,
     set_mode,
     step,
+    takes_count,
     takes_metric,
     unwrap_step,
 )
@@ -135,6 +138,7 @@ class LRScheduling(Handler):
         self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self._optimizer: Any = None
+        self._loaded = False  # whether the scheduler goes on from a saved one
         self._rate: Any = None  # of the first group, after the last step
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
@@ -157,6 +161,7 @@ class LRScheduling(Handler):
         optimizer = update.optimizer
         assert optimizer is not None
         if self.scheduler is not None and getattr(self.scheduler, "optimizer", optimizer) is optimizer:
+            self._loaded = True  # it continues
             self.check_total(engine)
             return
         self.stepped = 0
@@ -186,7 +191,7 @@ class LRScheduling(Handler):
                 self.warmup_scheduler = self._build_warmup(optimizer)
         finally:
             unwrap_step(optimizer)
-        self._optimizer, self._rate = optimizer, None
+        self._optimizer, self._rate, self._loaded = optimizer, None, False
 
     def _build_warmup(self, optimizer: Optimizer) -> LRScheduler:
         assert self.warmup is not None
@@ -216,7 +221,7 @@ class LRScheduling(Handler):
                 f"{self.name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the "
                 f"factory returned a {kind}; omit monitor="
             )
-        if _takes_count(scheduler):
+        if takes_count(scheduler):
             if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
                 raise ValueError(
                     f"{self.name!r}: the {kind} does not save its state; give torch's ReduceLROnPlateau and monitor="
@@ -233,9 +238,13 @@ class LRScheduling(Handler):
                 )
         return scheduler
 
-    @on(Events.CHECKPOINT_LOADED, reads=["step", "window", "bounds"], writes=[])
+    @on(Events.CHECKPOINT_LOADED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
     def check_total(self, engine: Engine) -> None:
-        """Raise an error if the run exceeds the number of steps that the scheduler was built for."""
+        """Build a schedule that the loaded state does not have; raise an error if the run exceeds the steps of one."""
+        if engine.state.iteration and not self._loaded:  # as a plain loop builds it, with the optimizer as it is now
+            self.scheduler = None
+            self.build(engine)
+            return
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
@@ -323,7 +332,7 @@ class LRScheduling(Handler):
 
     def _step_scheduler(self, scheduler: Any, stepped: int) -> None:
         """Make the scheduler's step with this number, counted from 1."""
-        if _takes_count(scheduler):
+        if takes_count(scheduler):
             count = stepped * int(self.every.value)
             (scheduler.step if self.every.unit == "ep" else scheduler.step_update)(count)
         else:
@@ -450,30 +459,31 @@ class LRScheduling(Handler):
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {
             "scheduler": scheduler and {key: value for key, value in scheduler.items() if not callable(value)},
+            "kind": self._kind,
             "total": self.total,
             "stepped": self.stepped,
             "monitor": self.monitor and self.monitor.state_dict(),
         } | ({} if self.warmup_scheduler is None else {"warmup": self.warmup_scheduler.state_dict()})
 
+    @property
+    def _kind(self) -> str | None:
+        """The classes of the schedulers; None before they are built."""
+        return None if self.scheduler is None else kind_of_scheduler(self.scheduler, self.warmup_scheduler)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_kind(self.name, state.get("kind"), self._kind)
+        self._loaded = state["scheduler"] is not None
         self.total, self.stepped, self._rate = state["total"], state["stepped"], None
         if self.monitor is not None:
             self.monitor.load_state_dict(state["monitor"])
         if state["scheduler"] is None:
-            if (
-                self.scheduler is not None and self.engine is not None
-            ):  # restart from the optimizer's initial learning rate
+            if self.scheduler is not None and self.engine is not None:  # from the optimizer's initial learning rate
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = self.warmup_scheduler = None
         else:
             self.scheduler.load_state_dict(state["scheduler"])
             if self.warmup_scheduler is not None and "warmup" in state:
                 self.warmup_scheduler.load_state_dict(state["warmup"])
-
-
-def _takes_count(scheduler: Any) -> bool:
-    """Whether a scheduler takes the number of steps or epochs as an argument, as timm's do, instead of counting them."""
-    return hasattr(scheduler, "step_update")
 
 
 def _stand_in() -> Optimizer:

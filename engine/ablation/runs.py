@@ -39,6 +39,7 @@ from signalfire.randomness import unchanged_random_state
 from signalfire.state import as_numbers
 
 from .results import MOST_POINTS
+from .shared import Left, SharedError, check_new, check_not_left
 
 __all__ = [
     "Build",
@@ -128,6 +129,7 @@ def compose(
     Raises:
         TypeError: if ``build`` returns anything else.
         ValueError: if the engine has another seed.
+        SharedError: if it has a handler, a model or anything else that an earlier run of the study had.
     """
     seed_everything(seed)
     built = build(seed)
@@ -146,6 +148,8 @@ def compose(
         raise ValueError(
             f"build({seed}) returned an engine with seed={engine.seed}; build it with Engine(..., seed=seed)"
         )
+    check_new(engine, f"build({seed})")
+    check_not_left(engine, f"build({seed})")
     if streams is not None:
         engine.streams = streams
     if not files:
@@ -167,6 +171,7 @@ def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handl
         handler = factory()
     if not isinstance(handler, Handler):
         raise TypeError(f"the factory of the alternative to {name!r} returned {handler!r}; expected a Handler")
+    check_new(handler, f"the factory of the alternative to {name!r}")
     engine.detach(name)
     engine.attach(handler)
     return handler
@@ -185,7 +190,7 @@ def _end_after(engine: Engine, epoch: int) -> None:
 
 
 def make(task: Task) -> Outcome:
-    """Make a run in this process; an error it raises becomes part of the outcome."""
+    """Make a run in this process; an error it raises becomes part of the outcome, but for a `SharedError`."""
     with _run_lock, unchanged_random_state(), one_thread():
         memory = _Memory()
         engine: Engine | None = None
@@ -194,7 +199,8 @@ def make(task: Task) -> Outcome:
         predictions: dict[str, Any] | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
-            begins = beginnings_of(engine)
+            begins, left = beginnings_of(engine), Left(engine)
+            engine.connect(Events.STARTED, lambda engine, left=left: left.started())
             history = _History(engine)
             for name in task.off:
                 engine.handlers[name].enabled = False
@@ -205,10 +211,15 @@ def make(task: Task) -> Outcome:
             if task.until is not None:
                 _end_after(engine, task.until)
             began = time.perf_counter()
-            with contextlib.suppress(_EpochReached):
-                run(engine)
+            try:
+                with contextlib.suppress(_EpochReached):
+                    run(engine)
+            finally:
+                left.note()
             if task.predict is not None:
                 predictions = task.predict(engine)
+        except SharedError:  # of the study, and not of this run
+            raise
         except (Exception, SystemExit):
             # Addresses of objects differ from process to process.
             error = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x...", traceback.format_exc())

@@ -30,6 +30,7 @@ from .pruning import Halving, Pruned, Pruning
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
+from .shared import SharedError
 from .store import Store, StoreError
 from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
 from .trial import candidates, start, try_out
@@ -148,15 +149,13 @@ class Study:
         self.prune = prune
         self.store = Store(store)
         self.handlers = None if handlers is None else check_handlers("Study", handlers)
-        self.own_run = run
         if streams is not None:
             check_choice(self, "streams", streams, ("shared", "separate"))
         self.streams: Literal["shared", "separate"] | None = streams
-        self.files = check_bool(self, "files", files)
+        self.own_run, self.files = run, check_bool(self, "files", files)
         self.config = dict(config or {})
         self._identity = Identity(build, run, self.config, streams, is_stored=store is not None)
-        self.task = ""
-        self.scores = check_scores(scores, builds)
+        self.task, self.scores = "", check_scores(scores, builds)
         self.tasks: Mapping[str, Study] = {name: self._of_task(name, one) for name, one in builds.items()}
 
     @property
@@ -375,8 +374,9 @@ class Study:
                 with self._composed(self.seeds[1], usual) as (other, _):
                     self._identity.look_at(engine, other)
                 return
-            except Exception:  # the runs of that seed will fail, and say why
-                pass
+            except Exception as error:  # the runs of that seed will fail, and say why
+                if isinstance(error, SharedError):
+                    raise
         self._identity.look_at(engine)
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:

@@ -57,14 +57,15 @@ class JointSchedule:
                     "torch's schedulers here"
                 )
             schedulers.append(scheduler)
-        return JointScheduler(optimizer, schedulers)
+        return JointScheduler(optimizer, schedulers, names=tuple(self.factories))
 
 
 class JointScheduler:
     """The schedulers of several optimizers that step together."""
 
-    def __init__(self, optimizer: JointOptimizer, schedulers: list[Any]) -> None:
+    def __init__(self, optimizer: JointOptimizer, schedulers: list[Any], *, names: tuple[str, ...]) -> None:
         self.optimizer = optimizer
+        self.names = names
         self._schedulers = schedulers
 
     def step(self) -> None:

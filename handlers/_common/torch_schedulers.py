@@ -15,11 +15,14 @@ from signalfire.optimizers import optimizers_of
 
 __all__ = [
     "base_of",
+    "check_kind",
     "given_argument",
+    "kind_of_scheduler",
     "missing_total",
     "restore_rates",
     "set_mode",
     "step",
+    "takes_count",
     "takes_metric",
     "unwrap_step",
 ]
@@ -47,6 +50,25 @@ def given_argument(factory: Any, name: str) -> Any:
             return factory.keywords[name]
         factory = factory.func
     return None
+
+
+def kind_of_scheduler(scheduler: Any, warmup: Any = None) -> str:
+    """The name of a scheduler's class, with those of its parts, such as "SequentialLR(LinearLR, StepLR)"."""
+    names = getattr(scheduler, "names", None)  # of the optimizers that are scheduled together
+    parts = [kind_of_scheduler(one) for one in getattr(scheduler, "_schedulers", None) or ()]
+    parts = [f"{name}={part}" for name, part in zip(names, parts, strict=True)] if names else parts
+    kind = f"{type(scheduler).__name__}({', '.join(parts)})" if parts else type(scheduler).__name__
+    return kind if warmup is None else f"{kind} with the warm-up {kind_of_scheduler(warmup)}"
+
+
+def check_kind(name: str, then: str | None, here: str | None) -> None:
+    """Raise ValueError for the saved state of another schedule. States of 0.2 and before do not say which one it is of."""
+    if then is not None and here is not None and then != here:
+        raise ValueError(
+            f"the schedule of {name!r} was a {then} and is a {here} here: give it the schedule of the saved run; to go on with "
+            "another one from where that run stood, give the handler another name, as in LRScheduling(..., name='next'), and "
+            f"write load_state_dict(state, allow=[{name!r}, 'next'])"
+        )
 
 
 def set_mode(scheduler: ReduceLROnPlateau, mode: Literal["min", "max"]) -> None:
@@ -78,6 +100,11 @@ def missing_total(factory: Any) -> str | None:
         if parameter is not None and parameter.default in (inspect.Parameter.empty, None):
             return name
     return None
+
+
+def takes_count(scheduler: Any) -> bool:
+    """Whether a scheduler takes the number of steps or epochs as an argument, as timm's do, instead of counting them."""
+    return hasattr(scheduler, "step_update")
 
 
 def takes_metric(scheduler: Any) -> bool:

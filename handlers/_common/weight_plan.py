@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from signalfire.loads import spread_over
 from signalfire.markup import preformatted
 from signalfire.modules import Modules
-from signalfire.saving import spread_over
 from signalfire.weights import WeightFile, plain_name
 
 from .parameters import matches

@@ -267,11 +267,13 @@ def test_groups_that_are_not_equal_or_shard_nothing_are_refused(replicas: int) -
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def part(folder: Path, size: int, epochs: int, load: bool = False, replicas: int = 1, **options: Any) -> Any:
+def part(
+    folder: Path, size: int, epochs: int, load: bool = False, replicas: int = 1, sharded: bool = True, **options: Any
+) -> Any:
     """A part of a run, with averages and best weights in its state."""
     engine = make(
         EMA(0.5), EarlyStopping("loss_seen", mode="min", patience=100, restore_best=True),
-        FullyShardedDataParallel(replicas=replicas),
+        *([FullyShardedDataParallel(replicas=replicas)] if sharded else []),
         Checkpoint(folder, keep=2, **options),
     )  # fmt: skip
 
@@ -307,6 +309,18 @@ def test_a_checkpoint_moves_from_two_processes_to_one_and_to_three(tmp_path: Pat
         for found, expected in zip(three[:3], whole[:3], strict=True):
             assert_close(found, expected)
         assert three[3] == whole_kept(6)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_goes_on_in_one_without_the_handler(tmp_path: Path) -> None:
+    whole = part(tmp_path / "whole", 12, 4, sharded=False)
+    together(2, part, tmp_path / "moving", 6, 2)
+    engine = make(EMA(0.5))
+    engine.load_state_dict(Checkpoint.load(tmp_path / "moving"), allow=["early_stopping", "checkpoint"])
+    assert not any(p.is_meta for p in (*engine.model.parameters(), *engine.weights()["model"].values()))
+    one = part(tmp_path / "moving", 12, 4, load=True, sharded=False)
+    for found, expected in zip(one[:3], whole[:3], strict=True):
+        assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -887,3 +887,84 @@ def test_a_warm_up_of_another_schedule_is_refused() -> None:
     engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
     with pytest.raises(TypeError, match=r"the warm-up .* is no scheduler that is stepped after optimizer steps"):
         engine.run(kit.batches(4), max_epochs=1)
+
+
+# ---- resuming with another schedule ---------------------------------------------------------------------------------
+
+
+def chained(then: Factory) -> Factory:
+    return lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), then(optimizer)], milestones=[2]
+    )
+
+
+REPLACED: dict[str, tuple[Factory, Factory, str]] = {
+    "by one that needs other options": (
+        partial(CosineAnnealingLR, T_max=20),
+        partial(OneCycleLR, max_lr=0.1, total_steps=20),
+        "was a CosineAnnealingLR and is a OneCycleLR here: give it the schedule of the saved run",
+    ),
+    "by one that takes any state": (
+        lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
+        partial(StepLR, step_size=2),
+        "was a LambdaLR and is a StepLR here",
+    ),
+    "in a part": (
+        chained(partial(StepLR, step_size=2)),
+        chained(partial(ExponentialLR, gamma=0.5)),
+        r"was a SequentialLR\(LinearLR, StepLR\) and is a SequentialLR\(LinearLR, ExponentialLR\) here",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.filterwarnings("ignore:C06")  # the runs are shorter than their schedules
+def test_a_schedule_of_another_class_is_refused_before_anything_is_changed(how: str) -> None:
+    saved, here, message = REPLACED[how]
+    first = plain_engine(LRScheduling(saved))
+    first.run(batches(4), max_epochs=1)
+    engine = plain_engine(LRScheduling(here))
+    weights = {key: value.clone() for key, value in engine.model.state_dict().items()}
+    engine.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=message):
+        engine.run(batches(4), max_epochs=2)
+    assert_same(dict(engine.model.state_dict()), weights)
+    assert engine.updates[0].steps == engine.state.iteration == 0
+    assert_same_rates(engine, plain_engine(LRScheduling(here)))
+
+
+def plain_engine(handler: LRScheduling) -> Engine:
+    engine = Engine(Update.supervised(nn.functional.mse_loss, partial(SGD, lr=0.1)), model=network(), seed=0)
+    engine.attach(handler)
+    return engine
+
+
+def assert_same_rates(engine: Engine, other: Engine) -> None:
+    """Both make a run with the same rates."""
+    engine.snapshots.reset()
+    found = []
+    for one in (engine, other):
+        rates: list[float] = []
+        one.connect(
+            Events.OPTIMIZER_STEP_STARTED,
+            lambda engine, rates=rates: rates.append(engine.updates[0].optimizer.param_groups[0]["lr"]),
+        )
+        one.run(batches(4), max_epochs=1)
+        found.append(rates)
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:C06")
+def test_under_another_name_a_new_schedule_continues_a_saved_run() -> None:
+    first = plain_engine(LRScheduling(partial(StepLR, step_size=1, gamma=0.5)))
+    first.run(batches(4), max_epochs=1)
+    engine = plain_engine(LRScheduling(partial(OneCycleLR, max_lr=0.1, total_steps=20), name="next"))
+    engine.load_state_dict(first.state_dict(), allow=["lr_scheduling", "next"])
+    engine.run(batches(4), max_epochs=2)
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    assert engine.updates[0].optimizer is not None
+    assert engine.updates[0].optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

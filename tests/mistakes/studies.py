@@ -39,12 +39,6 @@ def a_build_that_ignores_its_seed(right: bool) -> None:
 
 
 @mistake("W82")
-def a_model_that_all_runs_of_a_study_train(right: bool) -> None:
-    model = nn.Linear(5, 1)
-    studied(lambda seed: composed(seed, nn.Linear(5, 1) if right else model, batches(4)))
-
-
-@mistake("W82")
 def data_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
     inputs, targets = batches(1)[0]
     data = DataLoader(TensorDataset(inputs, targets), batch_size=2)

@@ -111,6 +111,7 @@ def test_what_such_a_checkpoint_holds_is_put_in_place_bit_for_bit(tmp_path: Path
     with pytest.warns(UserWarning, match="nothing to do"):
         engine.run(data, max_iters=SAVED_AT)
     put_in_place = engine.state_dict()
+    assert put_in_place["handlers"]["lr_scheduling"].pop("kind") == "OneCycleLR"  # which that version did not save
     for part in ("modules", "updates", "handlers"):
         assert flat(put_in_place[part]) == flat(saved[part]), part
 
