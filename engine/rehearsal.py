@@ -43,8 +43,8 @@ _OFF = {
 }  # fmt: skip
 """Who overrides one of these is disabled: rates are set here, losses may well rise, and averages are not used."""
 
-_OF_RESUMES = ("W31", "W32", "W34", "W35")
-"""Findings about a loaded state: the run that resumes from it is yet to come."""
+_NOT_HERE = ("W15", "W31", "W32", "W34", "W35", "W84")
+"""Findings about weights that are put back, and about a loaded state: the run that it concerns is yet to come."""
 
 _BESIDE = {Override.FILE, Override.RECEIVER_CALLS, Override.EVALUATION_DATA, Override.TRIAL}
 """What may be overridden without an effect on the step."""
@@ -93,7 +93,7 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             off = _not_of_the_step(engine) if engine.training else engine.handlers.writers()
             stack.enter_context(engine.without(*off))
             stack.enter_context(_without_recording_functions(engine))
-            stack.enter_context(allow(*_OF_RESUMES))
+            stack.enter_context(allow(*_NOT_HERE))
             try:
                 interrupts.release()
                 yield
