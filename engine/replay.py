@@ -249,7 +249,7 @@ class Replay:
 
     def _continue(self, state: Mapping[str, Any], until: int) -> None:
         """Run from a state up to an iteration."""
-        self.engine.load_state_dict(state)
+        self.engine.snapshots.load_state_dict(state, goes_back=True)
         self.engine.run(self._data, max_iters=until, epoch_length=self._given_length, check=False)
 
     @property

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .blame import warn
+from .changeable import Unsaved, buffer_names
 from .connection import Phase
 from .distributed.differences import for_rank, of_all, own_alone
 from .distributed.sharded import read_shards, spread_like
 from .events import Events
 from .findings.resumption import check_complete, composition
 from .frozen import fill_in
+from .keys import UNSAVED
 from .modules import bare_name, differences, unwrapped
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 
@@ -57,17 +59,29 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         "random": packed(random_state()),
         "composition": composition(engine),
     }
+    unsaved = {} if at_once else {UNSAVED: Unsaved(engine)}
     if alone:
-        return own_alone(own, engine.processes)
+        return own_alone(own, engine.processes) | unsaved
     if past := engine.past.state_dict():  # not copied: nothing changes a state that is kept
         own["past"] = past
     if (shares := engine.group.data.world_size) != engine.processes.world_size:
         own["shares"] = shares  # over how many ranks the data is sharded
-    return of_all(own, engine.processes)
+    return of_all(own, engine.processes) | unsaved
 
 
-def put_back(engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str]) -> dict[str, Any] | None:
-    """Restore a loaded state in place; returns the position in the data."""
+def put_back(
+    engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str], goes_back: bool = False
+) -> dict[str, Any] | None:
+    """Restore a loaded state in place; returns the position in the data.
+
+    Args:
+        engine: The engine.
+        saved: The state.
+        allowed: Names of handlers that may be in only one of the two.
+        goes_back: Whether the engine goes back to a state of its own, with what no ``state_dict()`` of its modules holds.
+    """
+    if goes_back and isinstance(unsaved := saved.get(UNSAVED), Unsaved):
+        unsaved.put_back(engine)
     saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
     if engine.training:
@@ -294,8 +308,14 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     }
 
 
-def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
-    """Raise ValueError for a state whose modules, updates or handlers are not those of the engine."""
+def check_fit(
+    engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], *, goes_back: bool = False
+) -> None:
+    """Raise ValueError for a state whose modules, updates or handlers are not those of the engine.
+
+    A state of the engine itself, to which it goes back, may have buffers of other shapes: `Unsaved` puts them in place first.
+    """
+    goes_back = goes_back and isinstance(unsaved := saved.get(UNSAVED), Unsaved) and unsaved.belongs_to(engine)
     check_complete(saved, "load_state_dict()")
     # Before losses were modules, their parameters were among an update's own.
     modules = [name for name in engine.modules if name in saved["modules"] or name not in engine.modules.losses]
@@ -318,7 +338,12 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
     for name in modules:
         root = engine.modules[name]
-        if different := differences(root.state_dict(), saved["modules"][name]):
+        buffers = buffer_names(root) if goes_back else set()
+        own_state, given = (
+            {key: value for key, value in state.items() if key not in buffers}
+            for state in (root.state_dict(), saved["modules"][name])
+        )
+        if different := differences(own_state, given):
             raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
     for update in engine.updates:
         part = saved["updates"][update.name]

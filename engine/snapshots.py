@@ -57,6 +57,7 @@ class Snapshots(Part):
         self._copies = Copies()
         self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
+        self._goes_back = False  # whether the loaded state is one of this engine, with all that it has changed
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
         self._changed = False  # whether the loaded weights were changed before the run
@@ -177,8 +178,16 @@ class Snapshots(Part):
         """Whether a state was loaded that is put in place at the next run."""
         return self._loaded is not None
 
-    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow: Iterable[str] = (), goes_back: bool = False
+    ) -> None:
+        """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`.
+
+        Args:
+            state: The state.
+            allow: Names of handlers that may be in only one of the saved run and this one.
+            goes_back: Whether the next run goes back to a state of this engine, as `restore` does.
+        """
         if self.engine.running and not self._accepting:
             raise RuntimeError(
                 "load_state_dict() was called during a run; call it before run(), or from a MODEL_SETUP receiver"
@@ -192,6 +201,7 @@ class Snapshots(Part):
         check_complete(state, "load_state_dict()")
         self._loaded = dict(state)
         self._allowed = frozenset(allow)
+        self._goes_back = goes_back
         self.engine.handlers.drop_held_states()
         if not self.engine.running:
             self._put_weights_in_place(state)
@@ -261,7 +271,7 @@ class Snapshots(Part):
             return False
         seed = engine.seed
         engine.past.reset()  # its states are those of another run
-        position = put_back(engine, loaded, allowed=self._allowed)
+        position = put_back(engine, loaded, allowed=self._allowed, goes_back=self._goes_back)
         if engine.training:
             report_resume(engine, loaded, self._allowed, seed)
             if self._changed:
@@ -286,8 +296,8 @@ class Snapshots(Part):
         """Put a state of this engine back in place inside the process, at the end of the iteration under way.
 
         The run continues from there, bit for bit as it did from where the state was taken: modules, optimizers, handlers,
-        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run it does what
-        `load_state_dict` does. With several ranks each has to call it, with its own state.
+        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run the next
+        one begins there. With several ranks each has to call it, with its own state.
 
         Receivers are called again: one that restores under ``once=`` has to remember that it did. A checkpoint that is written
         in the same iteration holds the state before. A stop that was asked for stays; one of the epoch is undone with the epoch.
@@ -304,7 +314,7 @@ class Snapshots(Part):
         """
         engine = self.engine
         if not engine.running:
-            self.load_state_dict(state, allow=allow)
+            self.load_state_dict(state, allow=allow, goes_back=True)
             return
         if engine.loop is not None and engine.loop.over:
             raise RuntimeError(
@@ -313,7 +323,7 @@ class Snapshots(Part):
         _check_is_state(state, "restore()")
         check_complete(state, "restore()")
         if not engine.processes.distributed:  # which merge their parts first
-            check_fit(engine, state, frozenset(allow))
+            check_fit(engine, state, frozenset(allow), goes_back=True)
         if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
             raise ValueError(
                 "restore(): the state was taken before the first run, when there were no optimizers; take it at STARTED or later"
@@ -325,7 +335,7 @@ class Snapshots(Part):
         """Do at the boundary what `restore` has asked for."""
         engine, reached = self.engine, self.engine.state.iteration
         try:
-            position = put_back(engine, saved, allowed=allowed)
+            position = put_back(engine, saved, allowed=allowed, goes_back=True)
         except RuntimeError as error:
             if engine.processes.distributed:
                 error.add_note("rewind() and restore() have to be called on all ranks, in the same iteration")

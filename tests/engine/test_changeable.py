@@ -1,0 +1,261 @@
+"""What a forward changes beside the state of its modules: whatever goes back inside the process puts it back."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from signalfire import Engine, Events, Handler, Update
+from signalfire.changeable import own_parameters
+from signalfire.handlers import Rewindable, SpikeGuard
+from signalfire.tuning import find_batch_size, find_learning_rate
+from tests.kit import quick
+
+generator = torch.Generator().manual_seed(0)
+X, Y = torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator)
+BATCHES = list(zip(X.split(4), Y.split(4), strict=True))
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Changing(nn.Module):
+    """Its output depends on how often it was called, by what `KINDS` says."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.change = change
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.register_buffer("late", None, persistent=False)
+        self.register_buffer("wide", torch.ones(1).expand(1, 4), persistent=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+        self.hidden: Tensor | None = None
+        self.recent: deque[float] = deque(maxlen=3)
+        self.by_name: dict[str, Any] = {"scales": [1.0]}
+        self.pair = torch.ones(1), torch.ones(1)
+        self.meter = Meter()
+        self.rng = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.change(self)
+
+
+def in_place(model: Any) -> Any:
+    model.scale *= 0.9
+    return model.scale
+
+
+def through_data(model: Any) -> Any:
+    model.scale.data.mul_(0.9)
+    return model.scale
+
+
+def another_buffer(model: Any) -> Any:
+    model.scale = model.scale.double() * 0.9
+    return model.scale.float()
+
+
+def none_first(model: Any) -> Any:
+    model.late = torch.ones(1) if model.late is None else model.late * 0.9
+    return model.late
+
+
+def growing(model: Any) -> Any:
+    model.seen = torch.cat([model.seen, torch.ones(1)])
+    return 1 / len(model.seen)
+
+
+def registered_late(model: Any) -> Any:
+    if not hasattr(model, "own"):
+        model.register_buffer("own", torch.ones(1))
+    model.own *= 0.9
+    return model.own
+
+
+def expanded(model: Any) -> Any:
+    model.wide = model.wide * 0.9
+    return model.wide[:, :1]
+
+
+def counter(model: Any) -> Any:
+    model.calls += 1
+    return 0.9**model.calls
+
+
+def hidden_state(model: Any) -> Any:
+    model.hidden = torch.ones(1) if model.hidden is None else model.hidden * 0.9
+    return model.hidden
+
+
+def with_a_graph(model: Any) -> Any:
+    model.hidden = model.linear.bias * (1.0 if model.hidden is None else model.hidden.detach())
+    return model.hidden + 1
+
+
+def containers(model: Any) -> Any:
+    model.recent.append(0.1 + len(model.recent))
+    model.by_name["scales"][0] *= 0.9
+    model.by_name["calls"] = model.by_name.get("calls", 0) + 1
+    model.pair[1].mul_(0.9)
+    model.pair = model.pair[0] * 0.9, model.pair[1]
+    return sum(model.recent) * model.by_name["scales"][0] * model.by_name["calls"] * model.pair[0] * model.pair[1]
+
+
+def object_held(model: Any) -> Any:
+    model.meter.count += 1
+    return 0.9**model.meter.count
+
+
+def own_generator(model: Any) -> Any:
+    return model.rng.normal()
+
+
+KINDS = [
+    in_place, through_data, another_buffer, none_first, growing, registered_late, expanded, counter, hidden_state,
+    with_a_graph, containers, object_held, own_generator,
+]  # fmt: skip
+
+
+def build(change: Callable[[Any], Any], *handlers: Handler) -> Engine:
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.01)), model=Changing(change), seed=0)
+    engine.attach(*handlers)
+    return engine
+
+
+def weights(engine: Engine) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()]).tolist()
+
+
+def plain(change: Callable[[Any], Any]) -> list[float]:
+    """The weights after a plain loop over the batches."""
+    torch.manual_seed(0)
+    model = Changing(change)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for x, y in BATCHES:
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def loader(size: int) -> Any:
+    return DataLoader(TensorDataset(X, Y), size)
+
+
+@pytest.mark.parametrize("change", quick(KINDS, growing, counter))
+def test_a_search_puts_everything_back_that_a_forward_changes(change: Callable[[Any], Any]) -> None:
+    engine = build(change)
+    find_learning_rate(engine, BATCHES, steps=4, high=0.1)
+    engine.run(BATCHES, max_iters=3)
+    find_learning_rate(engine, BATCHES, steps=4, high=0.1)
+    engine.run(BATCHES, max_epochs=1)
+    assert weights(engine) == plain(change)
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("change", [in_place, counter])
+def test_trials_of_batch_sizes_put_it_back_as_well(change: Callable[[Any], Any]) -> None:
+    engine = build(change)
+    find_batch_size(engine, loader, maximum=2)
+    engine.run(BATCHES, max_epochs=1)
+    assert weights(engine) == plain(change)
+
+
+def once(act: Callable[[Engine], Any]) -> Callable[[Engine], None]:
+    done: list[int] = []
+
+    def receive(engine: Engine) -> None:
+        if not done:
+            done.append(1)
+            act(engine)
+
+    return receive
+
+
+@pytest.mark.parametrize("change", quick(KINDS, in_place, growing))
+def test_a_run_goes_back_to_everything_that_a_forward_changes(change: Callable[[Any], Any]) -> None:
+    engine, states = build(change, Rewindable(every="2it")), []
+    engine.connect(Events.ITERATION_COMPLETED(once=3), once(lambda engine: states.append(engine.state_dict())))
+    engine.connect(Events.ITERATION_COMPLETED(once=5), once(lambda engine: engine.rewind(2)))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), once(lambda engine: engine.snapshots.restore(states[0])))
+    engine.run(BATCHES, max_epochs=1)
+    assert weights(engine) == plain(change)
+
+
+@pytest.mark.parametrize("change", quick(KINDS, counter))
+def test_an_iteration_is_made_again_with_what_the_forward_had(change: Callable[[Any], Any]) -> None:
+    engine = build(change, SpikeGuard("stop"))
+    engine.run(BATCHES, max_epochs=1)
+    assert engine.replay(4).run().verdict == "persistent"
+    assert weights(engine) == plain(change)
+
+
+def test_in_a_file_there_is_nothing_of_it() -> None:
+    engine = build(counter)
+    engine.run(BATCHES, max_epochs=1)
+    file = io.BytesIO()
+    torch.save(engine.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert not state["unsaved"]
+    other = build(counter)
+    other.load_state_dict(state)
+    other.run(BATCHES, max_epochs=2)
+    assert other.model.calls == len(BATCHES)  # and not twice as many
+
+
+# ---- trained tensors in no module -------------------------------------------------------------------------------------
+
+
+def with_temperature(*handlers: Handler, built: bool = False) -> tuple[Engine, Tensor]:
+    torch.manual_seed(0)
+    model, temperature = nn.Linear(4, 1), torch.ones(1, requires_grad=True)
+
+    def loss(engine: Engine, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return mse_loss(engine.model(batch[0]) / temperature, batch[1])
+
+    def parameters(engine: Engine) -> list[Tensor]:
+        return [*engine.model.parameters(), temperature]
+
+    optimizer: Any = SGD([*model.parameters(), temperature], lr=0.1) if built else partial(SGD, lr=0.1)
+    update = Update.from_function(loss, optimizer=optimizer, parameters=None if built else parameters)
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(*handlers)
+    return engine, temperature
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("built", [False, True], ids=["factory", "built"])
+def test_a_search_puts_trained_tensors_in_no_module_back(built: bool) -> None:
+    engine, temperature = with_temperature(built=built)
+    find_learning_rate(engine, BATCHES, steps=8, low=1e-3, high=1.0)
+    find_batch_size(engine, loader, maximum=2)
+    assert (temperature.tolist(), temperature.grad) == ([1.0], None)
+    engine.run(BATCHES, max_epochs=1)
+    other, other_temperature = with_temperature(built=built)
+    other.run(BATCHES, max_epochs=1)
+    assert temperature.tolist() == other_temperature.tolist() != [1.0]
+    assert weights(engine) == weights(other)
+
+
+def test_trained_tensors_in_no_module_have_names() -> None:
+    engine, temperature = with_temperature(built=True)
+    assert {name: one is temperature for name, one in own_parameters(engine).items()} == {
+        "parameter 0 of update 'main'": True
+    }
