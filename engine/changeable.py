@@ -24,7 +24,18 @@ from .data.held_generators import set_state, state_of
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["ATOMS", "GENERATORS", "Holder", "Unsaved", "buffer_names", "holders", "own_parameters", "unsaved_buffers"]
+__all__ = [
+    "ATOMS",
+    "GENERATORS",
+    "Holder",
+    "Unsaved",
+    "buffer_names",
+    "holders",
+    "is_own_parameter",
+    "own_name",
+    "own_parameters",
+    "unsaved_buffers",
+]
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -32,6 +43,7 @@ GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.G
 _CONTAINERS = (list, tuple, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "signalfire"}
+_OWN = "parameter "
 _DEPTH = 6  # of containers in containers
 _MOST_ITEMS = 10_000
 
@@ -46,8 +58,18 @@ def own_parameters(engine: Engine) -> dict[str, Tensor]:
     for update in engine.updates:
         own = [parameter for parameter in update.parameters if parameter not in known]
         known.update(own)
-        found |= {f"parameter {place} of update {update.name!r}": one for place, one in enumerate(own)}
+        found |= {own_name(update.name, place): one for place, one in enumerate(own)}
     return found
+
+
+def own_name(update: str, place: int) -> str:
+    """The name of a trained tensor in no module, by its place among those of an update."""
+    return f"{_OWN}{place} of update {update!r}"
+
+
+def is_own_parameter(name: str) -> bool:
+    """Whether it is a name that `own_parameters` gives; those of modules have no spaces."""
+    return name.startswith(_OWN)
 
 
 def unsaved_buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:

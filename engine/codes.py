@@ -60,7 +60,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W38": ("warning", "another process writes to the same log, or has removed it"),
     "W39": (
         "warning",
-        "what should be written is lost: a handler was never attached, or nobody receives what is logged",
+        "what should be written is lost: a handler was never attached, nobody receives what is logged, or a file has no place "
+        "for it",
     ),
     # W4x: how things are attached and connected
     "W40": ("warning", "values that are not finite are left out of a histogram"),

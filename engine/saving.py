@@ -308,9 +308,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     }
 
 
-def check_fit(
-    engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], *, goes_back: bool = False
-) -> None:
+def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], *, goes_back: bool = False) -> None:
     """Raise ValueError for a state whose modules, updates or handlers are not those of the engine.
 
     A state of the engine itself, to which it goes back, may have buffers of other shapes: `Unsaved` puts them in place first.

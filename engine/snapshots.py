@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .acts import Override
+from .blame import warn
+from .changeable import Unsaved, own_name, own_parameters
 from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
@@ -21,6 +23,7 @@ from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
 from .frozen import fill_in, leave_out, without
+from .keys import OWN_PARAMETERS, UNSAVED
 from .modules import differences, unwrapped
 from .optimizer_modes import weights_to_evaluate
 from .part import Part
@@ -178,9 +181,7 @@ class Snapshots(Part):
         """Whether a state was loaded that is put in place at the next run."""
         return self._loaded is not None
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, allow: Iterable[str] = (), goes_back: bool = False
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = (), goes_back: bool = False) -> None:
         """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`.
 
         Args:
@@ -356,11 +357,19 @@ class Snapshots(Part):
         copies: dict[str, Any] = self._weights(copied)
         return copies
 
+    def hold_weights(self) -> dict[str, Any]:
+        """The `weights`, and what only this engine can put back; for `load_weights`, later in this process."""
+        held: dict[str, Any] = self._weights(lambda states: copied(states) | {UNSAVED: Unsaved(self.engine)})
+        return held
+
     def _weights(self, copy: Callable[[dict[str, Any]], Any]) -> Any:
         engine = self.engine
         with weights_to_evaluate(engine), engine.regions.region():
             engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
-            return copy({name: root.state_dict() for name, root in engine.modules.items()})
+            states: dict[str, Any] = {name: root.state_dict() for name, root in engine.modules.items()}
+            if own := own_parameters(engine):
+                states[OWN_PARAMETERS] = own
+            return copy(states)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
@@ -372,6 +381,10 @@ class Snapshots(Part):
         parameters = (p for root in engine.modules.values() for p in root.parameters())
         weights = read_shards(weights, parameters=parameters, device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
+        own = _own_parameters_in(engine, weights, given)
+        if isinstance(unsaved := weights.get(UNSAVED), Unsaved):
+            unsaved.put_back(engine)
+        weights = {name: state for name, state in weights.items() if name not in (OWN_PARAMETERS, UNSAVED)}
         saved = unwrapped(engine.modules, {**given, "modules": weights})
         weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
         # A loss with parameters may be in the weights or in the engine alone.
@@ -388,6 +401,9 @@ class Snapshots(Part):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")
         for name, root in modules.items():
             root.load_state_dict(spread_over(root, weights[name]))
+        with torch.no_grad():
+            for parameter, value in own:
+                parameter.copy_(value)
         report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
@@ -402,6 +418,36 @@ class Snapshots(Part):
         """Forget what was loaded."""
         self._loaded = self._before = None
         self.begin_lineage(None)
+
+
+def _own_parameters_in(
+    engine: Engine, weights: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """The trained tensors in no module, with their values among weights, or in a whole state.
+
+    Raises:
+        ValueError: for values of another shape.
+    """
+    values = weights.get(OWN_PARAMETERS) or {
+        own_name(update, place): value
+        for update, part in state.get("updates", {}).items()
+        for place, (_, value) in enumerate(sorted(part.get(OWN_PARAMETERS, {}).items()))
+    }
+    if not engine.training or not values:
+        return []
+    trained = own_parameters(engine)
+    if missing := sorted(values.keys() - trained.keys()):
+        warn(
+            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded: no optimizer holds it here. A factory "
+            "builds an optimizer in the run: then load the weights at STARTED, or give a whole state to load_state_dict()"
+        )
+    for name in values.keys() & trained.keys():
+        if values[name].shape != trained[name].shape:
+            raise ValueError(
+                f"load_weights(): {name} has the shape {list(values[name].shape)} in the weights, and "
+                f"{list(trained[name].shape)} here"
+            )
+    return [(trained[name], values[name]) for name in values.keys() & trained.keys()]
 
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import io
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Handler, Update
+from signalfire import Engine, Events, Handler, Phase, Update
 from signalfire.changeable import own_parameters
-from signalfire.handlers import Rewindable, SpikeGuard
+from signalfire.handlers import EMA, SWA, Checkpoint, EarlyStopping, Lookahead, Rewindable, SpikeGuard
 from signalfire.tuning import find_batch_size, find_learning_rate
-from tests.kit import quick
+from tests.kit import digest, quick
 
 generator = torch.Generator().manual_seed(0)
 X, Y = torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator)
@@ -259,3 +260,150 @@ def test_trained_tensors_in_no_module_have_names() -> None:
     assert {name: one is temperature for name, one in own_parameters(engine).items()} == {
         "parameter 0 of update 'main'": True
     }
+
+
+def plain_temperature() -> list[float]:
+    """The temperature after each step of a plain loop of three epochs."""
+    torch.manual_seed(0)
+    model, temperature = nn.Linear(4, 1), torch.ones(1, requires_grad=True)
+    optimizer = SGD([*model.parameters(), temperature], lr=0.1)
+    seen = []
+    for x, y in BATCHES * 3:
+        mse_loss(model(x) / temperature, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(temperature.item())
+    return seen
+
+
+def test_the_best_temperature_comes_back_with_the_best_weights() -> None:
+    engine, temperature = with_temperature(EarlyStopping("score", mode="max", patience=9, restore_best=True))
+    engine.connect(
+        Events.EPOCH_COMPLETED,
+        lambda engine: engine.log("score", [1.0, 3.0, 2.0][engine.state.epoch - 1]),
+        phase=Phase.PREPARE,
+    )
+    engine.run(BATCHES, max_epochs=3)
+    assert temperature.item() == plain_temperature()[15]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(EMA, 0.5), lambda seen: _ema(seen, 0.5)),
+        (partial(SWA, start=2), lambda seen: torch.tensor([seen[15], seen[23]]).mean().item()),
+        (partial(Lookahead, 24, 0.25, evaluate=True), None),
+    ],
+    ids=["EMA", "SWA", "Lookahead"],
+)
+def test_averages_include_the_temperature(make: Any, expected: Any) -> None:
+    averaging = make()
+    engine, temperature = with_temperature(averaging)
+    engine.run(BATCHES, max_epochs=3)
+    seen = plain_temperature()
+    now = seen[-1] if expected is not None else 1 + 0.25 * (seen[-1] - 1)
+    average = expected(seen) if expected is not None else now
+    assert temperature.item() == pytest.approx(now, abs=1e-6)
+    with averaging.in_place():
+        assert temperature.item() == pytest.approx(average, abs=1e-6)
+    assert temperature.item() == pytest.approx(now, abs=1e-6)
+    engine.load_weights(engine.weights())
+    assert temperature.item() == pytest.approx(average, abs=1e-6)
+
+
+def _ema(values: list[float], decay: float) -> float:
+    average = values[0]
+    for value in values[1:]:
+        average = decay * average + (1 - decay) * value
+    return average
+
+
+def test_an_average_of_the_temperature_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    ends = []
+    for resume in (False, True):
+        engine, temperature = with_temperature(EMA(0.5), Checkpoint(tmp_path / str(resume), sync_files=False))
+        engine.run(BATCHES, max_iters=12 if resume else 24)
+        if resume:
+            engine, temperature = with_temperature(EMA(0.5), Checkpoint(tmp_path / "True", sync_files=False))
+            engine.load_state_dict(Checkpoint.load(tmp_path / "True"))
+            assert list(engine.weights()) == ["model"]  # the optimizer is not built yet
+            engine.run(BATCHES, max_iters=24)
+        ends.append(digest([temperature.detach(), engine.weights()["own_parameters"], engine.find(EMA).state_dict()]))
+    assert ends[0] == ends[1]
+
+
+def test_weights_without_a_place_for_the_temperature_say_so() -> None:
+    engine, _ = with_temperature(built=True)
+    weights = engine.weights()
+    other, _ = with_temperature()
+    with pytest.warns(UserWarning, match="parameter 0 of update 'main', which is in no module, is not loaded"):
+        other.load_weights(weights)
+    evaluator = Engine(Update.prediction(), model=nn.Linear(4, 1))
+    evaluator.load_weights(weights)  # has no use for it
+    weights["own_parameters"]["parameter 0 of update 'main'"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"has the shape \[2\] in the weights, and \[1\] here"):
+        engine.load_weights(weights)
+
+
+def test_slow_weights_of_two_updates_keep_their_own_temperatures() -> None:
+    temperatures = [torch.full((1,), value, requires_grad=True) for value in (1.0, 2.0)]
+
+    def update(place: int) -> Update:
+        return Update.from_function(
+            lambda engine, batch: temperatures[place].square().sum(),
+            optimizer=SGD([temperatures[place]], lr=0.1),
+            name=f"update{place}",
+        )
+
+    lookahead = Lookahead(3)
+    engine = Engine([update(0), update(1)], seed=0)
+    engine.attach(lookahead)
+    engine.run([0] * 4, max_epochs=1)
+    slow = 1 + 0.5 * (0.8**3 - 1)
+    assert [one.item() for one in temperatures] == pytest.approx([0.8 * slow, 1.6 * slow])
+    with lookahead.in_place():
+        assert [one.item() for one in temperatures] == pytest.approx([slow, 2 * slow])
+
+
+# ---- buffers of another shape -----------------------------------------------------------------------------------------
+
+SHAPES: list[Callable[[Any], Any]] = [growing, none_first, another_buffer]
+
+
+@pytest.mark.parametrize("change", quick(SHAPES, growing))
+@pytest.mark.parametrize(
+    "make", [partial(EMA, 0.5), partial(EMA, 0.5, every=3, buffers="average"), partial(SWA, start=1)]
+)
+def test_averages_follow_buffers_that_change_their_shape_or_type(change: Callable[[Any], Any], make: Any) -> None:
+    averaging = make()
+    engine = build(change, averaging)
+    engine.run(BATCHES, max_epochs=1)
+    assert weights(engine) == plain(change)
+    live = dict(engine.model.named_buffers())
+    last = len(BATCHES) if averaging.name == "swa" or averaging.every.value == 1 else 6
+    with averaging.in_place():
+        averaged = dict(engine.model.named_buffers())
+        assert {name: one.dtype for name, one in averaged.items()} == {name: one.dtype for name, one in live.items()}
+        assert len(engine.model.seen) == (1 + last if change is growing else 1)
+    assert all(one is live[name] for name, one in engine.model.named_buffers())
+    again = build(change, make(), Rewindable(every="2it"))
+    again.connect(Events.ITERATION_COMPLETED(once=7), once(lambda engine: engine.rewind(4)))
+    again.run(BATCHES, max_epochs=1)
+    assert digest(again.handlers[averaging.name].state_dict()) == digest(averaging.state_dict())
+
+
+@pytest.mark.parametrize("change", quick([*SHAPES, counter], growing))
+def test_the_best_weights_come_back_with_the_buffers_of_then(change: Callable[[Any], Any]) -> None:
+    engine = build(change, EarlyStopping("score", mode="max", patience=9, restore_best=True))
+    states: list[str] = []
+
+    def changed() -> str:
+        return digest([dict(engine.model.named_buffers()), engine.model.calls, engine.model.state_dict()])
+
+    def measure(engine: Engine) -> None:
+        engine.log("score", [1.0, 3.0, 2.0][engine.state.epoch - 1])
+        states.append(changed())
+
+    engine.connect(Events.EPOCH_COMPLETED, measure, phase=Phase.PREPARE)
+    engine.run(BATCHES, max_epochs=3)
+    assert changed() == states[1]
