@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from .data.held_generators import set_state, state_of
+from .keys import UNSAVED
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .findings import Finding
 
 __all__ = [
     "ATOMS",
@@ -137,9 +139,13 @@ class Unsaved:
     """What an engine's modules hold beside their ``state_dict()``, to be put back in this process.
 
     It is part of each state that stays in the process. In a file it is empty: there, ``persistent=False`` means what it says.
+
+    Attributes:
+        lacking: The finding to report once the state goes to a file, which lacks what the forward has changed.
     """
 
     def __init__(self, engine: Engine) -> None:
+        self.lacking: Finding | None = None
         self._engine = weakref.ref(engine)
         modules = {module for root in engine.modules.values() for module in root.modules()}
         self._buffers = [(module, _kept_buffers(module)) for module in modules if module._buffers]
@@ -165,10 +171,17 @@ class Unsaved:
         for item, kept in self._attributes:
             _put_attributes_back(vars(item), kept)
 
+    def report(self) -> None:
+        """Report what the state lacks where it is not put back."""
+        engine = self._engine()
+        if engine is not None and self.lacking is not None:
+            engine.findings.add(self.lacking, key=UNSAVED)
+
     def __deepcopy__(self, memo: Any) -> Unsaved:
         return self  # nobody changes it
 
     def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        self.report()
         return OrderedDict, ()
 
     def __eq__(self, other: object) -> bool:

@@ -73,7 +73,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
     "W47": (
         "warning",
-        "a state is saved that cannot be loaded: a handler lacks the method, or torch refuses an object in it",
+        "a state is saved that cannot be loaded, since a handler lacks the method, or torch refuses an object in it; or one that "
+        "lacks what the forward changes",
     ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function or handler is connected to events that this engine never emits"),

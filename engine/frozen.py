@@ -81,6 +81,7 @@ class FrozenBase:
 def without(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """A complete state as it is written, without the parameters of these names."""
     if UNSAVED in state:
+        state[UNSAVED].report()
         state = {key: value for key, value in state.items() if key != UNSAVED}
     return {**state, "modules": leave_out(state["modules"], names)} if names else state
 

@@ -22,6 +22,7 @@ from .findings.composition import listed
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
+from .findings.unsaved import Marks, lacking, marks_of
 from .frozen import fill_in, leave_out, without
 from .keys import OWN_PARAMETERS, UNSAVED
 from .modules import differences, unwrapped
@@ -65,6 +66,7 @@ class Snapshots(Part):
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
         self._changed = False  # whether the loaded weights were changed before the run
         self._tried = False  # whether a state of this run was found to be one that can be loaded
+        self._marks: Marks = {}  # of what no state holds, after the first forward
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -91,11 +93,20 @@ class Snapshots(Part):
             if lost_another(error):
                 error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
             raise
+        if self._marks and engine.processes.is_rank_zero and (found := lacking(engine, self._marks)) is not None:
+            if at_once:
+                engine.findings.add(found, key=UNSAVED)
+            else:
+                state[UNSAVED].lacking = found  # reported once the state goes to a file
         if engine.running and not self._tried:  # the states of a run hold the same kinds of objects
             self._tried = True
             if engine.processes.is_rank_zero:
                 report_unloadable(engine, state)
         return state
+
+    def note_unsaved(self) -> None:
+        """Note, after the first forward of a run, the values that no state holds, to report those that change."""
+        self._marks = marks_of(self.engine)
 
     def own_state(self) -> dict[str, Any]:
         """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
@@ -200,7 +211,7 @@ class Snapshots(Part):
             self.load_weights(state)  # its position and its handlers are those of the training
             return
         check_complete(state, "load_state_dict()")
-        self._loaded = dict(state)
+        self._loaded = {key: value for key, value in state.items() if key != UNSAVED or isinstance(value, Unsaved)}
         self._allowed = frozenset(allow)
         self._goes_back = goes_back
         self.engine.handlers.drop_held_states()
@@ -286,6 +297,8 @@ class Snapshots(Part):
         if (origin := loaded.get("origin")) is not None:
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
+        if not self._goes_back and isinstance(unsaved := loaded.get(UNSAVED), Unsaved):
+            unsaved.report()
         self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
         engine.feed.load(position, engine.seed)
         engine.signals.rewind(engine)

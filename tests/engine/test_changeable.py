@@ -17,10 +17,11 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Handler, Phase, Update
+from signalfire import Engine, Events, FindingWarning, Handler, Phase, Update
 from signalfire.changeable import own_parameters
 from signalfire.handlers import EMA, SWA, Checkpoint, EarlyStopping, Lookahead, Rewindable, SpikeGuard
 from signalfire.tuning import find_batch_size, find_learning_rate
+from signalfire.weights import export_weights
 from tests.kit import digest, quick
 
 generator = torch.Generator().manual_seed(0)
@@ -343,6 +344,13 @@ def test_weights_without_a_place_for_the_temperature_say_so() -> None:
     weights["own_parameters"]["parameter 0 of update 'main'"] = torch.ones(2)
     with pytest.raises(ValueError, match=r"has the shape \[2\] in the weights, and \[1\] here"):
         engine.load_weights(weights)
+
+
+def test_an_exported_file_of_the_model_lacks_the_temperature_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    engine, _ = with_temperature(built=True)
+    with pytest.warns(FindingWarning, match="W39: .* trained in no module: parameter 0 of update 'main'"):
+        export_weights(engine, tmp_path / "model.safetensors")
 
 
 def test_slow_weights_of_two_updates_keep_their_own_temperatures() -> None:
