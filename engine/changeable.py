@@ -237,7 +237,7 @@ class _Kept:
         if content is None:
             return value
         if isinstance(value, Tensor):
-            return _restored_tensor(value, content)
+            return restored(value, content)
         if isinstance(value, GENERATORS):
             set_state(value, content)
         elif isinstance(value, set):
@@ -256,7 +256,8 @@ class _Kept:
         return value
 
 
-def _restored_tensor(tensor: Tensor, content: Tensor) -> Tensor:
+def restored(tensor: Tensor, content: Tensor) -> Tensor:
+    """A tensor with its earlier content; a copy of that where the tensor itself cannot be changed in place."""
     if tensor is content or tensor.shape != content.shape or tensor.dtype != content.dtype:
         return content.clone()
     try:

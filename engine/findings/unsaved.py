@@ -10,7 +10,7 @@ import dis
 import hashlib
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ Marks = Mapping[str, Hashable]
 
 _CONTAINERS = (list, tuple, dict, set, deque)
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_READS = {"LOAD_ATTR", "LOAD_METHOD"}
+_RECORDS = {"add", "append", "appendleft", "extend", "insert", "update"}
 _METRICS = {"torchmetrics", "torcheval"}  # whose states are those of an epoch
 _MOST_ITEMS = 1000
 _MOST_BYTES = 2**24
@@ -164,12 +166,13 @@ class _Code:
         jumps: list[tuple[int, int]] = []
         stores: list[tuple[int, str]] = []
         reads: list[tuple[float, str]] = []
-        for instruction in dis.get_instructions(code):
+        instructions = list(dis.get_instructions(code))
+        for place, instruction in enumerate(instructions):
             if instruction.opcode in _JUMPS:
                 jumps.append((instruction.offset, instruction.argval))
             elif instruction.opname == "STORE_ATTR":
                 stores.append((instruction.offset, instruction.argval))
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            elif instruction.opname in _READS and not _records(instructions[place + 1 : place + 3]):
                 reads.append((instruction.offset, instruction.argval))
         inner = [_Code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
         reads += [(math.inf, name) for one in inner for name in one.read]
@@ -185,3 +188,10 @@ class _Code:
         self.read = {name for _, name in reads}
         self.stored = {name for _, name in stores}.union(*(one.stored for one in inner))
         self.first_read = {name for place, name in reads if not is_stored_before(place, name)}
+
+
+def _records(following: Sequence[dis.Instruction]) -> bool:
+    """Whether what comes after an attribute is read only adds to it, as in ``self.seen.append(x)`` and ``self.seen[key] = x``."""
+    if following and following[0].opname in _READS and following[0].argval in _RECORDS:
+        return True
+    return len(following) == 2 and following[0].opname.startswith("LOAD_") and following[1].opname == "STORE_SUBSCR"

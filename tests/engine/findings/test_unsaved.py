@@ -32,6 +32,8 @@ class Model(nn.Module):
         self.calls = 0
         self.mask: Tensor | None = None
         self.recent: list[float] = []
+        self.shown: list[Any] = []
+        self.by_name: dict[str, Any] = {}
         self.rng = torch.Generator().manual_seed(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,6 +45,8 @@ class Model(nn.Module):
             self.scores = x.softmax(1)
             x = x + self.scores.detach()
         self.last = self.linear(x + self.table) * self.lazy * self.mask
+        self.shown.append(len(x))
+        self.by_name["last"] = x
         self.auxiliary = 0.0
         self.auxiliary += self.last.detach().mean()
         return self.last * self.change()
@@ -51,7 +55,7 @@ class Model(nn.Module):
         return 1.0
 
     def plot(self) -> Any:
-        return self.last, self.scores, self.auxiliary
+        return self.last, self.scores, self.auxiliary, self.shown, self.by_name
 
 
 class Buffer(Model):
