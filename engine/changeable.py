@@ -55,7 +55,7 @@ def own_parameters(engine: Engine) -> dict[str, Tensor]:
 
     It is empty until the optimizers are built.
     """
-    known = {parameter for root in engine.modules.values() for parameter in root.parameters()}
+    known: set[Tensor] = {parameter for root in engine.modules.values() for parameter in root.parameters()}
     found: dict[str, Tensor] = {}
     for update in engine.updates:
         own = [parameter for parameter in update.parameters if parameter not in known]

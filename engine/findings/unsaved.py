@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def marks_of(engine: Engine) -> dict[str, Hashable]:
     """Marks of all that the forward may carry from one batch to the next, and that the modules do not save."""
     marks: dict[str, Hashable] = {f"buffer {name}": _mark(buffer) for name, buffer in unsaved_buffers(engine)}
     found = [one for one in holders(engine) if not _saves_more(one.item)]
-    kinds = {type(one.item) for one in found}
+    kinds: set[Any] = {type(one.item) for one in found}
     carried: set[str] = set().union(*(_names(kind)[0] for kind in kinds))
     used: set[str] = set().union(*(_names(kind)[1] for kind in kinds))
     for holder in found:
@@ -122,7 +122,7 @@ def _mark_of_tensor(tensor: Tensor) -> Hashable:
     return *kind, hashlib.sha256(content.numpy().tobytes()).digest()
 
 
-@cache
+@lru_cache(maxsize=256)
 def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     """Attributes that the code of a class reads before it stores them, and all that it reads.
 
@@ -185,9 +185,9 @@ class _Code:
                 if stored == name
             )
 
-        self.read = {name for _, name in reads}
-        self.stored = {name for _, name in stores}.union(*(one.stored for one in inner))
-        self.first_read = {name for place, name in reads if not is_stored_before(place, name)}
+        self.read: set[str] = {name for _, name in reads}
+        self.stored: set[str] = {name for _, name in stores}.union(*(one.stored for one in inner))
+        self.first_read: set[str] = {name for place, name in reads if not is_stored_before(place, name)}
 
 
 def _records(following: Sequence[dis.Instruction]) -> bool:

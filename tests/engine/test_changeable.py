@@ -54,7 +54,8 @@ class Changing(nn.Module):
         self.rng = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.change(self)
+        scaled: Tensor = self.linear(x) * self.change(self)
+        return scaled
 
 
 def in_place(model: Any) -> Any:

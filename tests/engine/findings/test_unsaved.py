@@ -23,6 +23,10 @@ BATCHES = kit.batches(4, 4, (1,))
 
 
 class Model(nn.Module):
+    scale: Tensor
+    table: Tensor
+    lazy: Tensor | None
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 1)
@@ -49,7 +53,8 @@ class Model(nn.Module):
         self.by_name["last"] = x
         self.auxiliary = 0.0
         self.auxiliary += self.last.detach().mean()
-        return self.last * self.change()
+        changed: Tensor = self.last * self.change()
+        return changed
 
     def change(self) -> Any:
         return 1.0
