@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .data.held_generators import set_state, state_of
 from .keys import UNSAVED
+from .spec import loss_module
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -74,12 +75,21 @@ def is_own_parameter(name: str) -> bool:
     return name.startswith(_OWN)
 
 
+def _losses(engine: Engine) -> dict[str, nn.Module]:
+    """The losses that are modules, but not the engine's, since they have nothing to train: no state holds their buffers."""
+    losses = {f"{update.name}_loss": loss_module(update.spec) for update in engine.updates}
+    own = {module for root in engine.modules.values() for module in root.modules()}
+    return {name: loss for name, loss in losses.items() if loss is not None and loss not in own}
+
+
 def unsaved_buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that ``state_dict()`` leaves out, since they are registered with ``persistent=False``."""
-    for root, model in engine.modules.items():
+    """The buffers that no state holds: those with ``persistent=False``, and those of losses that have nothing to train."""
+    losses = _losses(engine)
+    for root, model in (engine.modules | losses).items():
         for path, module in model.named_modules(prefix=root):
-            for key in module._non_persistent_buffers_set:
-                if isinstance(buffer := module._buffers.get(key), Tensor):
+            for key, buffer in module._buffers.items():
+                unsaved = root in losses or key in module._non_persistent_buffers_set
+                if unsaved and isinstance(buffer, Tensor):
                     yield f"{path}.{key}", buffer
 
 
@@ -107,12 +117,17 @@ class Holder(NamedTuple):
 
 
 def holders(engine: Engine) -> list[Holder]:
-    """The modules of classes of the user, and the objects of such classes that they hold."""
+    """The modules of classes of the user, also losses, and the objects of such classes that they hold."""
     found: list[Holder] = []
     seen: set[int] = set()
-    for root, model in engine.modules.items():
+    for root, model in (engine.modules | _losses(engine)).items():
         for path, module in model.named_modules(prefix=root):
             _add_holder(found, seen, path, module, depth=0)
+    for update in engine.updates:  # what is called may be an object that is no module
+        for part in ("forward", "loss", "function"):
+            called = getattr(update.spec, part)
+            called = getattr(called, part, None) or called
+            _add_holder(found, seen, f"{update.name}_{part}", getattr(called, "__self__", called), depth=0)
     return found
 
 
@@ -147,8 +162,11 @@ class Unsaved:
     def __init__(self, engine: Engine) -> None:
         self.lacking: Finding | None = None
         self._engine = weakref.ref(engine)
-        modules = {module for root in engine.modules.values() for module in root.modules()}
-        self._buffers = [(module, _kept_buffers(module)) for module in modules if module._buffers]
+        losses = {module for root in _losses(engine).values() for module in root.modules()}
+        modules = {module for root in engine.modules.values() for module in root.modules()} | losses
+        self._buffers = [
+            (module, _kept_buffers(module, saved=module not in losses)) for module in modules if module._buffers
+        ]
         self._without = [module for module in modules if not module._buffers]
         self._attributes = [
             (one.item, {key: _Kept(value) for key, value in one.attributes.items()}) for one in holders(engine)
@@ -193,9 +211,9 @@ class Unsaved:
         return "Unsaved()"
 
 
-def _kept_buffers(module: nn.Module) -> dict[str, _Kept]:
+def _kept_buffers(module: nn.Module, *, saved: bool) -> dict[str, _Kept]:
     """The buffers themselves, since a forward may put others in their place; and the values of those that are not saved."""
-    unsaved = module._non_persistent_buffers_set
+    unsaved = module._non_persistent_buffers_set if saved else module._buffers.keys()
     return {key: _Kept(buffer, content=key in unsaved) for key, buffer in module._buffers.items()}
 
 

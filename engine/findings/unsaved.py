@@ -63,8 +63,11 @@ def lacking(engine: Engine, before: Marks) -> Finding | None:
     attributes = [name for name in changed if not name.startswith("buffer ")]
     what, ways_out = [], []
     if buffers:
-        what.append(f"the buffers {listed(buffers)}, which are registered with persistent=False")
-        ways_out.append("register the buffers with persistent=True")
+        what.append(f"the buffers {listed(buffers)}")
+        if all(name.partition(".")[0] in engine.modules for name in buffers):
+            ways_out.append("register the buffers with persistent=True")
+        else:
+            ways_out.append("give the engine the loss as well: Engine(model={'model': model, 'criterion': loss})")
     if attributes:
         what.append(f"the attributes {listed(attributes)}")
         ways_out.append(

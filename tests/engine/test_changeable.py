@@ -209,6 +209,48 @@ def test_an_iteration_is_made_again_with_what_the_forward_had(change: Callable[[
     assert weights(engine) == plain(change)
 
 
+class Centred(nn.Module):
+    """A loss that has nothing to train, and depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.center = self.center * 0.9 + 0.1 * output.detach().mean()
+        return mse_loss(output - self.center, target) * 0.9**self.calls
+
+
+class Called:
+    """As a class that is no module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return mse_loss(output, target) * 0.9**self.calls
+
+
+@pytest.mark.parametrize("kind", [Centred, Called])
+def test_a_loss_is_put_back_as_well_and_reported_in_a_file(kind: Any) -> None:
+    ends = []
+    for goes_back in (False, True):
+        torch.manual_seed(0)
+        engine = Engine(Update.supervised(kind(), partial(SGD, lr=0.1)), model=nn.Linear(4, 1), seed=0)
+        engine.attach(Rewindable(every="2it"))
+        if goes_back:
+            find_learning_rate(engine, BATCHES, steps=4, high=0.1)
+            engine.connect(Events.ITERATION_COMPLETED(once=5), once(lambda engine: engine.rewind(2)))
+        engine.run(BATCHES, max_epochs=1)
+        ends.append(weights(engine))
+    assert ends[0] == ends[1]
+    with pytest.warns(FindingWarning, match="W47: .* main_loss.calls"):
+        torch.save(engine.state_dict(), io.BytesIO())
+
+
 def test_in_a_file_there_is_nothing_of_it() -> None:
     engine = build(counter)
     engine.run(BATCHES, max_epochs=1)

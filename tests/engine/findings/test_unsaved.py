@@ -122,14 +122,14 @@ def build(kind: type[Model], *handlers: Any, **options: Any) -> Engine:
     ("kind", "message"),
     quick(
         [
-            (Buffer, r"the buffers model.scale, which are registered with persistent=False\. A run that resumes"),
+            (Buffer, r"the buffers model.scale\. A run that resumes"),
             (Counter, "the attributes model.calls. A run that resumes"),
             (Hidden, "the attributes model.hidden. A run that resumes"),
             (Memory, "the attributes model.recent. A run that resumes"),
             (Draws, "the attributes model.rng. A run that resumes"),
             (Inside, "the attributes model.inner.calls. A run that resumes"),
         ],
-        (Buffer, r"the buffers model.scale, which are registered with persistent=False\. A run that resumes"),
+        (Buffer, r"the buffers model.scale\. A run that resumes"),
         (Counter, "the attributes model.calls. A run that resumes"),
         (Hidden, "the attributes model.hidden. A run that resumes"),
     ),
