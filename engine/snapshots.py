@@ -365,6 +365,7 @@ class Snapshots(Part):
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used; see `Engine.weights`.
 
+        Trained tensors in no module, such as a temperature, are under "own_parameters", if there are any.
         Receivers of CHECKPOINT_SAVING may enter what puts averages in place (`Regions.enter`); it is left before this returns.
         """
         copies: dict[str, Any] = self._weights(copied)
