@@ -212,6 +212,8 @@ def test_an_iteration_is_made_again_with_what_the_forward_had(change: Callable[[
 class Centred(nn.Module):
     """A loss that has nothing to train, and depends on how often it was called."""
 
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(1))
